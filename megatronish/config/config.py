@@ -1,0 +1,56 @@
+"""What is a whole config? The sections, and the numbers that need more than one of them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatronish.config.data import DataConfig
+from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.run import CheckpointConfig, LogConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.mesh.layout import Layout
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run was told, one section a file. A function is handed the section it reads, never the whole."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def layout(self) -> Layout:
+        """The mesh. `read_config` has set data_parallel_size by the time anybody asks."""
+        parallel = self.parallel
+        return Layout(
+            pp=parallel.pipeline_model_parallel_size,
+            dp=parallel.data_parallel_size or 1,
+            cp=parallel.context_parallel_size,
+            tp=parallel.tensor_model_parallel_size,
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step once any ramp-up is over."""
+        return self.training.global_batch_size or self.training.micro_batch_size * self.layout.dp
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of everything the run leaves."""
+        return Path(self.log.run_dir or "runs/pretrain_gpt")
+
+    @property
+    def save_dir(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return Path(self.checkpoint.save) if self.checkpoint.save else self.run_dir / "checkpoints"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        """Folder of TensorBoard's files."""
+        return Path(self.log.tensorboard_dir) if self.log.tensorboard_dir else self.run_dir / "tensorboard"

@@ -1,0 +1,54 @@
+"""Where does a run leave things, and what does it continue from?"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = None
+    """Folder of checkpoints. Derived: RUN_DIR/checkpoints."""
+    load: str | None = None
+    """Checkpoints to start from: a run folder, its checkpoints folder or one step's folder. Derived: --save."""
+    save_interval: int | None = None
+    """Steps between checkpoints; one is always written at the end."""
+    ckpt_step: int | None = None
+    """Load this step instead of the newest."""
+    finetune: bool = False
+    """Take weights alone from --load: step, optimizer and data order start anew."""
+    no_load_optim: bool = False
+    """Do not load the optimizer's state."""
+    no_save_optim: bool = False
+    """Do not save the optimizer's state."""
+    exit_on_missing_checkpoint: bool = False
+    """It is an error if --load holds no checkpoint."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run tells while it runs."""
+
+    run_dir: str | None = None
+    """Folder of everything the run leaves. Derived: runs/<name of the config>."""
+    dry_run: bool = False
+    """Print the first lines of the run and end."""
+    log_interval: int = 1
+    """Steps between lines of the log."""
+    tensorboard_dir: str | None = None
+    """Derived: RUN_DIR/tensorboard."""
+    tensorboard_log_interval: int = 1
+    """Steps between TensorBoard points."""
+    log_params_norm: bool = False
+    """Log the norm of all parameters."""
+    log_num_zeros_in_grad: bool = False
+    """Log how many gradient elements are zero."""
+    peak_tflops_per_device: float | None = None
+    """Peak of one device in TFLOP/s at the run's precision, for MFU; known for common GPUs."""
+    progress_bar: Literal["auto", "on", "off"] = "auto"
+    """auto: on a terminal."""
+    sample_prompt: str | None = None
+    """After training, print what the model writes after this text."""
+    sample_tokens: int = 200
+    """Tokens of that sample."""

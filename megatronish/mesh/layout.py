@@ -1,0 +1,78 @@
+"""Which rank holds which coordinates of the grid? Pure arithmetic: no torch, no processes.
+
+Ranks are laid out row by row over (pp, dp, cp, tp): tp ranks are neighbours, because they talk most, then cp, then dp;
+pp is outermost, because stages talk least. That is Megatron-LM's default order (tp-cp-ep-dp-pp, fastest first).
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh's axes, outermost first."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(pp, dp, cp, tp)."""
+        return (self.pp, self.dp, self.cp, self.tp)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of `rank`; ValueError outside 0 .. world_size - 1."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank} is outside this layout of {self.world_size} ranks")
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank at a place."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Ranks that differ on `axes` alone, a list for each such group, covering every rank once."""
+        fixed = [name for name in AXES if name not in axes]
+        moving = [name for name in AXES if name in axes]
+        sizes = dict(zip(AXES, self.sizes, strict=True))
+        groups = []
+        for outer in product(*(range(sizes[name]) for name in fixed)):
+            place = dict(zip(fixed, outer, strict=True))
+            groups.append(
+                [
+                    self.rank(**place, **dict(zip(moving, inner, strict=True)))
+                    for inner in product(*(range(sizes[name]) for name in moving))
+                ]
+            )
+        return groups
+
+    def __str__(self) -> str:
+        names = ("dp", "tp", "pp", "cp") if self.cp > 1 else ("dp", "tp", "pp")
+        return " x ".join(f"{name} {getattr(self, name)}" for name in names)
