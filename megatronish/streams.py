@@ -1,0 +1,87 @@
+"""Where do random values come from? Each is a function of a name, never of the rank that draws it or of the layout.
+
+An initial weight is named by (seed, "init", parameter, tile): a tensor is drawn in fixed tiles of the *global* tensor,
+each from a generator of its own, and a rank draws just the tiles that it overlaps. A dropout mask is named by
+(seed, "dropout", step, layer, site) and, inside, by the global sample, head, position and channel: every element's
+value is a hash of its own place (a counter-based generator in the sense of Salmon et al. 2011), so no layout can cut
+it wrongly, recomputation replays it without any saved state, and a resumed run draws the same masks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TILE = 512
+
+
+def seed_of(*names: str | int) -> int:
+    """63 bits that depend on every name and on their order."""
+    digest = hashlib.sha256(repr(names).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def numpy_stream(*names: str | int) -> np.random.Generator:
+    """A generator of its own for these names (data order)."""
+    return np.random.Generator(np.random.Philox(seed_of(*names)))
+
+
+def torch_stream(*names: str | int) -> torch.Generator:
+    """A CPU generator of its own for these names."""
+    return torch.Generator().manual_seed(seed_of(*names))
+
+
+def normal_rectangle(
+    shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], *, names: tuple[str | int, ...]
+) -> Tensor:
+    """[*sizes] standard normal values: the rectangle at `offset` of the global matrix `shape` that `names` names.
+
+    Drawn on the CPU whatever the device, so that a GPU run starts from the same weights.
+    """
+    (rows, columns), (top, left), (height, width) = shape, offset, sizes
+    values = torch.empty(height, width)
+    for tile_row in range(top // TILE, -(-(top + height) // TILE)):
+        for tile_column in range(left // TILE, -(-(left + width) // TILE)):
+            y, x = tile_row * TILE, tile_column * TILE
+            tile_shape = (min(TILE, rows - y), min(TILE, columns - x))
+            tile = torch.randn(tile_shape, generator=torch_stream(*names, tile_row, tile_column))
+            y0, y1 = max(y, top), min(y + tile_shape[0], top + height)
+            x0, x1 = max(x, left), min(x + tile_shape[1], left + width)
+            values[y0 - top : y1 - top, x0 - left : x1 - left] = tile[y0 - y : y1 - y, x0 - x : x1 - x]
+    return values
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Scramble int32 in place so that each input bit moves each output bit with probability near one half.
+
+    Xor-shift and multiply, with the constants of Wellons' search for hashes of lowest bias ("lowbias32").
+    int32 arithmetic wraps around; `>>` carries the sign in, which the masks take out again.
+    """
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
+
+
+def _two_keys(*names: str | int) -> tuple[int, int]:
+    seed = seed_of(*names)
+    return (seed & 0xFFFFFFFF) - 2**31, (seed >> 31) - 2**31
+
+
+def keep_mask(*names: str | int, places: Sequence[Tensor], width: int, rate: float) -> Tensor:
+    """[*broadcast(places), width] bool: False with probability `rate`.
+
+    `places` are integer tensors that broadcast against each other and say which global row each place is: its sample,
+    head, position, each below 2^31. The last dim is whole on every rank (channels, or keys of a query).
+    """
+    key_a, key_b = _two_keys(*names)
+    device = places[0].device
+    rows = torch.full(
+        torch.broadcast_shapes(*(place.shape for place in places)), key_a, dtype=torch.int32, device=device
+    )
+    for place in places:
+        rows = _mix(rows ^ place.to(torch.int32))
+    rows = _mix(rows ^ key_b)
+    columns = torch.arange(width, dtype=torch.int32, device=device) * (0x9E3779B9 - 2**32)
+    return _mix(rows.unsqueeze(-1) + columns) >= round(rate * 2**32) - 2**31
