@@ -1,0 +1,171 @@
+"""Which values cross between ranks, forward and backward? The only file that calls collectives.
+
+Every function is handed the `Axis` it works on. On an axis of size one it hands its input back and sends nothing;
+that shortcut stands here and nowhere else. Sequence-parallel shapes cut the sequence, dim 0, over tp.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatronish.mesh.groups import Axis
+
+
+class Pending:
+    """A collective under way; `wait` returns its result. Holds what must not be freed meanwhile."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None, source: Tensor | None = None) -> None:
+        self._result, self._work, self._source = result, work, source
+
+    def wait(self) -> Tensor:
+        """The result, once it is there (on CUDA: once the current stream may use it)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._source = None
+        return self._result
+
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Pending:
+    """[...] -> [...], in place: every rank gets the sum (or maximum) over the axis."""
+    if axis.size == 1:
+        return Pending(x)
+    return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True))
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """[s, ...] -> [size * s, ...]: every rank gets the pieces of all, in the order of the axis."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    return Pending(whole, dist.all_gather_into_tensor(whole, x, group=axis.group, async_op=True), x)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """[size * s, ...] -> [s, ...]: every rank gets its piece of the sum over the axis."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), x)
+
+
+# torch 2.13 renamed it; 2.11 has the old name alone.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """`start_all_reduce`, finished."""
+    return start_all_reduce(x, axis, op).wait()
+
+
+def piece_of(x: Tensor, axis: Axis) -> Tensor:
+    """[size * s, ...] -> [s, ...]: this rank's piece; nothing is sent."""
+    return x if axis.size == 1 else x.chunk(axis.size)[axis.rank]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return all_reduce(grads[0].contiguous().clone(), ctx.axis), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_all_gather(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return start_reduce_scatter(grads[0], ctx.axis).wait(), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_reduce_scatter(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return start_all_gather(grads[0], ctx.axis).wait(), None
+
+
+def copy_to(x: Tensor, tp: Axis) -> Tensor:
+    """[S, B, D] -> [S, B, D]: identity forward, all-reduce over tp backward.
+
+    `f` of Shoeybi et al. 2019 (arXiv:1909.08053, fig. 3).
+    """
+    return x if tp.size == 1 else _CopyTo.apply(x, tp)
+
+
+def reduce_from(x: Tensor, tp: Axis) -> Tensor:
+    """[S, B, D] -> [S, B, D], in place: all-reduce over tp forward, identity backward.
+
+    `g` of Shoeybi et al. 2019 (arXiv:1909.08053, fig. 3).
+    """
+    return x if tp.size == 1 else _ReduceFrom.apply(x, tp)
+
+
+def gather_from_sequence(x: Tensor, tp: Axis) -> Tensor:
+    """[S/tp, B, D] -> [S, B, D]: all-gather forward, reduce-scatter backward.
+
+    `g` of Korthikanti et al. 2022 (arXiv:2205.05198, fig. 5): what follows is computed by every tp rank in part.
+    """
+    return x if tp.size == 1 else _GatherSequence.apply(x, tp)
+
+
+def reduce_scatter_to_sequence(x: Tensor, tp: Axis) -> Tensor:
+    """[S, B, D] -> [S/tp, B, D]: reduce-scatter forward, all-gather backward.
+
+    `g bar` of Korthikanti et al. 2022 (arXiv:2205.05198, fig. 5).
+    """
+    return x if tp.size == 1 else _ReduceScatterSequence.apply(x, tp)
+
+
+def start_send(x: Tensor, axis: Axis, *, to: int, tag: int) -> Pending:
+    """[...]: hand x to place `to` of the axis. On gloo it is finished only when the receive has been posted."""
+    x = x.contiguous()
+    return Pending(x, dist.isend(x, axis.ranks[to], group=axis.group, tag=tag))
+
+
+def start_receive(buffer: Tensor, axis: Axis, *, source: int, tag: int) -> Pending:
+    """[...]: fill the buffer from place `source` of the axis. `tag` tells messages apart on gloo; NCCL goes by order."""
+    return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag))
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's value, on every rank, in the order of the axis."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def barrier(axis: Axis) -> None:
+    """Returns once every rank of the axis has come here."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)

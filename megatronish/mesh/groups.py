@@ -1,0 +1,117 @@
+"""Which process groups stand over the grid? The only file that creates them.
+
+A module is never told the mesh: it is handed the `Axis` it communicates on. An axis of size one has no group, and
+`comm` then issues no collective; that is how one process runs the same code as a thousand.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatronish.mesh.layout import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One line of ranks through the mesh, and this process's place on it."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process starts the line."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process ends the line."""
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of this process.
+
+    `data` flattens dp and cp: gradients reduce over both. `holders` joins the first and the last stage, which share
+    a tied embedding. `backward` is pp once more, so that gradients travel in a group of their own: NCCL keeps the
+    order within a group, and activations and gradients cross each other.
+    """
+
+    layout: Layout
+    coordinates: Coordinates
+    device: torch.device
+    world: Axis
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    tp: Axis
+    data: Axis
+    holders: Axis
+    backward: Axis
+
+    @classmethod
+    def start(
+        cls,
+        layout: Layout | None = None,
+        *,
+        rank: int = 0,
+        init_method: str | None = None,
+        device: torch.device | None = None,
+        backend: str = "gloo",
+        timeout_minutes: float = 10.0,
+    ) -> "Mesh":
+        """Join the run's process group and make the groups of `layout`; no group at all for a single process.
+
+        `init_method` is `env://` or `file://PATH`, as torch.distributed has it.
+        """
+        layout = layout or Layout()
+        device = device or torch.device("cpu")
+        timeout = timedelta(minutes=timeout_minutes)
+        if layout.world_size > 1:
+            dist.init_process_group(
+                backend, init_method=init_method, rank=rank, world_size=layout.world_size, timeout=timeout
+            )
+
+        def axis(name: str, groups: list[list[int]]) -> Axis:
+            """All ranks call this in the same order; each group is created by its members alone."""
+            ranks = next((group for group in groups if rank in group), [rank])
+            if len(ranks) == 1:
+                return Axis(name, 1, 0, (rank,))
+            if len(ranks) == layout.world_size and name != "backward":
+                group = dist.group.WORLD
+            else:
+                group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+            return Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group)
+
+        last = layout.pp - 1
+        stages = layout.groups("pp")
+        return cls(
+            layout=layout,
+            coordinates=layout.coordinates(rank),
+            device=device,
+            world=axis("world", [list(range(layout.world_size))]),
+            pp=axis("pp", stages),
+            dp=axis("dp", layout.groups("dp")),
+            cp=axis("cp", layout.groups("cp")),
+            tp=axis("tp", layout.groups("tp")),
+            data=axis("data", layout.groups("dp", "cp")),
+            holders=axis("holders", [[stage[0], stage[last]] for stage in stages] if layout.pp > 1 else []),
+            backward=axis("backward", stages),
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that speaks for all."""
+        return self.world.rank == 0
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
