@@ -87,7 +87,7 @@ class _ReduceFrom(torch.autograd.Function):
         return all_reduce(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(_ctx: Any, *grads: Any) -> Any:
         return grads[0], None
 
 
@@ -152,7 +152,7 @@ def start_send(x: Tensor, axis: Axis, *, to: int, tag: int) -> Pending:
 
 
 def start_receive(buffer: Tensor, axis: Axis, *, source: int, tag: int) -> Pending:
-    """[...]: fill the buffer from place `source` of the axis. `tag` tells messages apart on gloo; NCCL goes by order."""
+    """[...]: fill the buffer from place `source` of the axis. gloo matches by `tag`, NCCL by order."""
     return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag))
 
 

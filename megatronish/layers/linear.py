@@ -1,0 +1,127 @@
+"""How is one matrix product shared by the ranks of tp?
+
+Two halves make a pair (Shoeybi et al. 2019, arXiv:1909.08053): the first matrix is cut by columns of its output, so
+each rank computes some of the features; the second by rows of its input, so each rank computes a part of every sum,
+and one reduction finishes them. Under sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) the pair starts
+by gathering the sequence and ends by scattering it again, which moves as many bytes as the reduction did.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatronish import comm
+from megatronish.mesh.groups import Axis
+from megatronish.sharding import Sharding
+
+
+class ColumnParallelLinear(nn.Module):
+    """[S, B, in] (sequence parallel: [S/tp, B, in]) -> [S, B, out/tp].
+
+    `sections` are parts of `out` that are cut one by one, so that a rank's output holds its part of each.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        bias: bool,
+        init_std: float,
+        sections: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        sections = sections or (out_features,)
+        assert sum(sections) == out_features and all(section % tp.size == 0 for section in sections)
+        self.tp, self.sequence_parallel, self.init_std, self.sections = tp, sequence_parallel, init_std, sections
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features // tp.size)) if bias else None
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Both parameters are cut along the output features."""
+        shape = (self.out_features, self.in_features)
+        found = {"weight": Sharding(shape, dim=0, sections=self.sections, init_std=self.init_std)}
+        if self.bias is not None:
+            found["bias"] = Sharding((self.out_features,), dim=0, sections=self.sections)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return column_parallel(x, self.weight, self.bias, tp=self.tp, sequence_parallel=self.sequence_parallel)
+
+
+class RowParallelLinear(nn.Module):
+    """[S, B, in/tp] -> [S, B, out] (sequence parallel: [S/tp, B, out]). The bias is added once, after the reduction."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        bias: bool,
+        init_std: float,
+    ) -> None:
+        super().__init__()
+        assert in_features % tp.size == 0
+        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel, init_std
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features // tp.size))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def shardings(self) -> dict[str, Sharding]:
+        """The weight is cut along the input features; the bias is whole, its gradient partial over a cut sequence."""
+        found = {"weight": Sharding((self.out_features, self.in_features), dim=1, init_std=self.init_std)}
+        if self.bias is not None:
+            found["bias"] = Sharding((self.out_features,), partial=self.sequence_parallel)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight)
+        y = comm.reduce_scatter_to_sequence(y, self.tp) if self.sequence_parallel else comm.reduce_from(y, self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+def column_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: Axis, sequence_parallel: bool) -> Tensor:
+    """[S, B, in] (sequence parallel: [S/tp, B, in]), [out/tp, in] -> [S, B, out/tp]."""
+    if tp.size == 1:
+        return F.linear(x, weight, bias)
+    return _ColumnParallel.apply(x, weight, bias, tp, sequence_parallel)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """The product of a column-parallel layer, written out so that its backward can overlap.
+
+    The reduction of the input's gradient runs while the weight's gradient is computed. Under sequence parallelism only
+    the rank's own part of the input is kept; the whole is gathered again while the input's gradient is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp, ctx.sequence_parallel, ctx.has_bias = tp, sequence_parallel, bias is not None
+        whole = comm.start_all_gather(x, tp).wait() if sequence_parallel else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        gathering = comm.start_all_gather(x, ctx.tp) if ctx.sequence_parallel else comm.Pending(x)
+        dx = dy @ weight
+        whole = gathering.wait()
+        start_reduction = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
+        reducing = start_reduction(dx, ctx.tp)
+        flat_dy = dy.flatten(0, -2)
+        dweight = flat_dy.t() @ whole.flatten(0, -2)
+        dbias = flat_dy.sum(0) if ctx.has_bias else None
+        return reducing.wait(), dweight, dbias, None, None

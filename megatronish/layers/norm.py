@@ -1,0 +1,45 @@
+"""How is the residual stream normalised before each sublayer?"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatronish.sharding import Sharding
+
+
+class Norm(nn.Module):
+    """[..., size] -> [..., size]: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dim.
+
+    `partial`: each tp rank normalises other values (a part of the sequence, or heads of its own) with the same weight,
+    so its gradient is a part of the whole. `one_plus` stores the weight as w - 1.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        kind: Literal["LayerNorm", "RMSNorm"],
+        epsilon: float,
+        partial: bool,
+        one_plus: bool = False,
+    ) -> None:
+        super().__init__()
+        self.size, self.epsilon, self.partial, self.one_plus = size, epsilon, partial, one_plus
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if kind == "LayerNorm" else None
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Whole on every tp rank."""
+        found = {"weight": Sharding((self.size,), partial=self.partial, init_value=0.0 if self.one_plus else 1.0)}
+        if self.bias is not None:
+            found["bias"] = Sharding((self.size,), partial=self.partial)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        weight = self.weight + 1 if self.one_plus else self.weight
+        if self.bias is not None:
+            return F.layer_norm(x, (self.size,), weight, self.bias, self.epsilon)
+        return F.rms_norm(x, (self.size,), weight, self.epsilon)
