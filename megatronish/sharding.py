@@ -35,9 +35,9 @@ class Sharding:
 
     `shape` is the true global shape (a vocabulary without its padding). `dim` is the dim that tp cuts, None where every
     tp rank holds the whole. `sections` are parts of that dim which are cut one by one (queries, keys, values; gate,
-    up), padding included: their sum is tp times the local size. `partial` says that each tp rank computes only a part of the
-    gradient although it holds the whole parameter (norms under sequence parallelism). `tied` says that the first
-    and the last stage both hold it. `init_std` is None for a constant `init_value`.
+    up), padding included: their sum is tp times the local size. `partial` says that each tp rank computes only a part
+    of the gradient although it holds the whole parameter (norms under sequence parallelism). `tied` says that the
+    first and the last stage both hold it. `init_std` is None for a constant `init_value`.
     """
 
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """What is the loss of each token when the vocabulary is shared by the ranks of tp?
 
 No rank ever sees the logits of another: the maximum, the sum of exponentials and the target's logit are enough, one
-number a token each. Rows of padding do not take part, so the loss does not depend on how much padding a tp size asks for.
+number a token each. Rows of padding do not take part, so the loss does not depend on how much of it a tp size asks for.
 """
 
 from typing import Any

@@ -1,0 +1,40 @@
+"""Which activations does dropout drop? Those that a hash of their global place says, whatever rank holds them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatronish.streams import keep_mask
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The masks of one forward pass. None of them depends on the layout or on what was drawn before."""
+
+    seed: int
+    step: int
+    sample_ids: Tensor  # int64 [B], global
+    positions: Tensor  # int64 [S], global positions along the sequence
+
+    def hidden(self, x: Tensor, *, layer: int, site: str, positions: Tensor, rate: float) -> Tensor:
+        """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, a part of all under sequence parallelism."""
+        if rate == 0.0:
+            return x
+        keep = keep_mask(
+            *self._names(layer, site),
+            places=(self.sample_ids, positions.unsqueeze(-1)),
+            width=x.shape[-1],
+            rate=rate,
+        )
+        return x * keep * (1.0 / (1.0 - rate))
+
+    def attention(self, probabilities: Tensor, *, layer: int, first_head: int, rate: float) -> Tensor:
+        """[B, n, S, S] -> [B, n, S, S]: n heads from `first_head` on."""
+        heads = torch.arange(first_head, first_head + probabilities.shape[1], device=probabilities.device)
+        places = (self.sample_ids[:, None, None], heads[:, None], self.positions)
+        keep = keep_mask(*self._names(layer, "attention"), places=places, width=probabilities.shape[-1], rate=rate)
+        return probabilities * keep * (1.0 / (1.0 - rate))
+
+    def _names(self, layer: int, site: str) -> tuple[str | int, ...]:
+        return (self.seed, "dropout", self.step, layer, site)

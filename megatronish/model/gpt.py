@@ -1,0 +1,160 @@
+"""What is a GPT, or the piece of one that a pipeline stage holds?
+
+The options of `ModelConfig` cover GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings), Llama (RoPE,
+RMSNorm, SwiGLU, no biases, grouped queries, untied) and Mistral and Qwen (windows, qkv bias, qk-norm). Parameters
+carry the names they have in the whole model, whatever piece they are in.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatronish.config.model import ModelConfig
+from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from megatronish.layers.linear import ColumnParallelLinear, column_parallel
+from megatronish.layers.norm import Norm
+from megatronish.mesh.groups import Axis
+from megatronish.model.batch import MicroBatch
+from megatronish.model.block import TransformerBlock
+from megatronish.model.context import Context, make_context
+from megatronish.sharding import Sharding
+
+MakeBlock = Callable[..., nn.Module]
+
+
+class Embedding(nn.Module):
+    """[B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]): the tokens' vectors plus, if learned, their positions'."""
+
+    def __init__(
+        self, config: ModelConfig, *, tokens: VocabParallelEmbedding, positions: PositionEmbedding | None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens, self.positions = tokens, positions
+
+    def forward(self, context: Context) -> Tensor:
+        """See the class."""
+        x = self.tokens(context.batch.tokens)
+        if self.positions is not None:
+            x = x + self.positions(context.batch.position_ids)
+        if context.dropout is None:
+            return x
+        return context.dropout.hidden(
+            x, layer=0, site="embedding", positions=context.positions, rate=self.config.hidden_dropout
+        )
+
+
+class GPT(nn.Module):
+    """Layers `layers` of a GPT; with the embedding if they start the model, with the loss if they end it.
+
+    `make_block(config, layer=…, tp=…, sequence_parallel=…)` makes one layer: a module (x [S, B, D], context) -> x.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        num_positions: int,
+        tp: Axis | None = None,
+        sequence_parallel: bool = False,
+        layers: Sequence[int] | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+        seed: int = 0,
+        make_block: MakeBlock = TransformerBlock,
+    ) -> None:
+        super().__init__()
+        self.config, self.vocab_size, self.seed = config, vocab_size, seed
+        self.tp = tp = tp or Axis("tp")
+        # Cutting the sequence over one rank is not cutting it.
+        self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
+        self.is_first, self.is_last = is_first, is_last
+        std = config.init_method_std
+        padded = config.padded_vocab_size(vocab_size, tp.size)
+        shared: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel}
+        make_tokens = partial(
+            VocabParallelEmbedding, vocab_size, padded, config.hidden_size, init_std=std, tied=config.tied, **shared
+        )
+        if is_first:
+            learned = config.position_embedding_type == "learned_absolute"
+            positions = (
+                PositionEmbedding(num_positions, config.hidden_size, init_std=std, **shared) if learned else None
+            )
+            self.embedding = Embedding(config, tokens=make_tokens(), positions=positions)
+        elif is_last and config.tied:
+            self.embedding = Embedding(config, tokens=make_tokens(), positions=None)
+        numbers = range(config.num_layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(n): make_block(config, layer=n, **shared) for n in numbers})
+        if is_last:
+            self.final_norm = Norm(
+                config.hidden_size,
+                kind=config.normalization,
+                epsilon=config.norm_epsilon,
+                partial=sequence_parallel,
+                one_plus=config.apply_layernorm_1p,
+            )
+            if not config.tied:
+                self.head = Head(config.hidden_size, vocab_size, padded, init_std=std, **shared)
+
+    def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None) -> Tensor:
+        """x [S, B, D] from the piece before (None for the first) -> [S, B, D], or the loss of the last piece.
+
+        The loss is the *sum* over the predictions that count, a scalar in fp32. `step` None means evaluation.
+        """
+        x, _ = self.hidden(x, batch, step=step)
+        if not self.is_last:
+            return x
+        losses = vocab_parallel_cross_entropy(
+            self.logits(x), batch.labels.t().contiguous(), vocab_size=self.vocab_size, tp=self.tp
+        )
+        return (losses * batch.loss_mask.t()).sum()
+
+    def hidden(self, x: Tensor | None, batch: MicroBatch, *, step: int | None) -> tuple[Tensor, Context]:
+        """Everything before the final norm."""
+        context = make_context(
+            self.config, batch, tp=self.tp, sequence_parallel=self.sequence_parallel, seed=self.seed, step=step
+        )
+        if x is None:
+            x = self.embedding(context)
+        for layer in self.layers.values():
+            x = layer(x, context)
+        assert x is not None
+        return x, context
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
+        weight = self.embedding.tokens.weight if self.config.tied else self.head.weight
+        return column_parallel(self.final_norm(x), weight, None, tp=self.tp, sequence_parallel=self.sequence_parallel)
+
+
+class Head(ColumnParallelLinear):
+    """[S, B, D] -> [S, B, V/tp]: an output layer of its own. Padding is not part of its global tensor."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        padded_vocab_size: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        init_std: float,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            padded_vocab_size,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            bias=False,
+            init_std=init_std,
+        )
+        self.vocab_size = vocab_size
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Rows are cut over tp, like the embedding's."""
+        shape = (self.vocab_size, self.in_features)
+        return {"weight": Sharding(shape, dim=0, sections=self.sections, init_std=self.init_std)}
