@@ -1,0 +1,135 @@
+"""How long does a plan take, how much does it hold alive, and does it hang? A plan on paper.
+
+Each stage does its actions in the plan's order, each as soon as what it needs has arrived:
+F of a position needs F of the position before it, B needs B of the position after it (and its own F), W its own B.
+That decides every start time, so times are exact, and a hang is a fact: no stage's next action can ever start.
+Messages are buffered: a sender does not wait for its receiver.
+"""
+
+from collections import Counter
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatronish.pipeline.draw import Timed, draw, label
+from megatronish.pipeline.schedule import Action, Kind, Place, Placement, Plan, looped
+
+
+class Costs(NamedTuple):
+    """Times of one micro-batch through one chunk. B of a plan without W takes backward + weight."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+    transfer: float = 0.0
+
+
+class Simulation(NamedTuple):
+    """A plan with times.
+
+    `bubble_rate` is 1 - m (T_F + T_B + T_W) / span, for m micro-batches and the longest span of a stage from its first
+    start to its last end. `peak_live[s]` is the most activations (of one micro-batch in one chunk) that stage s holds
+    at once, from their F until their backward is complete: B, or W in a plan with W.
+    """
+
+    timeline: list[list[Timed]]
+    makespan: float
+    bubble_rate: float
+    peak_live: list[int]
+
+
+def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | None = None) -> Simulation:
+    """Times of every action. ValueError for a plan that is not whole or hangs, a hang with its picture.
+
+    `placement` is `looped` over the plan's chunks unless given.
+    """
+    costs = costs or Costs()
+    num_chunks = 1 + max((action.chunk for row in plan for action in row), default=0)
+    placement = placement or looped(num_stages=len(plan), num_chunks=num_chunks)
+    refuse_broken(plan, placement)
+    has_weight = any(action.kind == "W" for row in plan for action in row)
+    backward = costs.backward if has_weight else costs.backward + costs.weight
+    durations: dict[Kind, float] = {"F": costs.forward, "B": backward, "W": costs.weight}
+    timeline = _times(plan, placement, durations, costs.transfer)
+    if sum(map(len, timeline)) < sum(map(len, plan)):
+        raise ValueError(_picture_of_hang(_times(plan, placement, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0)))
+    span = max(row[-1].end - row[0].start for row in timeline)
+    work = max(sum(durations[action.kind] for action in row) for row in plan)
+    return Simulation(
+        timeline=timeline,
+        makespan=max(row[-1].end for row in timeline),
+        bubble_rate=1 - work / span if span else 0.0,
+        peak_live=[_peak_live(row, released_by="W" if has_weight else "B") for row in plan],
+    )
+
+
+def refuse_broken(plan: Plan, placement: Placement) -> None:
+    """ValueError unless each stage does F, B (and W) of every micro-batch once in each of its chunks, in that order."""
+    kinds: tuple[Kind, ...] = ("F", "B", "W") if any(a.kind == "W" for row in plan for a in row) else ("F", "B")
+    num_microbatches = 1 + max((action.micro_batch for row in plan for action in row), default=-1)
+    num_chunks = 1 + max(place.chunk for place in placement)
+    if num_microbatches == 0:
+        raise ValueError("schedule is empty: it needs at least one micro-batch")
+
+    def name(action: Action) -> str:
+        return label(action, num_chunks=num_chunks)
+
+    for stage, row in enumerate(plan):
+        chunks = [place.chunk for place in placement if place.stage == stage]
+        wanted = [Action(kind, chunk, i) for chunk in chunks for i in range(num_microbatches) for kind in kinds]
+        counts = Counter(row)
+        for action in wanted:
+            if counts[action] != 1:
+                problem = f"repeats {name(action)}" if counts[action] else f"misses {name(action)}"
+                raise ValueError(f"schedule of stage {stage} {problem}; every action must appear once")
+        if foreign := sorted(counts.keys() - set(wanted)):
+            raise ValueError(f"schedule of stage {stage} has {name(foreign[0])}, but the stage holds chunks {chunks}")
+        order = {action: index for index, action in enumerate(row)}
+        for first, then in pairwise(wanted):
+            same = (first.chunk, first.micro_batch) == (then.chunk, then.micro_batch)
+            if same and order[first] > order[then]:
+                raise ValueError(f"schedule of stage {stage} does {name(then)} before {name(first)}; swap them")
+
+
+def _needs(action: Action, position: int, placement: Placement) -> tuple[Place, Action] | None:
+    """The action of another place that must have ended and sent before this one."""
+    neighbour = {"F": position - 1, "B": position + 1}.get(action.kind)
+    if neighbour is None or not 0 <= neighbour < len(placement):
+        return None
+    return placement[neighbour], action._replace(chunk=placement[neighbour].chunk)
+
+
+def _times(plan: Plan, placement: Placement, durations: dict[Kind, float], transfer: float) -> list[list[Timed]]:
+    """Times of all actions that can ever start: shorter rows than the plan's where it hangs."""
+    positions = {place: position for position, place in enumerate(placement)}
+    ends: dict[tuple[int, Action], float] = {}
+    timeline: list[list[Timed]] = [[] for _ in plan]
+    progress = True
+    while progress:
+        progress = False
+        for stage, (row, done) in enumerate(zip(plan, timeline, strict=True)):
+            for action in row[len(done) :]:
+                start = done[-1].end if done else 0.0
+                if needed := _needs(action, positions[Place(stage, action.chunk)], placement):
+                    place, cause = needed
+                    if (place.stage, cause) not in ends:
+                        break
+                    start = max(start, ends[place.stage, cause] + (transfer if place.stage != stage else 0.0))
+                done.append(Timed(action, start, start + durations[action.kind]))
+                ends[stage, action] = done[-1].end
+                progress = True
+    return timeline
+
+
+def _picture_of_hang(timeline: list[list[Timed]]) -> str:
+    """What a plan does before nothing can go on, up to and with the first tick of silence."""
+    tick = int(max((row[-1].end for row in timeline if row), default=0.0))
+    return f"schedule hangs at tick {tick}:\n{draw(timeline, until=tick + 1)}"
+
+
+def _peak_live(row: list[Action], *, released_by: Kind) -> int:
+    """The most activations that a stage holds at once, in its order of actions."""
+    live = peak = 0
+    for action in row:
+        live += (action.kind == "F") - (action.kind == released_by)
+        peak = max(peak, live)
+    return peak
