@@ -1,0 +1,128 @@
+"""Which learning rate and weight decay does a step use? Pure functions of the samples consumed before it.
+
+Progress is counted in samples, as Megatron-LM's scheduler counts it: a length given in steps is that many times the
+global batch size. So a ramp-up of the batch size stretches nothing, and a resumed run needs to know
+`consumed_samples` alone. The first step has consumed none: with warm-up it uses `lr_warmup_init` (0 by default), as
+Megatron's does, and the step that has consumed all of the warm-up is the first to use `lr`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.training import TrainingConfig
+
+Curve = Callable[[float], float]
+"""From progress 0..1 to what is left, 1..0."""
+
+DECAYS: dict[str, Curve] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1),
+    "exponential": lambda progress: 2 * 0.5**progress - 1,
+    "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate and weight decay over a run; lengths in samples."""
+
+    config: OptimizerConfig
+    lr: float
+    warmup_samples: float
+    decay_samples: int
+    wsd_samples: int
+    """Length of the last part of WSD; 0 for other styles."""
+    train_samples: int
+    """Length of the run, over which weight decay goes from its start to its end."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if not 0 <= config.min_lr <= self.lr:
+            raise ValueError(f"min_lr={config.min_lr} must be between 0 and lr={self.lr}; lower it")
+        if config.lr_warmup_init > self.lr:
+            raise ValueError(f"lr_warmup_init={config.lr_warmup_init} must not be above lr={self.lr}; lower it")
+        if not 0 <= self.warmup_samples < self.decay_samples:
+            raise ValueError(
+                f"warm-up of {self.warmup_samples:g} samples must be shorter than the decay of {self.decay_samples}; "
+                "lower --lr-warmup-iters, or train for longer"
+            )
+        if config.lr_decay_style == "WSD" and not 0 < self.wsd_samples <= self.decay_samples:
+            raise ValueError(
+                f"lr_decay_style=WSD decays over its last {self.wsd_samples} samples, which must be between 1 and "
+                f"{self.decay_samples}; give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
+        if config.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
+            raise ValueError(
+                f"weight_decay_incr_style=constant cannot go from {self.start_weight_decay} to "
+                f"{self.end_weight_decay}; use --weight-decay-incr-style linear or cosine"
+            )
+
+    @property
+    def start_weight_decay(self) -> float:
+        """Weight decay of the first step."""
+        start = self.config.start_weight_decay
+        return self.config.weight_decay if start is None else start
+
+    @property
+    def end_weight_decay(self) -> float:
+        """Weight decay from the last step on."""
+        end = self.config.end_weight_decay
+        return self.config.weight_decay if end is None else end
+
+    def learning_rate(self, consumed_samples: int) -> float:
+        """Of the step that starts after `consumed_samples`."""
+        config = self.config
+        if 0 < self.warmup_samples >= consumed_samples:
+            return config.lr_warmup_init + (self.lr - config.lr_warmup_init) * consumed_samples / self.warmup_samples
+        if config.lr_decay_style == "constant":
+            return self.lr
+        if consumed_samples > self.decay_samples:
+            return config.min_lr
+        if config.lr_decay_style == "inverse-square-root":
+            return max(config.min_lr, self.lr * math.sqrt(max(self.warmup_samples, 1) / max(consumed_samples, 1)))
+        if config.lr_decay_style == "WSD":
+            curve, start = DECAYS[config.lr_wsd_decay_style], float(self.decay_samples - self.wsd_samples)
+        else:
+            curve, start = DECAYS[config.lr_decay_style], self.warmup_samples
+        progress = max(0.0, consumed_samples - start) / (self.decay_samples - start)
+        return config.min_lr + curve(progress) * (self.lr - config.min_lr)
+
+    def weight_decay(self, consumed_samples: int) -> float:
+        """Of the step that starts after `consumed_samples`."""
+        style = self.config.weight_decay_incr_style
+        if style == "constant" or consumed_samples > self.train_samples:
+            return self.end_weight_decay
+        left = DECAYS[style](consumed_samples / self.train_samples)
+        return self.end_weight_decay + left * (self.start_weight_decay - self.end_weight_decay)
+
+
+def build_schedule(optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int) -> Schedule:
+    """The schedule of a run; ValueError where its parts do not fit together.
+
+    Each length may be given in steps or in samples, whichever the run itself is given in.
+    """
+    if optimizer.lr is None:
+        raise ValueError("lr is not given; add --lr, 3e-4 for example")
+
+    def in_samples(samples: int | None, steps: int | None) -> int:
+        return samples or (steps or 0) * global_batch_size
+
+    train_samples = in_samples(training.train_samples, training.train_iters)
+    if train_samples < 1:
+        raise ValueError("the length of the run is not given; add --train-iters or --train-samples")
+    decay_samples = in_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters) or train_samples
+    if optimizer.lr_warmup_fraction is None:
+        warmup_samples: float = in_samples(optimizer.lr_warmup_samples, optimizer.lr_warmup_iters)
+    else:
+        warmup_samples = optimizer.lr_warmup_fraction * decay_samples
+    wsd = optimizer.lr_decay_style == "WSD"
+    return Schedule(
+        config=optimizer,
+        lr=optimizer.lr,
+        warmup_samples=warmup_samples,
+        decay_samples=decay_samples,
+        wsd_samples=in_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters) if wsd else 0,
+        train_samples=train_samples,
+    )
