@@ -1,0 +1,238 @@
+"""How do tokens lie on disk? Megatron's .bin/.idx pair, byte for byte: its reader and its writer.
+
+`<prefix>.bin` is all tokens, one after another. `<prefix>.idx` is, little endian and without padding:
+
+    9 bytes   magic "MMIDIDX\\0\\0"
+    uint64    version, 1
+    uint8     code of the tokens' dtype
+    uint64    number of sequences n
+    uint64    number of document indices d, one more than there are documents
+    int32[n]  tokens of each sequence
+    int64[n]  where each sequence starts in .bin, in bytes
+    int64[d]  sequence at which each document starts; the last is n
+    int8[n]   modality of each sequence; only multimodal data has it, and it is not read here
+
+An empty document is a repeated document index and has no sequence. The writer commits .bin before .idx, and takes an
+older .idx away before both: an .idx under its name always belongs to the .bin beside it.
+"""
+
+import hashlib
+import shutil
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatronish.data.atomic import AtomicFile
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {code: np.dtype(name) for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LARGEST_LENGTH = 2**31 - 1
+REMEDY = "copy both files again or run tools/preprocess_data.py again"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """uint16 where Megatron takes it (a vocabulary below 65500), else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Where the tokens are."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Where the index is."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedTokens:
+    """A .bin/.idx pair, mapped into memory. ValueError if either file is missing, foreign or truncated."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        for path in (idx_path(prefix), bin_path(prefix)):
+            if not path.is_file():
+                raise ValueError(f"data file {path} does not exist; {_missing_remedy(self.prefix)}")
+        index = idx_path(prefix)
+        num_sequences, num_indices = self._read_header(index)
+        self._index = np.memmap(index, dtype=np.uint8, mode="r")
+        arrays = HEADER.size
+        self.sequence_lengths = self._index[arrays : arrays + 4 * num_sequences].view("<i4")
+        arrays += 4 * num_sequences
+        self.pointers = self._index[arrays : arrays + 8 * num_sequences].view("<i8")
+        arrays += 8 * num_sequences
+        self.document_indices = self._index[arrays : arrays + 8 * num_indices].view("<i8")
+        self.tokens = self._map_tokens(bin_path(prefix))
+
+    def _read_header(self, path: Path) -> tuple[int, int]:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+        if len(head) < HEADER.size:
+            raise ValueError(f"{path} has {size} bytes and is truncated: its header alone has {HEADER.size}; {REMEDY}")
+        magic, version, code, num_sequences, num_indices = HEADER.unpack(head)
+        if magic != MAGIC or version != 1:
+            raise ValueError(
+                f"{path} is not an index in Megatron's MMIDIDX format, version 1; make it with tools/preprocess_data.py"
+            )
+        if code not in DTYPES or DTYPES[code].kind == "f":
+            raise ValueError(f"{path} has dtype code {code}, which is no integer type of tokens; {REMEDY}")
+        self.dtype = DTYPES[code]
+        expected = HEADER.size + 12 * num_sequences + 8 * num_indices
+        if size not in (expected, expected + num_sequences) or num_indices < 1:
+            raise ValueError(
+                f"{path} has {size} bytes but its header tells {expected}: it is truncated or damaged; {REMEDY}"
+            )
+        return num_sequences, num_indices
+
+    def _map_tokens(self, path: Path) -> NDArray[Any]:
+        size = path.stat().st_size
+        expected = 0
+        if len(self.pointers):
+            expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        if size != expected:
+            fault = "is truncated" if size < expected else "is not the one its .idx was written for"
+            raise ValueError(f"{path} has {size} bytes but its .idx tells {expected}: it {fault}; {REMEDY}")
+        return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all."""
+        return len(self.tokens)
+
+    @property
+    def identity(self) -> str:
+        """A hash of the .idx: equal wherever the files lie, other as soon as a document's length is."""
+        return hashlib.sha256(self._index.data).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, sequence: int) -> NDArray[Any]:
+        """Tokens of one sequence."""
+        start = int(self.pointers[sequence]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.sequence_lengths[sequence])]
+
+    def document_start(self, document: int) -> int:
+        """Tokens before a document; of `num_documents`, all tokens."""
+        sequence = int(self.document_indices[document])
+        return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
+
+    def document(self, document: int) -> NDArray[Any]:
+        """Tokens of one document."""
+        return self.tokens[self.document_start(document) : self.document_start(document + 1)]
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """int64 [documents + 1]: `document_start` of all. ValueError if the tokens do not lie one after another."""
+        starts = np.zeros(len(self) + 1, np.int64)
+        np.cumsum(self.sequence_lengths, out=starts[1:])
+        if not np.array_equal(self.pointers, starts[:-1] * self.dtype.itemsize):
+            raise ValueError(f"{idx_path(self.prefix)} has pointers that do not follow from its lengths; {REMEDY}")
+        return starts[self.document_indices]
+
+
+def _missing_remedy(prefix: str) -> str:
+    if prefix.endswith((".bin", ".idx")):
+        return f"give the prefix without its ending: {prefix[:-4]}"
+    near = sorted(Path(prefix).parent.glob(f"{Path(prefix).name}*.idx"))
+    if near and str(near[0])[:-4] != prefix:
+        return f"did you mean {str(near[0])[:-4]}?"
+    return "check the path (it is a prefix: P for P.bin and P.idx) or make the files with tools/preprocess_data.py"
+
+
+class IndexedWriter:
+    """Writes a .bin/.idx pair, a document after another; it has its name only after `finalize`.
+
+    Memory: 12 bytes a document. As a context it is finalized at the end, or leaves nothing behind after an exception.
+    """
+
+    def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in CODES:
+            raise ValueError(f"dtype {dtype} cannot be written to a .bin file; use one of {', '.join(map(str, CODES))}")
+        self._bin = AtomicFile(bin_path(prefix))
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+
+    def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
+        """One document, of one sequence or of sequences of these `lengths`; it may be empty."""
+        tokens = np.asarray(tokens)
+        sequences = np.asarray([len(tokens)] * bool(len(tokens)) if lengths is None else lengths, np.int64)
+        self._add(tokens, sequences, np.asarray([len(sequences)]))
+
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+        """Documents of one sequence each and these `lengths`, end to end in `tokens`; a length of 0 is an empty one."""
+        sequences = np.asarray(lengths, np.int64)
+        self._add(np.asarray(tokens), sequences[sequences > 0], (sequences > 0).astype(np.int64))
+
+    def add_prefix(self, prefix: str | Path) -> None:
+        """All documents of another pair, which must have the same dtype."""
+        other = IndexedTokens(prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{prefix} holds {other.dtype} tokens and cannot be merged into {self.prefix} of {self.dtype}; "
+                "preprocess both with the same tokenizer"
+            )
+        with bin_path(prefix).open("rb") as file:
+            shutil.copyfileobj(file, self._bin.file, 1 << 22)
+        self._index(np.asarray(other.sequence_lengths), np.diff(other.document_indices))
+
+    def _add(self, tokens: NDArray[Any], lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> None:
+        assert int(lengths.sum()) == len(tokens), "sequence lengths must add up to the tokens"
+        limits = np.iinfo(self.dtype)
+        if len(tokens) and not (limits.min <= tokens.min() and tokens.max() <= limits.max):
+            raise ValueError(
+                f"token ids {tokens.min()} to {tokens.max()} do not fit the {self.dtype} of {bin_path(self.prefix)}; "
+                "is --vocab-size smaller than the tokenizer's?"
+            )
+        if len(lengths) and lengths.max() > LARGEST_LENGTH:
+            raise ValueError(f"a document of {lengths.max()} tokens is longer than {LARGEST_LENGTH}; cut it in pieces")
+        self._bin.file.write(tokens.astype(self.dtype).tobytes())
+        self._index(lengths, sequences)
+
+    def _index(self, lengths: NDArray[Any], sequences: NDArray[Any]) -> None:
+        self._lengths.frombytes(lengths.astype("i4").tobytes())
+        self._documents.frombytes((self._documents[-1] + np.cumsum(sequences, dtype=np.int64)).tobytes())
+
+    def finalize(self) -> None:
+        """Give both files their names, .idx last."""
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+        pointers = np.zeros(len(lengths), "<i8")
+        np.cumsum(lengths[:-1], out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        with AtomicFile(idx_path(self.prefix)) as index:
+            documents = np.frombuffer(self._documents, np.int64)
+            index.file.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(documents)))
+            for values in (lengths.astype("<i4", copy=False), pointers, documents.astype("<i8", copy=False)):
+                index.file.write(values.data)
+            idx_path(self.prefix).unlink(missing_ok=True)
+            self._bin.commit()
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._bin.discard()
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.discard()
