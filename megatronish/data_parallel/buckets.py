@@ -1,0 +1,149 @@
+"""When is a gradient final, and who adds it up? Contiguous gradient buffers, reduced while backward still runs.
+
+Parameters are filled into buckets in the reverse of their order in the model, which is about the order in which
+backward finishes them. A bucket is a flat fp32 buffer and the list of axes over which it is summed: the data axis
+always, tp for partial gradients, the first and last stage for a tied embedding. During the last backward of a step
+each parameter reports through `mark_ready`; a full bucket's all-reduce over the data axis starts at once, in the
+bucket's turn (the order must be the same on every rank), and `finish` waits for what is still under way.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from megatronish import comm
+from megatronish.mesh.groups import Axis
+from megatronish.sharding import Sharding
+
+
+@dataclass
+class Bucket:
+    """Gradients that lie side by side and are summed over the same axes.
+
+    `counted` says whether this rank counts them in a sum over tp and pp in which each element counts once.
+    """
+
+    names: list[str]
+    flat: Tensor
+    views: dict[str, Tensor]
+    finishing_axes: tuple[Axis, ...]
+    counted: bool
+    waiting_for: set[str] = field(default_factory=set)
+    reduction: comm.Pending | None = None
+
+
+class GradientBuckets:
+    """The gradients of one rank's parameters, accumulated in fp32 over the micro-batches of a step."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        shardings: dict[str, Sharding],
+        *,
+        data: Axis,
+        tp: Axis,
+        holders: Axis,
+        bucket_size: int,
+        overlap: bool,
+    ) -> None:
+        self.data, self.overlap = data, overlap
+        self._is_last_backward = False
+        self._next_launch = 0
+        self._parameters = parameters
+
+        def kind(name: str) -> tuple[bool, bool, bool]:
+            """Tied last, partial before it: every rank then meets the finishing axes in the same order."""
+            sharding = shardings[name]
+            return sharding.tied and holders.size > 1, sharding.partial and tp.size > 1, sharding.dim is None
+
+        self.buckets: list[Bucket] = []
+        for (tied, partial_, replicated), names in groupby(sorted(reversed(parameters), key=kind), key=kind):
+            axes = ((tp,) if partial_ else ()) + ((holders,) if tied else ())
+            counted = (not replicated or tp.is_first) and (not tied or holders.is_first)
+            for part in _parts(list(names), parameters, bucket_size):
+                self.buckets.append(_bucket(part, parameters, axes, counted))
+        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self.views = {name: self._bucket_of[name].views[name] for name in parameters}
+        for name, parameter in parameters.items():
+            self._attach(name, parameter)
+
+    def _attach(self, name: str, parameter: nn.Parameter) -> None:
+        """Let autograd add into the bucket; where dtypes differ, a hook adds instead."""
+        mixed = parameter.dtype != torch.float32
+        if not mixed:
+            parameter.grad = self.views[name]
+        if mixed or (self.data.size > 1 and self.overlap):
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name, mixed))
+
+    def _accumulated(self, name: str, mixed: bool, parameter: Tensor) -> None:
+        if mixed:
+            assert parameter.grad is not None
+            self.views[name].add_(parameter.grad)
+            parameter.grad = None
+        if self._is_last_backward:
+            self.mark_ready(name)
+
+    def zero(self) -> None:
+        """Begin a step."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.waiting_for = set(bucket.names)
+            bucket.reduction = None
+        self._next_launch = 0
+        self._is_last_backward = False
+
+    def begin_last_backward(self) -> None:
+        """From here on a gradient that arrives is final."""
+        self._is_last_backward = self.overlap
+
+    def mark_ready(self, name: str) -> None:
+        """The gradient of `name` is final on this rank: whoever computed it says so here."""
+        self._bucket_of[name].waiting_for.remove(name)
+        while self._next_launch < len(self.buckets) and not self.buckets[self._next_launch].waiting_for:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next_launch]
+        bucket.reduction = comm.start_all_reduce(bucket.flat, self.data)
+        self._next_launch += 1
+
+    def finish(self) -> None:
+        """Returns once every gradient is summed over all that it must be summed over."""
+        while self._next_launch < len(self.buckets):
+            self._launch_next()
+        for bucket in self.buckets:
+            assert bucket.reduction is not None
+            bucket.reduction.wait()
+            for axis in bucket.finishing_axes:
+                comm.all_reduce(bucket.flat, axis)
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient."""
+        for bucket in self.buckets:
+            bucket.flat.mul_(factor)
+
+
+def _parts(names: list[str], parameters: dict[str, nn.Parameter], bucket_size: int) -> Iterator[list[str]]:
+    part: list[str] = []
+    size = 0
+    for name in names:
+        part.append(name)
+        size += parameters[name].numel()
+        if size >= bucket_size:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _bucket(
+    names: list[str], parameters: dict[str, nn.Parameter], finishing_axes: tuple[Axis, ...], counted: bool
+) -> Bucket:
+    sizes = [parameters[name].numel() for name in names]
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[names[0]].device)
+    views = {name: part.view_as(parameters[name]) for name, part in zip(names, flat.split(sizes), strict=True)}
+    return Bucket(names, flat, views, finishing_axes, counted, set(names))
