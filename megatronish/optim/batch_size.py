@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatronish.errors import UserError
+
 
 class Phase(NamedTuple):
     """Steps of one batch size; num_steps is None for the last phase, which does not end."""
@@ -28,17 +30,17 @@ class BatchSizeSchedule:
 
     def __post_init__(self) -> None:
         if not 0 < self.start <= self.global_batch_size:
-            raise ValueError(
+            raise UserError(
                 f"rampup_batch_size starts at {self.start}, which must be between 1 and "
                 f"global_batch_size={self.global_batch_size}"
             )
         if self.increment < 1 or (self.global_batch_size - self.start) % self.increment:
-            raise ValueError(
+            raise UserError(
                 f"rampup_batch_size increment {self.increment} must divide the way from {self.start} to "
                 f"global_batch_size={self.global_batch_size}, which is {self.global_batch_size - self.start}"
             )
         if self.ramp_samples < 0:
-            raise ValueError(f"rampup_batch_size takes {self.ramp_samples} samples, which must not be negative")
+            raise UserError(f"rampup_batch_size takes {self.ramp_samples} samples, which must not be negative")
 
     @classmethod
     def of(cls, rampup_batch_size: tuple[int, int, int] | None, *, global_batch_size: int) -> "BatchSizeSchedule":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.training import TrainingConfig
+from megatronish.errors import UserError
 
 Curve = Callable[[float], float]
 """From progress 0..1 to what is left, 1..0."""
@@ -40,21 +41,21 @@ class Schedule:
     def __post_init__(self) -> None:
         config = self.config
         if not 0 <= config.min_lr <= self.lr:
-            raise ValueError(f"min_lr={config.min_lr} must be between 0 and lr={self.lr}; lower it")
+            raise UserError(f"min_lr={config.min_lr} must be between 0 and lr={self.lr}; lower it")
         if config.lr_warmup_init > self.lr:
-            raise ValueError(f"lr_warmup_init={config.lr_warmup_init} must not be above lr={self.lr}; lower it")
+            raise UserError(f"lr_warmup_init={config.lr_warmup_init} must not be above lr={self.lr}; lower it")
         if not 0 <= self.warmup_samples < self.decay_samples:
-            raise ValueError(
+            raise UserError(
                 f"warm-up of {self.warmup_samples:g} samples must be shorter than the decay of {self.decay_samples}; "
                 "lower --lr-warmup-iters, or train for longer"
             )
         if config.lr_decay_style == "WSD" and not 0 < self.wsd_samples <= self.decay_samples:
-            raise ValueError(
+            raise UserError(
                 f"lr_decay_style=WSD decays over its last {self.wsd_samples} samples, which must be between 1 and "
                 f"{self.decay_samples}; give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
         if config.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
-            raise ValueError(
+            raise UserError(
                 f"weight_decay_incr_style=constant cannot go from {self.start_weight_decay} to "
                 f"{self.end_weight_decay}; use --weight-decay-incr-style linear or cosine"
             )
@@ -99,19 +100,19 @@ class Schedule:
 
 
 def build_schedule(optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int) -> Schedule:
-    """The schedule of a run; ValueError where its parts do not fit together.
+    """The schedule of a run; UserError where its parts do not fit together.
 
     Each length may be given in steps or in samples, whichever the run itself is given in.
     """
     if optimizer.lr is None:
-        raise ValueError("lr is not given; add --lr, 3e-4 for example")
+        raise UserError("lr is not given; add --lr, 3e-4 for example")
 
     def in_samples(samples: int | None, steps: int | None) -> int:
         return samples or (steps or 0) * global_batch_size
 
     train_samples = in_samples(training.train_samples, training.train_iters)
     if train_samples < 1:
-        raise ValueError("the length of the run is not given; add --train-iters or --train-samples")
+        raise UserError("the length of the run is not given; add --train-iters or --train-samples")
     decay_samples = in_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters) or train_samples
     if optimizer.lr_warmup_fraction is None:
         warmup_samples: float = in_samples(optimizer.lr_warmup_samples, optimizer.lr_warmup_iters)

@@ -1,0 +1,204 @@
+"""Parameters, FLOPs, peaks and memory, against the real model, published numbers and formulas."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatronish.config.model import ModelConfig
+from megatronish.flops import (
+    forward_flops,
+    hardware_flops_per_token,
+    model_flops_per_token,
+    num_parameters,
+    parameters_of_stage,
+    peak_tflops,
+)
+from megatronish.memory import Memory, activation_bytes_per_token, expected_memory, format_bytes, memory_table
+from megatronish.mesh.layout import Layout
+from megatronish.model.gpt import GPT
+
+GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
+LLAMA3_8B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    group_query_attention=True,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+SMALL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, make_vocab_size_divisible_by=1)
+VARIANTS = {
+    "gpt2": SMALL,
+    "llama": replace(
+        SMALL,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        num_query_groups=2,
+    ),
+    "qwen2": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, add_qkv_bias=True, swiglu=True),
+    "qwen3": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, qk_layernorm=True, kv_channels=16),
+    "swiglu with biases": replace(SMALL, swiglu=True, qk_layernorm=True, ffn_hidden_size=40),
+    "more positions": replace(SMALL, max_position_embeddings=64, apply_layernorm_1p=True),
+    "no positions": replace(SMALL, position_embedding_type="none", group_query_attention=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_count_of_parameters_is_the_real_models(name: str) -> None:
+    model = VARIANTS[name]
+    gpt = GPT(model, vocab_size=50, num_positions=model.max_position_embeddings or 16)
+    assert num_parameters(model, vocab_size=50, seq_length=16) == sum(p.numel() for p in gpt.parameters())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_count_of_a_stage_is_the_real_stages(name: str) -> None:
+    model = VARIANTS[name]
+    for layers, is_first, is_last in [(range(0, 2), True, False), (range(2, 3), False, False), ([3], False, True)]:
+        gpt = GPT(
+            model,
+            vocab_size=50,
+            num_positions=model.max_position_embeddings or 16,
+            layers=layers,
+            is_first=is_first,
+            is_last=is_last,
+        )
+        counted = parameters_of_stage(
+            model, vocab_size=50, seq_length=16, num_layers=len(layers), is_first=is_first, is_last=is_last
+        )
+        assert counted.total == sum(p.numel() for p in gpt.parameters())
+
+
+def test_published_models_have_their_published_sizes() -> None:
+    assert num_parameters(GPT2, vocab_size=50257, seq_length=1024) == 124_439_808
+    assert num_parameters(LLAMA3_8B, vocab_size=128256, seq_length=8192) == 8_030_261_248
+
+
+def test_a_token_costs_six_flops_a_weight_and_attention() -> None:
+    linear, scores, logits = forward_flops(LLAMA3_8B, vocab_size=128256, seq_length=8192, attention="full")
+    norms = (2 * 32 + 1) * 4096
+    assert linear + logits == 2 * (8_030_261_248 - 128256 * 4096 - norms)
+    assert 2 * scores == 4 * 32 * 8192 * 4096  # 12 L S D, forward and backward
+
+
+def test_full_attention_gives_the_formula_of_the_megatron_paper() -> None:
+    L, S, D, V = 24, 2048, 2304, 51200
+    model = ModelConfig(num_layers=L, hidden_size=D, num_attention_heads=24)
+    per_token = model_flops_per_token(model, vocab_size=V, seq_length=S, attention="full")
+    assert per_token == pytest.approx(72 * L * D**2 * (1 + S / (6 * D) + V / (12 * L * D)), rel=1e-12)
+
+
+def test_a_causal_mask_halves_attention_and_a_window_cuts_it() -> None:
+    full = forward_flops(LLAMA3_8B, vocab_size=1, seq_length=8192, attention="full").scores
+    assert forward_flops(LLAMA3_8B, vocab_size=1, seq_length=8192).scores == full / 2
+    windowed = replace(LLAMA3_8B, window_size=2048)
+    assert forward_flops(windowed, vocab_size=1, seq_length=8192, attention="full").scores == full / 4
+    seen = sum(min(i, 2048) for i in range(8192)) / 8192
+    assert forward_flops(windowed, vocab_size=1, seq_length=8192).scores == pytest.approx(full * seen / 8192, rel=1e-3)
+    wide = replace(LLAMA3_8B, window_size=10**6)
+    assert forward_flops(wide, vocab_size=1, seq_length=8192).scores == full / 2
+
+
+def test_hardware_flops_add_padding_and_the_scores_of_the_backward() -> None:
+    model_flops = model_flops_per_token(GPT2, vocab_size=50257, seq_length=1024)
+    hardware = hardware_flops_per_token(GPT2, padded_vocab_size=50304, seq_length=1024)
+    assert hardware - model_flops == 6 * 768 * (50304 - 50257) + 2 * 12 * 768 * 512
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp16", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312, 312, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989, 989, 67),
+        ("NVIDIA H100 PCIe", 756, 756, 51),
+        ("NVIDIA H200", 989, 989, 67),
+        ("NVIDIA A10", 125, 125, 31.2),
+        ("NVIDIA A10G", 70, 70, 35),
+        ("NVIDIA L4", 121, 121, 30.3),
+        ("NVIDIA L40S", 362, 362, 91.6),
+        ("Tesla V100-SXM2-32GB", None, 125, 15.7),
+        ("Tesla V100-PCIE-16GB", None, 112, 14),
+        ("NVIDIA GeForce RTX 4090", 165.2, 165.2, 82.6),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None, None),
+        ("NVIDIA GH200 480GB", 989, 989, 67),
+        ("NVIDIA B200", 2250, 2250, 75),
+        ("AMD Instinct MI300X", 1307, 1307, 163.4),
+        ("NVIDIA RTX A1000", None, None, None),
+        ("cpu", None, None, None),
+    ],
+)
+def test_peaks_are_found_by_torchs_name_of_a_device(
+    name: str, bf16: float | None, fp16: float | None, fp32: float | None
+) -> None:
+    assert (peak_tflops(name, "bf16"), peak_tflops(name, "fp16"), peak_tflops(name, "fp32")) == (bf16, fp16, fp32)
+
+
+def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: object) -> list[Memory]:
+    sizes = {"vocab_size": 50257, "seq_length": 1024, "micro_batch_size": 4, "num_microbatches": 8}
+    return expected_memory(model, layout=layout or Layout(), **(sizes | settings))  # type: ignore[arg-type]
+
+
+def test_model_state_takes_16_bytes_a_parameter_in_fp32_and_18_with_bf16() -> None:
+    padded = 124_439_808 + (50304 - 50257) * 768
+    for bf16, optimizer, size in [(False, "adam", 16), (True, "adam", 18), (False, "sgd", 12), (True, "sgd", 14)]:
+        (memory,) = expect(bf16=bf16, optimizer=optimizer)
+        assert sum(memory[:3]) == size * padded
+
+
+def test_activations_follow_the_formula_of_korthikanti() -> None:
+    gpt = replace(GPT2, attention_dropout=0.0)
+    for tp, sequence_parallel, factor in [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)]:
+        per_token = activation_bytes_per_token(
+            gpt, seq_length=1024, element_bytes=2, tp=tp, sequence_parallel=sequence_parallel
+        )
+        assert per_token == factor * 768
+
+
+def test_attention_dropout_keeps_the_square_of_probabilities() -> None:
+    without, with_dropout = (
+        activation_bytes_per_token(
+            replace(GPT2, attention_dropout=rate), seq_length=1024, element_bytes=2, tp=1, sequence_parallel=False
+        )
+        for rate in (0.0, 0.1)
+    )
+    assert with_dropout - without == 7 * 12 * 1024
+
+
+def test_stages_hold_the_live_micro_batches_of_their_schedule() -> None:
+    one, *_, last = expect(layout=Layout(pp=4))
+    assert one.activations == 4 * expect(layout=Layout(pp=4), num_microbatches=1)[0].activations
+    assert one.logits == 0
+    assert last.logits == 4 * 50304 * 1024 * 4
+    assert expect(layout=Layout(pp=4), schedule="gpipe")[0].activations == 2 * one.activations
+
+
+def test_more_ranks_never_mean_more_memory_on_one() -> None:
+    for tp, pp, sequence_parallel in product((1, 2, 4), (1, 2, 4), (False, True)):
+        here = max(m.total for m in expect(layout=Layout(tp=tp, pp=pp), sequence_parallel=sequence_parallel))
+        more = max(m.total for m in expect(layout=Layout(tp=2 * tp, pp=pp), sequence_parallel=sequence_parallel))
+        assert more < here
+    assert expect(layout=Layout(cp=2))[0].activations * 2 == expect()[0].activations
+
+
+def test_memory_draws_itself_as_a_table() -> None:
+    assert [format_bytes(size) for size in (0, 1023, 1536, 2**30, 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "1.0 GiB",
+        "1024.0 TiB",
+    ]
+    assert memory_table([Memory(2**20, 2**20, 2**21, 0, 0)]).splitlines() == [
+        "              parameters   gradients   optimizer activations      logits       total",
+        "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     4.0 MiB",
+    ]
