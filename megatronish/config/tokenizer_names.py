@@ -1,8 +1,10 @@
 """What does Megatron-LM call our tokenizers?"""
 
-TOKENIZER_TYPES = ("sentencepiece", "huggingface", "bytes", "null")
+from typing import Literal, get_args
 
-MEGATRON_TOKENIZERS = {
+TokenizerType = Literal["sentencepiece", "huggingface", "bytes", "null"]
+
+MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
@@ -12,12 +14,13 @@ MEGATRON_TOKENIZERS = {
 }
 
 
-def tokenizer_type(name: str) -> str:
+def tokenizer_type(name: str) -> TokenizerType:
     """Our name of the tokenizer that `name`, ours or Megatron's, means. ValueError if there is none."""
-    found = MEGATRON_TOKENIZERS.get(name, name)
-    if found not in TOKENIZER_TYPES:
+    ours: tuple[TokenizerType, ...] = get_args(TokenizerType)
+    known = {kind: kind for kind in ours} | MEGATRON_TOKENIZERS
+    if name not in known:
         raise ValueError(
-            f"--tokenizer-type {name} is not known; use one of {', '.join(TOKENIZER_TYPES)}, "
+            f"--tokenizer-type {name} is not known; use one of {', '.join(ours)}, "
             f"or Megatron's {', '.join(MEGATRON_TOKENIZERS)}"
         )
-    return found
+    return known[name]

@@ -1,0 +1,219 @@
+"""How does text become token ids, and back? One face over SentencePiece, Hugging Face tokenizers, bytes and numbers.
+
+Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Decoding skips them,
+and ids beyond the tokenizer's own (a larger --vocab-size leaves some), so that whatever a model writes can be shown.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tokenizers
+
+from megatronish.config.data import DataConfig
+from megatronish.config.tokenizer_names import tokenizer_type
+
+MOCK_VOCAB_SIZE = 4096
+EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
+SPACE_MARK = "\u2581"
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. Instances can be pickled, for worker processes."""
+
+    vocab_size: int
+    """The true vocabulary: every id is below it."""
+    eod: int
+    """Id of the token that ends a document."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without any special token. ValueError for what is no text (a lone surrogate)."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, without special tokens."""
+
+
+class BytesTokenizer(Tokenizer):
+    """A token is a byte of UTF-8; 256 ends a document."""
+
+    def __init__(self) -> None:
+        self.vocab_size = 257
+        self.eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+class NullTokenizer(Tokenizer):
+    """Text is numbers already: "5 17 3". The last id of the vocabulary ends a document."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str) -> list[int]:
+        ids = [int(word) for word in text.split()]
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token {token} is outside the vocabulary of {self.vocab_size} (--vocab-size)")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(token) for token in ids if token != self.eod)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece .model file.
+
+    SentencePiece writes spaces as U+2581 and so reads a true U+2581 back as a space. Where the model spells unknown
+    characters as bytes and leaves text as it is, that one is spelled so too: then decode(encode(text)) == text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
+        self._own_size = self.vocab_size = self._model.get_piece_size()
+        self.eod = self._model.eos_id()
+        if self.eod < 0:
+            self.eod = _find_eod(self._id_of, path)
+        self._space_mark = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        adds_prefix = self._model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
+        self._spells_space_mark = None not in self._space_mark and not adds_prefix
+
+    def _id_of(self, piece: str) -> int | None:
+        token = self._model.piece_to_id(piece)
+        return token if self._model.id_to_piece(token) == piece else None
+
+    def encode(self, text: str) -> list[int]:
+        _check_unicode(text)
+        if SPACE_MARK not in text or not self._spells_space_mark:
+            return list(self._model.encode(text))
+        first, *others = self._model.encode(text.split(SPACE_MARK))
+        return [*first, *(token for part in others for token in (*self._space_mark, *part))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(token) for token in ids if token < self._own_size and token != self.eod]))
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face's `tokenizers`, or GPT-2's vocab.json and merges.txt."""
+
+    def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
+        self._model = model
+        self._model.encode_special_tokens = True
+        self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+        self.eod = eod
+
+    @classmethod
+    def from_path(cls, path: Path) -> "HuggingFaceTokenizer":
+        """`path` is a tokenizer.json, or a folder that holds one, or GPT-2's two files."""
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if path.is_dir() and not file.is_file():
+            return cls.from_gpt2(path / "vocab.json", path / "merges.txt")
+        try:
+            model = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
+        return cls(model, eod=_find_eod(model.token_to_id, file, first=_configured_eod(file.parent)))
+
+    @classmethod
+    def from_gpt2(cls, vocab: Path, merges: Path) -> "HuggingFaceTokenizer":
+        """GPT-2's byte-level BPE."""
+        for path in (vocab, merges):
+            if not path.is_file():
+                raise ValueError(
+                    f"tokenizer file {path} does not exist; give --tokenizer-model a tokenizer.json, or its folder, "
+                    "or --vocab-file vocab.json with --merge-file merges.txt"
+                )
+        try:
+            model = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{vocab} and {merges} are not a GPT-2 tokenizer: {error}") from error
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        eod = _find_eod(model.token_to_id, vocab)
+        model.add_special_tokens([model.id_to_token(eod)])
+        return cls(model, eod=eod)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._model.encode_special_tokens = True  # which pickling forgets
+
+    def encode(self, text: str) -> list[int]:
+        _check_unicode(text)
+        return list(self._model.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+
+
+def _check_unicode(text: str) -> None:
+    """UnicodeEncodeError, a ValueError, for half a surrogate pair: JSON can spell one, and the libraries stumble."""
+    text.encode()
+
+
+def _configured_eod(folder: Path) -> tuple[str, ...]:
+    """The eos_token of the tokenizer_config.json that lies beside a tokenizer.json, if any."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return ()
+    token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    return (name,) if isinstance(name, str) else ()
+
+
+def _find_eod(id_of: Callable[[str], int | None], path: Path, *, first: tuple[str, ...] = ()) -> int:
+    for name in (*first, *EOD_NAMES):
+        token = id_of(name)
+        if token is not None:
+            return token
+    raise ValueError(
+        f"tokenizer {path} has no token that ends a document; give it one of {', '.join(EOD_NAMES)} "
+        "(a Hugging Face folder may name another as eos_token in tokenizer_config.json)"
+    )
+
+
+def build_tokenizer(data: DataConfig) -> Tokenizer:
+    """The tokenizer a config asks for; under --mock-data one that needs no file. A larger --vocab-size widens it."""
+    if data.mock_data:
+        return NullTokenizer(data.vocab_size or MOCK_VOCAB_SIZE)
+    kind = tokenizer_type(data.tokenizer_type)
+    tokenizer = _build(kind, data)
+    if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size}; leave --vocab-size out, or give at least {tokenizer.vocab_size}"
+        )
+    tokenizer.vocab_size = data.vocab_size or tokenizer.vocab_size
+    return tokenizer
+
+
+def _build(kind: str, data: DataConfig) -> Tokenizer:
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "null":
+        if data.vocab_size is None:
+            raise ValueError("--tokenizer-type null has no vocabulary of its own; give --vocab-size")
+        return NullTokenizer(data.vocab_size)
+    if kind == "huggingface" and (data.vocab_file or data.merge_file):
+        if not (data.vocab_file and data.merge_file):
+            raise ValueError("a GPT-2 tokenizer is two files; give --vocab-file and --merge-file together")
+        return HuggingFaceTokenizer.from_gpt2(Path(data.vocab_file), Path(data.merge_file))
+    if data.tokenizer_model is None:
+        raise ValueError(
+            f"--tokenizer-type {kind} needs the tokenizer's file; give --tokenizer-model, or use --tokenizer-type bytes"
+        )
+    path = Path(data.tokenizer_model)
+    if not path.exists():
+        raise ValueError(f"--tokenizer-model {path} does not exist; check the path")
+    return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)
