@@ -5,9 +5,8 @@ FLOPs are those of matrix products, two for each multiply-add: what everybody co
 MFU is model FLOPs over the peak. *Hardware* FLOPs are what the device carries out: the padded vocabulary, and the
 attention scores once more in the backward, because flash attention does not keep them.
 
-Attention is counted for the tokens that a causal mask lets through, half of the square (`"causal"`, as the
-throughput that Megatron-LM prints), or for the whole square (`"full"`, as the formula of arXiv:2104.04473 does). A sliding
-window cuts either.
+Attention is counted for what a causal mask lets through, half of the square (`"causal"`, as the throughput that
+Megatron-LM prints), or for the whole square (`"full"`, as the formula of arXiv:2104.04473). A window cuts either.
 """
 
 import re

@@ -1,0 +1,177 @@
+"""Who imports whom: the order of the layers, read from the source without running it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatronish"
+
+# A part is a folder or a file of megatronish/. It may import itself and the rows above its own. Files of the package's
+# own folder (comm, sharding, ...) may import each other within a row.
+ROWS = (
+    ("errors",),
+    ("mesh",),
+    ("config",),
+    ("launch",),
+    ("comm", "sharding", "streams", "flops", "memory"),
+    ("ops",),
+    ("layers", "attention"),
+    ("model",),
+    ("optim",),
+    ("pipeline", "data_parallel", "data", "tokenizer"),
+    ("checkpoint",),
+    ("train",),
+)
+ROW_OF = {part: number for number, row in enumerate(ROWS) for part in row}
+
+# The only places that may use torch.distributed: groups are made in one, collectives called in one.
+MAY_USE_TORCH_DISTRIBUTED = ("mesh/groups.py", "comm.py", "launch/", "checkpoint/")
+
+# What answers before torch is imported, so that --help, --dry-run errors and planning are instant.
+WITHOUT_TORCH = (
+    "config/*.py",
+    "mesh/layout.py",
+    "pipeline/schedule.py",
+    "pipeline/simulate.py",
+    "pipeline/draw.py",
+    "pipeline/split.py",
+    "optim/learning_rate.py",
+    "optim/batch_size.py",
+    "flops.py",
+    "memory.py",
+    "errors.py",
+)
+SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+class Import(NamedTuple):
+    """A line that imports, or uses, a module."""
+
+    path: Path
+    line: int
+    module: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def module_of(path: Path) -> str:
+    """megatronish/mesh/layout.py -> megatronish.mesh.layout."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str | None:
+    """megatronish.mesh.layout -> mesh; None for what is not ours."""
+    names = module.split(".")
+    return names[1] if names[0] == "megatronish" and len(names) > 1 else None
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {module_of(path) for path in FILES}
+
+
+def imports_of(path: Path, source: str) -> Iterator[Import]:
+    """Every module that a file imports anywhere, in functions too; also `torch.distributed` where only used."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(path, node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module_of(path).split(".") if path.name == "__init__.py" else module_of(path).split(".")[:-1]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield Import(path, node.lineno, inner if inner in {*MODULES, "torch.distributed"} else module)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield Import(path, node.lineno, "torch.distributed")
+
+
+IMPORTS = [found for path in FILES for found in imports_of(path, path.read_text())]
+
+
+def test_every_way_to_import_is_seen() -> None:
+    source = """
+from ..config.model import ModelConfig
+from . import layout
+from megatronish import comm
+def f():
+    import torch
+    from megatronish.train.trainer import train
+    torch.distributed.barrier()
+"""
+    found = [(each.line, each.module) for each in imports_of(PACKAGE / "mesh/made_up.py", source)]
+    assert sorted(found) == [
+        (2, "megatronish.config.model"),
+        (3, "megatronish.mesh.layout"),
+        (4, "megatronish.comm"),
+        (6, "torch"),
+        (7, "megatronish.train.trainer"),
+        (8, "torch.distributed"),
+    ]
+
+
+def test_every_part_of_the_package_has_a_row() -> None:
+    missing = {part for module in MODULES if (part := part_of(module)) and part not in ROW_OF}
+    assert not missing, f"{missing} stand in no row of ROWS: say whom they may import"
+
+
+def test_imports_go_down_the_layers() -> None:
+    breaks = []
+    for found in IMPORTS:
+        source, target = part_of(module_of(found.path)), part_of(found.module)
+        if source is None or target is None or source == target or target not in ROW_OF:
+            continue
+        files = all((PACKAGE / f"{part}.py").exists() for part in (source, target))
+        if ROW_OF[target] > ROW_OF[source] or (ROW_OF[target] == ROW_OF[source] and not files):
+            breaks.append(f"{found.where}: {source} must not import {target}")
+    assert not breaks, "\n".join(breaks)
+
+
+def test_no_module_imports_itself_round_a_corner() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for found in IMPORTS:
+        if found.module in MODULES:
+            graph[module_of(found.path)].add(found.module)
+    # Modules without what they import, layer after layer: what is never free stands on a cycle, or above one.
+    left = dict(graph)
+    while free := {module for module, needed in left.items() if not needed & left.keys()}:
+        left = {module: needed for module, needed in left.items() if module not in free}
+    assert not left, f"a cycle of imports among {sorted(left)}"
+
+
+def test_torch_distributed_stays_where_it_belongs() -> None:
+    breaks = [
+        f"{found.where}: {found.module}; go through comm.py"
+        for found in IMPORTS
+        if found.module.startswith("torch.distributed")
+        and not str(found.path.relative_to(PACKAGE)).startswith(MAY_USE_TORCH_DISTRIBUTED)
+    ]
+    assert not breaks, "\n".join(breaks)
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    assert not [path for path in FILES if path.stem in SHAPELESS_NAMES or path.parent.name in SHAPELESS_NAMES]
+
+
+def test_package_files_are_empty() -> None:
+    assert not [path for path in FILES if path.name == "__init__.py" and path.read_text().strip()]
+
+
+@pytest.mark.parametrize("pattern", WITHOUT_TORCH)
+def test_planning_needs_no_torch(pattern: str) -> None:
+    modules = sorted(module_of(path) for path in PACKAGE.glob(pattern))
+    assert modules, f"no file fits {pattern}"
+    code = (
+        f"import sys, {', '.join(modules)}\nprint(*(name for name in ('torch', 'matplotlib') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip(), f"{modules} import {done.stdout.strip()}"
