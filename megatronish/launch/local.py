@@ -1,0 +1,255 @@
+"""How does a run start? In this process if it is a rank already, else as local ranks forked from this warm process.
+
+The launcher has imported torch but computed nothing and not touched CUDA; so a fork is safe, and eight ranks stand in
+about a second where spawned ones take five and torchrun six. A rank tells how it ended through a pipe *before* its
+sockets close. That is why the launcher can name the rank that failed first, and not one that merely lost its peer:
+
+    a failed rank that said nothing was killed by a signal, and is the culprit; else it is the earliest to have spoken.
+
+Ranks never outlive the launcher, and the first failure ends them all.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NamedTuple
+
+import torch
+
+from megatronish.errors import UserError
+from megatronish.launch.place import Place, place_from_environment, threads_per_rank
+from megatronish.launch.rank import Ending, failure, run_here, run_rank
+
+# CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
+# system libraries do not survive one, and a spawned rank imports torch by itself, a few seconds later.
+START_METHOD: Literal["fork", "spawn"] = "spawn" if sys.platform == "darwin" else "fork"
+
+# Every rank would import these by itself in its first step: seconds on each, when it can be half a second once.
+WARM = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
+
+GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
+
+
+def launch(function: Callable[[Place], int], *, world_size: int, log_dir: Path | None = None) -> int:
+    """Run `function` on every rank of a run of `world_size`; the exit status of the run.
+
+    `function` returns an exit status: 0 for finished. A UserError it raises ends the run with its sentence and 2,
+    anything else with a traceback and 1. Under torchrun and srun this process is one rank; a single rank runs in this
+    process too; else the ranks are children of this process. Call it from the main thread, with signals as they are.
+    """
+    place = place_from_environment() or (Place() if world_size == 1 else None)
+    if place is None:
+        return run_local_ranks(function, world_size=world_size, log_dir=log_dir)
+
+    def checked(place: Place) -> int:
+        if place.world_size != world_size:
+            raise UserError(
+                f"the layout needs {world_size} ranks but {place.world_size} were started; change the layout, or start "
+                f"{world_size} (torchrun --nproc-per-node, srun --ntasks)"
+            )
+        return function(place)
+
+    _use_threads(place)
+    return run_here(checked, place, log_dir)
+
+
+def run_local_ranks(
+    function: Callable[[Place], int],
+    *,
+    world_size: int,
+    log_dir: Path | None = None,
+    start_method: Literal["fork", "spawn"] = START_METHOD,
+) -> int:
+    """Start `world_size` ranks on this machine, wait for them, tell the first failure; the exit status of the run."""
+    for module in WARM:
+        importlib.import_module(module)
+    context = multiprocessing.get_context(start_method)
+    ranks: list[LocalRank] = []
+    with tempfile.TemporaryDirectory(prefix="megatronish-") as folder, _forwarded_signals(ranks) as received:
+        try:
+            with _signals_held():
+                for rank in range(world_size):
+                    place = Place(rank, world_size, rank, world_size, f"file://{folder}/meet")
+                    report, writer = context.Pipe(duplex=False)
+                    process = context.Process(target=_be_rank, args=(function, place, log_dir, writer))  # type: ignore[attr-defined]
+                    process.start()
+                    writer.close()
+                    ranks.append(LocalRank(place, process, report))
+            failed = _wait_for_failures(ranks)
+        finally:
+            _end(ranks)
+    if received.count(signal.SIGINT) > 1:
+        return 128 + signal.SIGINT
+    return _tell(failed, stopped_by={_meaning(signum) for signum in received}) if failed else 0
+
+
+class LocalRank(NamedTuple):
+    """A rank as its launcher sees it."""
+
+    place: Place
+    process: BaseProcess
+    report: Connection
+
+
+def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
+    """The whole life of a local rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher says what it means
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    _die_with_launcher()
+    meet_on_loopback()
+    _use_threads(place)
+    ending = run_rank(function, place, log_dir)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    report.send(ending._replace(message=ending.message and _shortened(ending.message)))
+    os._exit(ending.status)  # waits for no thread and no peer; sockets close now, not before
+
+
+def meet_on_loopback() -> None:
+    """Ranks of one machine need no network, and a laptop's host name often leads nowhere."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _use_threads(place: Place) -> None:
+    threads = threads_per_rank(os.environ, place.local_world_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _shortened(message: str) -> str:
+    """What fits into a pipe that nobody reads yet; the whole message is in the rank's log."""
+    return message if len(message) < 8000 else f"{message[:1000]}\n...\n{message[-7000:]}"
+
+
+def _die_with_launcher() -> None:
+    """However the launcher ends, by SIGKILL too, this rank does not outlive it."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher.pid:  # it had ended before that
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
+    """Wait until every rank has ended, or shortly beyond the first failure; the ranks that failed by themselves."""
+    deadline = None
+    while running := [rank.process for rank in ranks if rank.process.exitcode is None]:
+        if deadline is None and any(rank.process.exitcode for rank in ranks):
+            deadline = time.monotonic() + GRACE_SECONDS
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        # A helper process of a dead rank can keep its sentinel silent, hence the look every half second.
+        wait([process.sentinel for process in running], timeout=0.5 if left is None else left)
+    return [rank for rank in ranks if rank.process.exitcode]
+
+
+def _end(ranks: Sequence[LocalRank]) -> None:
+    """End what still runs: kindly, then for sure."""
+    _send(ranks, signal.SIGTERM)
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+    _send(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.join()
+
+
+def _tell(failed: Sequence[LocalRank], *, stopped_by: set[int]) -> int:
+    """Print what the culprit has to say, and nothing else; the exit status of the run."""
+    endings = {rank: _received(rank) for rank in failed}
+    culprit = min(failed, key=lambda rank: -1.0 if (ending := endings[rank]) is None else ending.seconds)
+    ending = endings[culprit]
+    code = culprit.process.exitcode or 0
+    status, message = (1, None) if ending is None else (ending.status, ending.message)
+    if ending is None and -code in stopped_by:
+        status, message = 128 - code, f"stopped by {signal.Signals(-code).name} before it could save"
+    elif ending is None and code < 0:
+        reason = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
+        message = f"killed by {signal.Signals(-code).name}{reason}"
+    elif ending is None:
+        message = f"it ended with status {code} and without a word"
+    if message:
+        print(failure(culprit.place, message), file=sys.stderr, flush=True)
+    return status
+
+
+def _received(rank: LocalRank) -> Ending | None:
+    try:
+        return rank.report.recv() if rank.report.poll() else None
+    except EOFError:
+        return None
+
+
+def _send(ranks: Sequence[LocalRank], signum: int) -> None:
+    for rank in ranks:
+        if rank.process.exitcode is None and rank.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, signum)
+
+
+def _meaning(signum: int) -> int:
+    """What a signal to the launcher means to the ranks: Ctrl-C asks them to save and leave, as SIGTERM does."""
+    return signal.SIGTERM if signum == signal.SIGINT else signum
+
+
+@contextlib.contextmanager
+def _forwarded_signals(ranks: Sequence[LocalRank]) -> Iterator[list[int]]:
+    """Hand on to `ranks` what arrives here, and note it down; the second Ctrl-C kills them."""
+    received: list[int] = []
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        received.append(signum)
+        if received.count(signal.SIGINT) > 1:
+            _send(ranks, signal.SIGKILL)
+            return
+        if signum == signal.SIGINT:
+            os.write(2, b"interrupted: saving before leaving; press Ctrl-C again to leave at once\n")
+        _send(ranks, _meaning(signum))
+
+    # A job in the background of a shell ignores Ctrl-C and goes on doing so.
+    heard = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, forward) for signum in heard}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals wait while ranks are being born: none of them may run the launcher's handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

@@ -1,0 +1,164 @@
+"""What surrounds a rank's work, whoever started it? Where it writes, and how it ends: exit status and message."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TextIO, cast
+
+from megatronish.errors import UserError
+from megatronish.launch.place import Place
+
+
+class Ending(NamedTuple):
+    """How a rank ended. `seconds` is on the machine's monotonic clock, so that its ranks can be put in order."""
+
+    seconds: float
+    status: int
+    message: str | None
+
+
+def run_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None) -> Ending:
+    """Call `function` and turn whatever happens into an ending; nothing is raised.
+
+    With a `log_dir`, what the rank writes goes to `rank_<r>.log` in it; rank 0's goes to the terminal as well.
+    """
+    if log_dir is None:
+        return _ending(function, place)
+    path = log_dir / f"rank_{place.rank}.log"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        return Ending(time.monotonic(), 2, f"cannot write the log {path}: {error.strerror}; choose another run folder")
+    with log:
+        with _written_to(log, and_terminal=place.rank == 0):
+            ending = _ending(function, place)
+        if ending.message:
+            log.write(f"{ending.message}\n")
+    return ending
+
+
+def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | None) -> int:
+    """Be the rank at `place` in this very process, under torchrun, srun or alone; the exit status.
+
+    Where there are peers, a failed rank speaks after a second and then leaves at once. What makes its peers fail is
+    that it is gone; by the time it was their turn to speak, torchrun has ended them. Rank 0 goes first, so that a
+    mistake which every rank has noticed is told once.
+    """
+    with _interrupt_as_sigterm():
+        ending = run_rank(function, place, log_dir)
+    if place.world_size > 1 and ending.status != 0:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(1.0 if place.rank == 0 else 1.5)
+    if ending.message:
+        print(failure(place, ending.message), file=sys.stderr, flush=True)
+    if place.world_size > 1 and ending.status != 0:
+        sys.stdout.flush()
+        os._exit(ending.status)  # leaving in good order could wait for the peers
+    return ending.status
+
+
+def failure(place: Place, message: str) -> str:
+    """The line that tells the user whose message this is."""
+    return message if place.world_size == 1 else f"rank {place.rank} failed: {message}"
+
+
+def _ending(function: Callable[[Place], int], place: Place) -> Ending:
+    try:
+        status, message = function(place), None
+    except BaseException as error:  # torch raises some that are no Exception (CheckpointException)
+        status, message = _describe(error)
+    seconds = time.monotonic()
+    return Ending(seconds, status if 0 <= status < 256 else 1, message)
+
+
+def _describe(error: BaseException) -> tuple[int, str | None]:
+    """Exit status and message: the sentence of a user's mistake, the traceback of a bug."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "interrupted"
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0, f"sys.exit({error.code}) was called" if error.code else None
+        return 1, str(error.code)
+    return 1, "".join(traceback.format_exception(error)).rstrip()
+
+
+@contextlib.contextmanager
+def _interrupt_as_sigterm() -> Iterator[None]:
+    """The first Ctrl-C does what SIGTERM does (save and leave) once the rank handles that; the second ends it."""
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise KeyboardInterrupt
+        os.write(2, b"interrupted: saving before leaving; press Ctrl-C again to leave at once\n")
+        signal.raise_signal(signal.SIGTERM)
+
+    # A job in the background of a shell ignores Ctrl-C and goes on doing so.
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _written_to(log: TextIO, *, and_terminal: bool) -> Iterator[None]:
+    """Send stdout and stderr to `log`, the terminal seeing them too or not.
+
+    Without the terminal the descriptors move as well, which catches what C++ writes.
+    """
+    with contextlib.ExitStack() as stack:
+        if not and_terminal:
+            stack.enter_context(_descriptors_at(log))
+        out, err = (_Tee(sys.stdout, log), _Tee(sys.stderr, log)) if and_terminal else (log, log)
+        stack.enter_context(contextlib.redirect_stdout(cast(TextIO, out)))
+        stack.enter_context(contextlib.redirect_stderr(cast(TextIO, err)))
+        yield
+
+
+@contextlib.contextmanager
+def _descriptors_at(log: TextIO) -> Iterator[None]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for descriptor, old in zip((1, 2), saved, strict=True):
+            os.dup2(old, descriptor)
+            os.close(old)
+
+
+class _Tee:
+    """A stream that is the terminal in every respect, but leaves a copy of what is written in a log."""
+
+    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+        self._terminal = terminal
+        self._log = log
+
+    def write(self, text: str) -> int:
+        if not text.startswith("\r"):  # a progress bar that draws itself anew
+            self._log.write(text)
+        return self._terminal.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)

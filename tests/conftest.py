@@ -1,0 +1,46 @@
+"""What holds for every test? One thread a process, and a reason for each test that this machine cannot run."""
+
+import importlib.util
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: ranks share the cores, and two busy ranks with two threads each are fifty times slower.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# Ranks find a test's functions by the name of their module, and the package without being installed.
+for folder in (Path(__file__).parent, Path(__file__).parents[1]):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+PEERS = ("megatron.core", "transformers")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a device or a library that is not here, and say so: `peers("transformers")` needs that one."""
+    for item in items:
+        if item.get_closest_marker("gpu") is not None and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
+        peers = item.get_closest_marker("peers")
+        absent = [name for name in peers.args or PEERS if not _importable(name)] if peers is not None else []
+        if absent:
+            reason = f"needs {', '.join(absent)}, which `make test-peers` installs in an environment of its own"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@cache
+def _has_cuda() -> bool:
+    import torch  # late: most test runs ask no such question, and --collect-only should be quick
+
+    return torch.cuda.is_available()
+
+
+@cache
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package it would be in is missing too
+        return False

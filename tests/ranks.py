@@ -1,0 +1,169 @@
+"""How does a test run a function on many ranks? `run_ranks(4, function, *args)`, with real processes and real groups.
+
+The ranks are processes kept over the whole session: forked, when first needed, from a server that has torch loaded and
+nothing computed. For each call they are given a fresh place to meet, and `function(place, *args)` does as it likes
+there, process groups included. The function must be at the top of a module (it is pickled by name); all that it needs
+goes in its arguments, for a worker sees neither the test's environment variables nor its working directory.
+"""
+
+import atexit
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatronish.launch.local import WARM, meet_on_loopback
+from megatronish.launch.place import Place
+
+GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung. The message says which and where."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """What `function(place, *args)` returned on each rank. RankError with the first failed rank's traceback."""
+    return _POOL.run(world_size, function, args, timeout)
+
+
+class _Worker(NamedTuple):
+    """A process that waits for calls, and the file where it says what it is doing when asked by SIGUSR2."""
+
+    process: BaseProcess
+    pipe: Connection
+    stack_file: Path
+
+
+class _Pool:
+    """Workers in order of rank: a call takes as many as it needs, and a failed call ends them all."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._calls = itertools.count()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        while len(self._workers) < world_size:
+            self._start_worker()
+        assert self._folder is not None
+        workers = self._workers[:world_size]
+        meeting = f"file://{self._folder.name}/meet_{next(self._calls)}" if world_size > 1 else None
+        try:
+            for rank, worker in enumerate(workers):
+                place = Place(rank, world_size, rank, world_size, meeting)
+                worker.pipe.send_bytes(pickle.dumps((function, place, args)))
+            return _collect(workers, timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+        self._workers.clear()
+
+    def _start_worker(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+            context.set_forkserver_preload(["torch", "pytest", *WARM])
+            atexit.register(self.stop)
+        pipe, theirs = context.Pipe()
+        stack_file = Path(self._folder.name) / f"stack_{len(self._workers)}"
+        process = context.Process(target=_serve, args=(theirs, stack_file))
+        process.start()
+        theirs.close()
+        self._workers.append(_Worker(process, pipe, stack_file))
+
+
+_POOL = _Pool()
+
+
+def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
+    """Wait for every rank's result; RankError as soon as one has failed."""
+    results: list[Any] = [None] * len(workers)
+    failures: dict[int, tuple[float, str]] = {}
+    pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(pending), left):
+            assert isinstance(pipe, Connection)
+            rank = pending.pop(pipe)
+            try:
+                succeeded, seconds, answer = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                workers[rank].process.join()
+                succeeded, seconds, answer = False, -1.0, f"it died with exit code {workers[rank].process.exitcode}"
+            if succeeded:
+                results[rank] = answer
+            else:
+                failures[rank] = (seconds, answer)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if failures:
+        culprit = min(failures, key=lambda rank: failures[rank][0])
+        raise RankError(f"rank {culprit} of {len(workers)} failed:\n{failures[culprit][1]}")
+    if pending:
+        raise RankError(_stacks(workers, sorted(pending.values()), timeout))
+    return results
+
+
+def _stacks(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> str:
+    """Where each of `ranks` is, as it says itself."""
+    for rank in ranks:
+        os.kill(workers[rank].process.pid or 0, signal.SIGUSR2)
+    time.sleep(0.3)
+    stacks = [f"rank {rank}: {workers[rank].stack_file.read_text().strip()}" for rank in ranks]
+    running = ", ".join(map(str, ranks))
+    return f"still running after {timeout:g} s: rank {running} of {len(workers)}\n" + "\n".join(stacks)
+
+
+def _serve(pipe: Connection, stack_file: Path) -> None:
+    """The life of a worker: call after call, until pytest is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_pytest, daemon=True).start()
+    meet_on_loopback()
+    torch.set_num_threads(1)
+    with stack_file.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
+        while True:
+            call = pipe.recv_bytes()
+            # Only now: the last call is over on every rank, so that nobody waits for this one any more.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            torch.manual_seed(0)
+            pipe.send_bytes(_answer(call))
+
+
+def _answer(call: bytes) -> bytes:
+    """(True, time, result) or (False, time, traceback), pickled by value: shared memory would end with this process."""
+    try:
+        function, place, args = pickle.loads(call)
+        return pickle.dumps((True, time.monotonic(), function(place, *args)))
+    except BaseException:
+        return pickle.dumps((False, time.monotonic(), traceback.format_exc()))
+
+
+def _die_with_pytest() -> None:
+    pytest_process = multiprocessing.parent_process()
+    assert pytest_process is not None
+    pytest_process.join()
+    os._exit(1)
