@@ -1,0 +1,46 @@
+"""Which tokens are trained on when there is no data? Made-up ones that can be learned, named by seed and sample.
+
+A sample is a row of documents. A document counts up from a start, low ids being likelier, by its own stride of 1 to 4,
+with one token in twenty replaced by any other, and ends with the end-of-document token. A model first learns which
+tokens are common, then to count.
+"""
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronish.streams import numpy_stream
+
+NOISE = 0.05
+MEAN_DOCUMENT = 64
+
+
+class MockSamples:
+    """Endless samples of S + 1 made-up tokens; sample i is a function of (seed, name, i) alone."""
+
+    num_samples: int | None = None
+
+    def __init__(self, *, name: str, seq_length: int, seed: int, vocab_size: int, eod: int) -> None:
+        self.name = name
+        self._length = seq_length + 1
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._eod = eod
+        facts = ("mock", name, seq_length, seed, vocab_size, eod)
+        self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """int64 [S + 1]."""
+        stream = numpy_stream(self._seed, "mock", self.name, index)
+        place = np.arange(self._length)
+        ends = stream.random(self._length) < 1 / MEAN_DOCUMENT
+        document: NDArray[np.int64] = np.cumsum(ends) - ends
+        begins = np.maximum.accumulate(np.where(np.roll(ends, 1), place, 0))
+        ordinary = max(self._vocab_size - 1, 1)
+        starts = (ordinary * stream.random(self._length) ** 3).astype(np.int64)
+        strides = stream.integers(1, 5, self._length)
+        counted = (starts[document] + strides[document] * (place - begins)) % ordinary
+        noise = stream.random(self._length) < NOISE
+        values = np.where(noise, stream.integers(0, ordinary, self._length), counted)
+        return np.where(ends, self._eod, (self._eod + 1 + values) % self._vocab_size)

@@ -1,0 +1,160 @@
+"""Which tokens are sample i? Documents shuffled and laid end to end, cut every S tokens, the cuts shuffled again.
+
+Epoch e is a function of names alone: the .idx (document lengths, not its path), the range of documents, S, the seed,
+and e. So training longer, moving the data or changing the layout never reorders what came before. An epoch of T
+tokens has n = (T - 1) // S samples; sample i of the run is sample i % n of epoch i // n. A sample is the S + 1 tokens
+from a cut on, one more than it predicts from, so neighbours share a token. Thereby every token of an epoch is a label
+exactly once, except its first and those left over at its end: together fewer than S + 1.
+
+An epoch is three int64 arrays: where each document starts in .bin, where it ends in the epoch, and the order of the
+cuts. They are kept in a cache file. Everyone who needs it and finds none builds the same bytes and offers them under
+the same name; the first to come stays. A checksum at its end tells a damaged file, which is built anew.
+"""
+
+import hashlib
+import logging
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronish.data.atomic import AtomicFile
+from megatronish.data.indexed import IndexedTokens, bin_path
+from megatronish.streams import numpy_stream
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "megatronish samples 1"
+EPOCHS_IN_MEMORY = 2
+
+
+class Epoch(NamedTuple):
+    """One pass over the documents."""
+
+    starts: NDArray[np.int64]  # [documents], token of .bin at which a document starts, in the epoch's order
+    ends: NDArray[np.int64]  # [documents], tokens of the epoch up to a document's end
+    cuts: NDArray[np.int64]  # [samples], the order in which the cuts are taken
+
+
+class GPTSamples:
+    """Samples of S + 1 tokens from a range of a file's documents; `sample(i)` for any i >= 0, epoch after epoch."""
+
+    def __init__(
+        self,
+        file: IndexedTokens,
+        *,
+        name: str,
+        first_document: int,
+        end_document: int,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        cache_folder: Path | None = None,
+    ) -> None:
+        self.name = name
+        self.seq_length = seq_length
+        self._file = file
+        self._first, self._end = first_document, end_document
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._cache_folder = cache_folder
+        num_tokens = file.document_start(end_document) - file.document_start(first_document)
+        self.num_samples = (num_tokens - 1) // seq_length
+        if self.num_samples < 1:
+            raise ValueError(
+                f"the {name} data of {file.prefix} is {num_tokens} tokens in {end_document - first_document} of its "
+                f"{file.num_documents} documents, fewer than the {seq_length + 1} of one sample (--seq-length + 1); "
+                "give it more data, a larger part of --split or none (for example --split 1,0,0), or a shorter sequence"
+            )
+        facts = (FORMAT, file.identity, first_document, end_document, seq_length, seed)
+        self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
+        self._epochs: dict[int, Epoch] = {}
+        self.sample(0)  # so that data of another tokenizer shows at the start
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """int64 [S + 1]."""
+        number, place = divmod(index, self.num_samples)
+        epoch = self._epoch(number)
+        begin = int(epoch.cuts[place]) * self.seq_length
+        end = begin + self.seq_length + 1
+        first, last = np.searchsorted(epoch.ends, [begin, end - 1], side="right")
+        ends = np.asarray(epoch.ends[first : last + 1])
+        starts = np.asarray(epoch.starts[first : last + 1])
+        lengths = np.diff(ends, prepend=epoch.ends[first - 1] if first else 0)
+        from_ = starts + np.maximum(begin - (ends - lengths), 0)
+        to = starts + np.minimum(end - (ends - lengths), lengths)
+        tokens = self._file.tokens
+        sample = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
+        self._check_tokens(sample)
+        return sample.astype(np.int64)
+
+    def _check_tokens(self, sample: NDArray[Any]) -> None:
+        largest, smallest = int(sample.max()), int(sample.min())
+        if largest >= self._vocab_size or smallest < 0:
+            raise ValueError(
+                f"{bin_path(self._file.prefix)} holds token id {largest if smallest >= 0 else smallest}, but the "
+                f"vocabulary has {self._vocab_size}; train with the tokenizer that the data was made with, "
+                "or preprocess it again"
+            )
+
+    def _epoch(self, number: int) -> Epoch:
+        if number not in self._epochs:
+            while len(self._epochs) >= EPOCHS_IN_MEMORY:
+                del self._epochs[next(iter(self._epochs))]
+            documents = self._end - self._first
+            values = self._cached(number, size=2 * documents + self.num_samples)
+            self._epochs[number] = Epoch(*np.split(values, [documents, 2 * documents]))
+        return self._epochs[number]
+
+    def _cached(self, number: int, *, size: int) -> NDArray[np.int64]:
+        """An epoch's three arrays end to end, from the cache or for it."""
+        if self._cache_folder is None:
+            return self._build(number)
+        path = self._cache_folder / f"{self.identity[:32]}-{number:05d}.epoch"
+        found = _read(path, size=size)
+        if found is not None:
+            return found
+        values = self._build(number)
+        try:
+            _write(path, values)
+        except OSError as error:  # a read-only folder or a full disk: only time is lost
+            logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
+            return values
+        return values if (kept := _read(path, size=size)) is None else kept
+
+    def _build(self, number: int) -> NDArray[np.int64]:
+        bounds = self._file.document_starts()[self._first : self._end + 1]
+        documents = self._order("documents", number, size=len(bounds) - 1)
+        ends = np.cumsum(np.diff(bounds)[documents])
+        return np.concatenate([bounds[documents], ends, self._order("cuts", number, size=self.num_samples)])
+
+    def _order(self, of: str, number: int, *, size: int) -> NDArray[np.int64]:
+        """A permutation. Sorted raw draws, because numpy promises those, and not `permutation`, over its versions."""
+        stream = numpy_stream(self._seed, "data", self.identity, of, number)
+        return stream.bit_generator.random_raw(size).argsort(kind="stable")
+
+
+def _read(path: Path, *, size: int) -> NDArray[np.int64] | None:
+    """The values that `_write` kept, or None if the file is not there or not whole."""
+    try:
+        if path.stat().st_size != 8 * (size + 1):
+            return None
+        values = np.memmap(path, dtype="<i8", mode="r")
+    except (OSError, ValueError):
+        return None
+    return values[:-1] if zlib.crc32(values[:-1].data) == values[-1] else None
+
+
+def _write(path: Path, values: NDArray[np.int64]) -> None:
+    path.unlink(missing_ok=True)  # damaged, or it would have been read
+    output = AtomicFile(path)
+    try:
+        values = values.astype("<i8", copy=False)
+        output.file.write(values.data)
+        output.file.write(np.array([zlib.crc32(values.data)], "<i8").data)
+        output.commit(keep_existing=True)
+    except BaseException:
+        output.discard()
+        raise
