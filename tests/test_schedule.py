@@ -105,6 +105,13 @@ def test_a_schedule_that_hangs_is_refused_with_a_picture() -> None:
         simulate(plan_of("F0a F0b B0b B0a"), placement=[Place(0, 1), Place(0, 0)])
 
 
+def test_a_schedule_that_hangs_only_because_sends_wait_is_refused() -> None:
+    # Stage 0 cannot send 2 before 1 is received, stage 1 does not want 1 before it has done 2.
+    with pytest.raises(ValueError, match="schedule hangs at tick 2"):
+        simulate(plan_of("F0 F1 F2 B0 B1 B2", "F2 F0 F1 B0 B1 B2"))
+    simulate(plan_of("F0 F1 B0 B1", "F1 F0 B0 B1"))  # one receive is posted ahead
+
+
 BROKEN = [
     (plan_of("F0 B0 F1"), "stage 0 misses B1"),
     (plan_of("F0 B0", ""), "stage 1 misses F0"),

@@ -3,7 +3,9 @@
 Each stage does its actions in the plan's order, each as soon as what it needs has arrived:
 F of a position needs F of the position before it, B needs B of the position after it (and its own F), W its own B.
 That decides every start time, so times are exact, and a hang is a fact: no stage's next action can ever start.
-Messages are buffered: a sender does not wait for its receiver.
+
+Times suppose that a sender never waits. A hang is looked for under what `run` really does: a receive is posted one
+action early, and a send waits until the last one in its direction is received. So a plan that passes cannot hang there.
 """
 
 from collections import Counter
@@ -49,9 +51,8 @@ def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | N
     has_weight = any(action.kind == "W" for row in plan for action in row)
     backward = costs.backward if has_weight else costs.backward + costs.weight
     durations: dict[Kind, float] = {"F": costs.forward, "B": backward, "W": costs.weight}
+    refuse_hang(plan, placement)
     timeline = _times(plan, placement, durations, costs.transfer)
-    if sum(map(len, timeline)) < sum(map(len, plan)):
-        raise ValueError(_picture_of_hang(_times(plan, placement, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0)))
     span = max(row[-1].end - row[0].start for row in timeline)
     work = max(sum(durations[action.kind] for action in row) for row in plan)
     return Simulation(
@@ -90,17 +91,28 @@ def refuse_broken(plan: Plan, placement: Placement) -> None:
                 raise ValueError(f"schedule of stage {stage} does {name(then)} before {name(first)}; swap them")
 
 
-def _needs(action: Action, position: int, placement: Placement) -> tuple[Place, Action] | None:
-    """The action of another place that must have ended and sent before this one."""
-    neighbour = {"F": position - 1, "B": position + 1}.get(action.kind)
-    if neighbour is None or not 0 <= neighbour < len(placement):
+def refuse_hang(plan: Plan, placement: Placement) -> None:
+    """ValueError, with a picture, for a plan that cannot go on after some tick: its last column is all silence."""
+    timeline = _times(plan, placement, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, waiting_sends=True)
+    if sum(map(len, timeline)) < sum(map(len, plan)):
+        tick = int(max((row[-1].end for row in timeline if row), default=0.0))
+        raise ValueError(f"schedule hangs at tick {tick}:\n{draw(timeline, until=tick + 1)}")
+
+
+def _neighbour(stage: int, action: Action, placement: Placement, *, step: int) -> tuple[int, Action] | None:
+    """(stage, action) that this one gets its input from (step -1) or sends its output to (step +1)."""
+    direction = {"F": step, "B": -step, "W": 0}[action.kind]
+    position = placement.index(Place(stage, action.chunk)) + direction
+    if not direction or not 0 <= position < len(placement):
         return None
-    return placement[neighbour], action._replace(chunk=placement[neighbour].chunk)
+    place = placement[position]
+    return place.stage, action._replace(chunk=place.chunk)
 
 
-def _times(plan: Plan, placement: Placement, durations: dict[Kind, float], transfer: float) -> list[list[Timed]]:
+def _times(
+    plan: Plan, placement: Placement, durations: dict[Kind, float], transfer: float, *, waiting_sends: bool = False
+) -> list[list[Timed]]:
     """Times of all actions that can ever start: shorter rows than the plan's where it hangs."""
-    positions = {place: position for position, place in enumerate(placement)}
     ends: dict[tuple[int, Action], float] = {}
     timeline: list[list[Timed]] = [[] for _ in plan]
     progress = True
@@ -109,21 +121,28 @@ def _times(plan: Plan, placement: Placement, durations: dict[Kind, float], trans
         for stage, (row, done) in enumerate(zip(plan, timeline, strict=True)):
             for action in row[len(done) :]:
                 start = done[-1].end if done else 0.0
-                if needed := _needs(action, positions[Place(stage, action.chunk)], placement):
-                    place, cause = needed
-                    if (place.stage, cause) not in ends:
+                if cause := _neighbour(stage, action, placement, step=-1):
+                    if cause not in ends:
                         break
-                    start = max(start, ends[place.stage, cause] + (transfer if place.stage != stage else 0.0))
+                    start = max(start, ends[cause] + (transfer if cause[0] != stage else 0.0))
+                if waiting_sends and not _can_send(stage, action, plan, timeline, placement):
+                    break
                 done.append(Timed(action, start, start + durations[action.kind]))
                 ends[stage, action] = done[-1].end
                 progress = True
     return timeline
 
 
-def _picture_of_hang(timeline: list[list[Timed]]) -> str:
-    """What a plan does before nothing can go on, up to and with the first tick of silence."""
-    tick = int(max((row[-1].end for row in timeline if row), default=0.0))
-    return f"schedule hangs at tick {tick}:\n{draw(timeline, until=tick + 1)}"
+def _can_send(stage: int, action: Action, plan: Plan, timeline: list[list[Timed]], placement: Placement) -> bool:
+    """Whether the stage's last send in this action's direction has a receive posted: its receiver is an action away."""
+    if not _neighbour(stage, action, placement, step=1):
+        return True
+    for done in reversed(timeline[stage]):
+        receiver = _neighbour(stage, done.action, placement, step=1)
+        if done.action.kind == action.kind and receiver and receiver[0] != stage:
+            other, awaited = receiver
+            return len(timeline[other]) >= plan[other].index(awaited) - 1
+    return True
 
 
 def _peak_live(row: list[Action], *, released_by: Kind) -> int:
