@@ -61,7 +61,8 @@ class GradientBuckets:
             return sharding.tied and holders.size > 1, sharding.partial and tp.size > 1, sharding.dim is None
 
         self.buckets: list[Bucket] = []
-        for (tied, partial_, replicated), names in groupby(sorted(reversed(parameters), key=kind), key=kind):
+        last_first = list(reversed(parameters))
+        for (tied, partial_, replicated), names in groupby(sorted(last_first, key=kind), key=kind):
             axes = ((tp,) if partial_ else ()) + ((holders,) if tied else ())
             counted = (not replicated or tp.is_first) and (not tied or holders.is_first)
             for part in _parts(list(names), parameters, bucket_size):

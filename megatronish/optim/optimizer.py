@@ -48,7 +48,7 @@ class Optimizer:
         self.state_names = STATE_NAMES[config.optimizer]
         self.masters: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            master = parameter
+            master: Tensor = parameter
             if parameter.dtype != torch.float32:
                 master = nn.Parameter(parameter.detach().float())
             master.grad = gradients[name]

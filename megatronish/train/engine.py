@@ -1,0 +1,187 @@
+"""What does one step need? This rank's piece of the model, its gradients and its optimizer, put together.
+
+`Engine` is the part of training that knows nothing of files, logs or config: hand it the micro-batches of a step and
+a learning rate, and it computes, reduces, clips and updates. The trainer, the tests and `verify_layout` all drive it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatronish import comm
+from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.data_parallel.buckets import GradientBuckets
+from megatronish.mesh.groups import Mesh
+from megatronish.model.batch import MicroBatch
+from megatronish.model.block import TransformerBlock
+from megatronish.model.gpt import GPT, MakeBlock
+from megatronish.optim.clip import global_norm, num_zeros
+from megatronish.optim.optimizer import Optimizer
+from megatronish.pipeline.run import Boundary, Executor
+from megatronish.pipeline.schedule import SCHEDULES, looped
+from megatronish.pipeline.split import layers_of_stage
+from megatronish.sharding import Sharding, collect_shardings, initialize
+
+
+class NotFiniteError(RuntimeError):
+    """The loss or the gradient norm became infinite or not a number."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step showed, the same on every rank. `loss` is the mean over the predictions that count."""
+
+    loss: float
+    grad_norm: float
+    num_loss_tokens: int
+
+
+@dataclass
+class Engine:
+    """One rank's share of a training run."""
+
+    mesh: Mesh
+    model: nn.Module
+    shardings: dict[str, Sharding]
+    buckets: GradientBuckets
+    optimizer: Optimizer
+    executor: Executor
+    schedule: str
+    clip_grad: float
+    check_finite: bool
+
+    @classmethod
+    def build(
+        cls,
+        mesh: Mesh,
+        *,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        training: TrainingConfig,
+        optimizer: OptimizerConfig,
+        vocab_size: int,
+        make_block: MakeBlock = TransformerBlock,
+    ) -> "Engine":
+        """Parameters are initialised as their names and the seed say, then cast to the precision of the run."""
+        sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
+        with mesh.device:
+            stage = GPT(
+                model,
+                vocab_size=vocab_size,
+                num_positions=model.max_position_embeddings or training.seq_length,
+                tp=mesh.tp,
+                sequence_parallel=sequence_parallel,
+                layers=layers_of_stage(num_layers=model.num_layers, num_stages=mesh.pp.size, stage=mesh.pp.rank),
+                is_first=mesh.pp.is_first,
+                is_last=mesh.pp.is_last,
+                seed=training.seed,
+                make_block=make_block,
+            )
+        shardings = collect_shardings(stage)
+        initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
+        dtype = torch.bfloat16 if training.bf16 else torch.float32
+        stage.to(dtype)
+        parameters = dict(stage.named_parameters())
+        buckets = GradientBuckets(
+            parameters,
+            shardings,
+            data=mesh.data,
+            tp=mesh.tp,
+            holders=mesh.holders,
+            bucket_size=parallel.ddp_bucket_size,
+            overlap=parallel.overlap_grad_reduce,
+        )
+        local_seq_length = training.seq_length // (mesh.tp.size if sequence_parallel else 1)
+        boundary = Boundary((local_seq_length, training.micro_batch_size, model.hidden_size), dtype, mesh.device)
+        return cls(
+            mesh=mesh,
+            model=stage,
+            shardings=shardings,
+            buckets=buckets,
+            optimizer=Optimizer(parameters, buckets.views, shardings, optimizer),
+            executor=Executor(
+                [stage],
+                looped(num_stages=mesh.pp.size),
+                forward=mesh.pp,
+                backward=mesh.backward,
+                boundary=boundary,
+            ),
+            schedule=parallel.pipeline_schedule,
+            clip_grad=optimizer.clip_grad,
+            check_finite=training.check_for_nan_in_loss_and_grad,
+        )
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, learning_rate: float, weight_decay: float
+    ) -> StepResult:
+        """One update from this rank's micro-batches of global step number `step`."""
+        result = self.gradients(micro_batches, step=step)
+        self.clip(result.grad_norm)
+        self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        return result
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], *, step: int) -> StepResult:
+        """Leaves in the buckets the gradient of the mean loss over all predictions of the step that count."""
+        num_tokens = self.count_loss_tokens(micro_batches)
+        self.buckets.zero()
+        total = self.executor.run(
+            self._actions(len(micro_batches)),
+            [micro_batch.to(self.mesh.device) for micro_batch in micro_batches],
+            step=step,
+            loss_scale=1.0 / max(num_tokens, 1),
+            before_last_backward=self.buckets.begin_last_backward,
+        )
+        self.buckets.finish()
+        loss = self._sum_over_ranks(total) / max(num_tokens, 1)
+        grad_norm = global_norm(self._counted(), tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
+        if self.check_finite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NotFiniteError(
+                f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite; the parameters are as they "
+                "were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step"
+            )
+        return StepResult(loss, grad_norm, num_tokens)
+
+    def clip(self, grad_norm: float) -> None:
+        """Shorten the gradient to `clip_grad` if it is longer."""
+        if self.clip_grad > 0 and grad_norm > self.clip_grad:
+            self.buckets.scale(self.clip_grad / (grad_norm + 1e-6))
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """The sum of losses over all ranks, and the predictions in it; no dropout, nothing is updated."""
+        forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
+        batches = [micro_batch.to(self.mesh.device) for micro_batch in micro_batches]
+        total = self.executor.run(forwards, batches, step=None)
+        return self._sum_over_ranks(total), self.count_loss_tokens(micro_batches)
+
+    def count_loss_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Predictions of the step that count, over all data ranks."""
+        count = sum(micro_batch.num_loss_tokens for micro_batch in micro_batches)
+        return int(comm.all_reduce(torch.tensor(count, device=self.mesh.device), self.mesh.data))
+
+    def params_norm(self) -> float:
+        """The 2-norm of all parameters."""
+        masters = self.optimizer.masters
+        counted = [masters[name].detach() for bucket in self.buckets.buckets if bucket.counted for name in bucket.names]
+        return global_norm(counted, tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
+
+    def num_zeros(self) -> int:
+        """Gradient elements that are exactly zero (padding of the vocabulary included)."""
+        return num_zeros(self._counted(), tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
+
+    def _counted(self) -> list[torch.Tensor]:
+        return [bucket.flat for bucket in self.buckets.buckets if bucket.counted]
+
+    def _actions(self, num_microbatches: int) -> list:
+        plan = SCHEDULES[self.schedule](num_stages=self.mesh.pp.size, num_microbatches=num_microbatches)
+        return plan[self.mesh.pp.rank]
+
+    def _sum_over_ranks(self, total: torch.Tensor) -> float:
+        """Over data ranks and stages; tp ranks hold the same."""
+        return float(comm.all_reduce(comm.all_reduce(total.double(), self.mesh.data), self.mesh.pp))
