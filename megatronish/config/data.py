@@ -1,5 +1,7 @@
 """Which tokens are trained on, and how are they cut into samples?"""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +11,7 @@ class DataConfig:
     """Data files, splits and the tokenizer."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split."""
+    """PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split."""
     train_data_path: tuple[str, ...] = ()
     """Like --data-path, for training alone."""
     valid_data_path: tuple[str, ...] = ()
@@ -42,3 +44,44 @@ class DataConfig:
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
     vocab_size: int | None = None
     """True vocabulary. Derived from the tokenizer."""
+
+
+def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
+    """PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ... -> [(weight, prefix), ...].
+
+    Without weights each weight is None: every prefix counts in proportion to its size. A prefix that reads as a number
+    is written ./12. ValueError where weights and prefixes do not alternate, or the weights make no sense.
+    """
+    numbers = [_as_number(value) for value in values]
+    if all(number is None for number in numbers):
+        return [(None, value) for value in values]
+    pairs = list(zip(numbers[::2], values[1::2], strict=False))
+    told = " ".join(values)
+    alternating = all(number is not None for number in numbers[::2]) and all(number is None for number in numbers[1::2])
+    if len(values) % 2 or not alternating:
+        raise ValueError(
+            f"{told!r}: weights and prefixes must alternate; write WEIGHT PREFIX WEIGHT PREFIX, or no weight"
+        )
+    weights = [number for number in numbers[::2] if number is not None]
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+        raise ValueError(f"{told!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
+    return pairs
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """ "969,30,1" -> parts for training, validation and test, which sum to 1; missing parts are 0. ValueError."""
+    parts = [_as_number(part.strip()) for part in split.replace("/", ",").split(",")]
+    sizes = [part for part in parts if part is not None and math.isfinite(part) and part >= 0]
+    if len(sizes) != len(parts) or len(sizes) > 3 or not sum(sizes) > 0:
+        raise ValueError(
+            f"{split!r} must be up to three parts, none negative, with a positive sum; for example 969,30,1"
+        )
+    train, valid, test = (size / sum(sizes) for size in [*sizes, 0.0, 0.0][:3])
+    return train, valid, test
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

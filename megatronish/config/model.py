@@ -33,9 +33,7 @@ class ModelConfig:
     rotary_interleaved: bool = False
     """RoPE turns neighbouring pairs instead of the two halves of a head."""
     rope_scaling_type: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """How RoPE is stretched to longer contexts."""
-    use_rope_scaling: bool = False
-    """Megatron's spelling of --rope-scaling-type llama3."""
+    """How RoPE is stretched to longer contexts. Megatron's --use-rope-scaling is llama3."""
     rope_scaling_factor: float = 8.0
     """How many times longer the stretched context is."""
     rope_original_max_positions: int = 8192
@@ -117,8 +115,8 @@ class ModelConfig:
 
     @property
     def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn"]:
-        """The scaling variant, whichever flag asked for it."""
-        return "llama3" if self.use_rope_scaling else self.rope_scaling_type
+        """The scaling variant, "none" where positions are not RoPE."""
+        return self.rope_scaling_type if self.position_embedding_type == "rope" else "none"
 
     def padded_vocab_size(self, vocab_size: int, tensor_model_parallel_size: int) -> int:
         """The true vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""

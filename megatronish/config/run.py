@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import tyro
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -18,9 +20,9 @@ class CheckpointConfig:
     """Load this step instead of the newest."""
     finetune: bool = False
     """Take weights alone from --load: step, optimizer and data order start anew."""
-    no_load_optim: bool = False
+    no_load_optim: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not load the optimizer's state."""
-    no_save_optim: bool = False
+    no_save_optim: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not save the optimizer's state."""
     exit_on_missing_checkpoint: bool = False
     """It is an error if --load holds no checkpoint."""

@@ -1,0 +1,78 @@
+"""Which fields does a config have, in which section, and what may stand in them?"""
+
+import dataclasses
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from megatronish.config.config import Config
+
+SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1", str: "a text"}
+
+
+class Field(NamedTuple):
+    """One field of one section. `type` is bare: no Annotated, no None."""
+
+    name: str
+    section: str
+    type: Any
+    default: Any
+    aliases: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        """How it is typed."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def wants(self) -> str:
+        """What may stand in it, in words."""
+        if get_origin(self.type) is Literal:
+            return "one of " + one_of(get_args(self.type))
+        if get_origin(self.type) is tuple:
+            parts = get_args(self.type)
+            return "a list of texts" if parts[-1] is Ellipsis else f"{len(parts)} whole numbers"
+        return SAMPLE_VALUES.get(self.type, "true or false")
+
+
+def one_of(values: Any) -> str:
+    """[1, 2, 3] -> "1, 2 or 3"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _bare(annotation: Any) -> Any:
+    """The type without `| None`."""
+    if get_origin(annotation) in (UnionType, Union):
+        return next(part for part in get_args(annotation) if part is not NoneType)
+    return annotation
+
+
+def _fields() -> dict[str, Field]:
+    found = {}
+    for section, section_type in get_type_hints(Config).items():
+        plain = get_type_hints(section_type)
+        annotated = get_type_hints(section_type, include_extras=True)
+        for field in dataclasses.fields(section_type):
+            marks = getattr(annotated[field.name], "__metadata__", ())
+            aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
+            found[field.name] = Field(field.name, section, _bare(plain[field.name]), field.default, aliases)
+    return found
+
+
+FIELDS = _fields()
+SECTIONS = tuple(get_type_hints(Config))
+ALIASES = {alias.removeprefix("--"): field.name for field in FIELDS.values() for alias in field.aliases}
+
+
+def read_fields(config: Config) -> dict[str, Any]:
+    """{field name: value} over all sections."""
+    return {name: getattr(getattr(config, field.section), name) for name, field in FIELDS.items()}
+
+
+def with_fields(config: Config, **values: Any) -> Config:
+    """A copy in which the named fields, of whatever section, have these values."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        by_section.setdefault(FIELDS[name].section, {})[name] = value
+    changed = {section: dataclasses.replace(getattr(config, section), **of) for section, of in by_section.items()}
+    return dataclasses.replace(config, **changed)

@@ -1,0 +1,44 @@
+"""Which files that a config names are not there? Cheap looks at names; what is inside is the readers' to check."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatronish.config.data import DataConfig, parse_blend
+
+
+def missing_files(data: DataConfig) -> list[str]:
+    """A sentence for each data prefix and tokenizer file that does not exist. Made-up data need no file."""
+    if data.mock_data:
+        return []
+    return [*_missing_data(data), *_missing_tokenizer(data)]
+
+
+def _missing_data(data: DataConfig) -> Iterator[str]:
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        try:
+            prefixes = [prefix for _, prefix in parse_blend(getattr(data, name))]
+        except ValueError:  # the rules say so
+            continue
+        for prefix in prefixes:
+            missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+            if missing:
+                are = "does not exist" if len(missing) == 1 else "do not exist"
+                yield f"{name}={prefix}: {' and '.join(missing)} {are}; {_data_remedy(prefix)}"
+
+
+def _data_remedy(prefix: str) -> str:
+    for end in (".bin", ".idx"):
+        if prefix.endswith(end) and Path(prefix).is_file():
+            return f"leave {end} off: use {prefix.removesuffix(end)}"
+    if Path(f"{prefix}_text_document.idx").is_file():
+        return f"use {prefix}_text_document"
+    return "make them with tools/preprocess_data.py, or use --mock-data"
+
+
+def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
+    if data.tokenizer_type not in ("sentencepiece", "huggingface"):
+        return
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(data, name)
+        if path is not None and not Path(path).exists():
+            yield f"{name}={path} does not exist; correct the path, or use --tokenizer-type bytes, which needs no file"

@@ -1,0 +1,225 @@
+"""What becomes of each flag of Megatron-LM that is not a field of ours? One table; docs/FLAGS.md is printed from it.
+
+A flag of Megatron-LM either is a field of ours with the same name and meaning, or stands here: it *means* a field under
+another name, or it is *idle* (accepted, because what it asks for is so anyway or does not change the numbers), or it is
+*refused*, with what to do instead. Values in `harmless` turn a refused flag into an idle one.
+"""
+
+import ast
+import inspect
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_origin, get_type_hints
+
+from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS, Field
+from megatronish.config.ranges import REQUIRED
+from megatronish.config.tokenizer_names import MEGATRON_TOKENIZERS
+
+
+class Known(NamedTuple):
+    """What is known of a flag that is not a field."""
+
+    status: str  # "means" | "idle" | "refused"
+    text: str  # why it is idle, or what to do instead
+    num_values: int = 0
+    harmless: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()  # (field, value) pairs that it means
+
+
+def _means(field: str, value: str) -> Known:
+    return Known("means", f"--{field.replace('_', '-')} {value}", settings=((field, value),))
+
+
+def _idle(text: str, num_values: int = 0) -> Known:
+    return Known("idle", text, num_values)
+
+
+def _refused(text: str, num_values: int = 0, harmless: tuple[str, ...] = ()) -> Known:
+    return Known("refused", text, num_values, harmless)
+
+
+_ONE_IMPLEMENTATION = "there is one implementation, in torch"
+_FUSION = "which operations are fused is decided at run time and told in the first lines of a run"
+_NO_LOSS_SCALE = "fp32 and bf16 need no loss scale"
+_RECOMPUTE = (
+    "recomputation is not there yet; leave it out, and save memory by a smaller --micro-batch-size, --tp or --pp"
+)
+_VIRTUAL = "interleaved stages are not there yet; leave it out, --pipeline-schedule 1f1b is used"
+_WANDB = "Weights & Biases is not there yet; leave it out, `wandb sync` reads the TensorBoard files of the run folder"
+_PROFILE = "profiling is not there yet; leave it out"
+_REMOVED = "Megatron-LM removed it"
+
+KNOWN: dict[str, Known] = {
+    # model
+    "use-rotary-position-embeddings": _means("position_embedding_type", "rope"),
+    "use-rope-scaling": _means("rope_scaling_type", "llama3"),
+    "no-use-rope-scaling": _means("rope_scaling_type", "none"),
+    "padded-vocab-size": _idle("the padded size is derived, and padding never reaches the loss", 1),
+    "apply-query-key-layer-scaling": _idle("it only moves fp16 rounding; the softmax is computed in fp32"),
+    "attention-softmax-in-fp32": _idle("the softmax is always computed in fp32"),
+    # parallel
+    "num-layers-per-virtual-pipeline-stage": _refused(_VIRTUAL, 1),
+    "num-virtual-stages-per-pipeline-rank": _refused(_VIRTUAL, 1, ("1",)),
+    "expert-model-parallel-size": _refused("experts are not there yet; use 1, or leave it out", 1, ("1",)),
+    "use-distributed-optimizer": _refused(
+        "it is not there yet: every data-parallel rank keeps the whole optimizer state; leave it out, use --tp or --pp"
+    ),
+    "overlap-param-gather": _refused("it needs a distributed optimizer, which is not there yet; leave it out"),
+    "no-overlap-p2p-communication": _idle("stages talk as their schedule says"),
+    "tp-comm-overlap": _idle("it changes speed alone, and which collectives overlap is decided here"),
+    "use-tp-pp-dp-mapping": _refused("ranks lie in the order tp-cp-dp-pp, Megatron-LM's default; leave it out"),
+    "use-cpu-initialization": _idle("initial weights are the same on every device"),
+    # training
+    "step-batch-size-schedule": _refused("it is not there yet; use --rampup-batch-size START INCREMENT SAMPLES", 1),
+    "exit-signal-handler": _idle("SIGTERM always saves and leaves"),
+    "override-opt-param-scheduler": _idle("the schedule of the config always counts"),
+    "use-checkpoint-opt-param-scheduler": _refused(
+        "the schedule of the config always counts; pass the old run's by --config RUN_DIR/config.toml"
+    ),
+    "calculate-per-token-loss": _idle("the loss is always a mean over all tokens of a step that count"),
+    "manual-gc": _idle("it changes speed alone"),
+    "empty-unused-memory-level": _idle("it changes no number of the run", 1),
+    # precision
+    "fp16": _refused("it is not there yet; use --bf16, which needs no loss scale"),
+    "loss-scale": _idle(_NO_LOSS_SCALE, 1),
+    "initial-loss-scale": _idle(_NO_LOSS_SCALE, 1),
+    "min-loss-scale": _idle(_NO_LOSS_SCALE, 1),
+    "loss-scale-window": _idle(_NO_LOSS_SCALE, 1),
+    "hysteresis": _idle(_NO_LOSS_SCALE, 1),
+    "accumulate-allreduce-grads-in-fp32": _idle("gradients are always accumulated and reduced in fp32"),
+    "grad-reduce-in-bf16": _refused("gradients are reduced in fp32; leave it out"),
+    "fp32-residual-connection": _refused("it is not there yet; leave it out, or train in fp32 without --bf16"),
+    # recomputation and fusion
+    "recompute-activations": _refused(_RECOMPUTE),
+    "recompute-granularity": _refused(_RECOMPUTE, 1),
+    "recompute-method": _refused(_RECOMPUTE, 1),
+    "recompute-num-layers": _refused(_RECOMPUTE, 1),
+    "no-masked-softmax-fusion": _idle(_FUSION),
+    "no-bias-gelu-fusion": _idle(_FUSION),
+    "no-bias-swiglu-fusion": _idle(_FUSION),
+    "no-bias-dropout-fusion": _idle(_FUSION),
+    "no-rope-fusion": _idle(_FUSION),
+    "no-gradient-accumulation-fusion": _idle(_FUSION),
+    "cross-entropy-loss-fusion": _idle(_FUSION),
+    "transformer-impl": _idle(_ONE_IMPLEMENTATION, 1),
+    "attention-backend": _idle("torch chooses the attention kernel", 1),
+    "use-flash-attn": _idle("torch chooses the attention kernel"),
+    "use-mcore-models": _idle(_ONE_IMPLEMENTATION),
+    # data and tokenizer
+    "data-args-path": _refused("write data_path = [...] into [data] of the config file", 1),
+    "no-mmap-bin-files": _idle("it changes speed alone; files are memory-mapped"),
+    "dataloader-type": _refused(
+        "samples come in one seeded order (Megatron-LM's single); leave it out", 1, ("single",)
+    ),
+    "no-create-attention-mask-in-dataloader": _idle("masks are always made where attention needs them"),
+    "num-dataset-builder-threads": _idle("it changes speed alone", 1),
+    "vocab-extra-ids": _refused("put extra tokens into the tokenizer's file, or leave it out", 1, ("0",)),
+    # checkpoints
+    "pretrained-checkpoint": _refused("use --load DIR --finetune", 1),
+    "no-save-rng": _idle("random values are functions of names; there is no generator state"),
+    "no-load-rng": _idle("random values are functions of names; there is no generator state"),
+    "use-checkpoint-args": _refused("pass the old run's settings by --config RUN_DIR/config.toml"),
+    "ckpt-format": _refused("checkpoints are torch.distributed.checkpoint's; leave it out", 1, ("torch_dist",)),
+    "async-save": _refused("saving in the background is not there yet; leave it out"),
+    "dist-ckpt-optim-fully-reshardable": _idle("every checkpoint loads in every layout"),
+    "ckpt-convert-format": _refused("conversion is not there yet; leave it out", 1),
+    "ckpt-convert-save": _refused("conversion is not there yet; leave it out", 1),
+    "non-persistent-save-interval": _refused("it is not there yet; use a smaller --save-interval", 1),
+    # logging
+    "log-throughput": _idle("throughput is always logged"),
+    "timing-log-level": _idle("a step is timed as a whole", 1),
+    "log-timers-to-tensorboard": _idle("the time of a step is always logged"),
+    "log-memory-to-tensorboard": _idle("peak memory is always logged"),
+    "log-validation-ppl-to-tensorboard": _idle("perplexity is always logged"),
+    "wandb-project": _refused(_WANDB, 1, ("",)),
+    "wandb-exp-name": _refused(_WANDB, 1, ("",)),
+    "wandb-save-dir": _refused(_WANDB, 1, ("",)),
+    "profile": _refused(_PROFILE),
+    "profile-step-start": _refused(_PROFILE, 1),
+    "profile-step-end": _refused(_PROFILE, 1),
+    "profile-ranks": _refused(_PROFILE, 1),
+    "yaml-cfg": _refused("use --config FILE.toml", 1),
+    # removed by Megatron-LM itself
+    "batch-size": _refused(f"{_REMOVED}; use --micro-batch-size", 1),
+    "model-parallel-size": _refused(f"{_REMOVED}; use --tensor-model-parallel-size", 1),
+    "warmup": _refused(f"{_REMOVED}; use --lr-warmup-fraction", 1),
+    "checkpoint-activations": _refused(f"{_REMOVED}; {_RECOMPUTE}"),
+}
+
+# Where a flag of the same name starts from another value, or reads its value otherwise, than in Megatron-LM.
+DIFFERENCES: dict[str, str] = {
+    "log_interval": "Megatron-LM's default is 100; here every step is logged.",
+    "overlap_grad_reduce": "Off by default in Megatron-LM; here on, `--no-overlap-grad-reduce` switches it off.",
+    "distributed_backend": "Megatron-LM's default is nccl; here `auto` takes gloo on CPU.",
+    "tokenizer_type": "No default in Megatron-LM. "
+    "Its names are accepted: "
+    + ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in MEGATRON_TOKENIZERS.items())
+    + ".",
+    "num_query_groups": "Without `--group-query-attention` Megatron-LM ignores it in silence; here that is an error.",
+    "max_position_embeddings": "Required in Megatron-LM; here it is the sequence length where it is not given.",
+    "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either.",
+    "openai_gelu": "Megatron-LM's default activation is the exact GELU without its bias-GELU fusion and the tanh form "
+    "with it; here it is exact unless this flag is given.",
+    "window_size": "Counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1` here.",
+    "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",
+}
+
+_STATUSES = {"means": "Other names", "idle": "Accepted and idle", "refused": "Refused"}
+
+_INTRODUCTION = """# Flags
+
+Printed by `python -m megatronish.config.flags > docs/FLAGS.md`; a test checks that it is current.
+
+A config is a TOML file (`--config FILE.toml`) with the sections below, and flags that override it. A flag
+`--num-layers 12` is `num_layers = 12` in its section; `--num_layers` and `--num-layers=12` work too. Switches have both
+forms, `--swiglu` and `--no-swiglu`. Names and meanings are Megatron-LM's where it has the flag.
+"""
+
+
+def flags_markdown() -> str:
+    """The text of docs/FLAGS.md."""
+    parts = [_INTRODUCTION]
+    for section, section_type in get_type_hints(Config).items():
+        meanings = _meanings(section_type)
+        rows = [_field_row(field, meanings[field.name]) for field in FIELDS.values() if field.section == section]
+        parts.append(_table(f"## [{section}]", "flag | default | meaning", rows))
+    differing = [f"{FIELDS[name].flag}` | {text}" for name, text in DIFFERENCES.items()]
+    parts.append(
+        _table("## Where a flag differs from Megatron-LM", "flag | difference", [f"`{row}" for row in differing])
+    )
+    for status, title in _STATUSES.items():
+        rows = []
+        for name, known in KNOWN.items():
+            harmless = f" (accepted with {' '.join(known.harmless)})" if any(known.harmless) else ""
+            if known.status == status:
+                rows.append(f"`--{name}` | {known.text}{harmless}")
+        parts.append(_table(f"## {title}", "flag of Megatron-LM | " + ("is" if status == "means" else "because"), rows))
+    return "\n".join(parts)
+
+
+def _table(title: str, head: str, rows: list[str]) -> str:
+    line = " | ".join("---" for _ in head.split(" | "))
+    return "\n".join([title, "", *(f"| {row} |" for row in [head, line, *rows]), ""])
+
+
+def _field_row(field: Field, meaning: str) -> str:
+    flag = " ".join(f"`{name}`" for name in (field.flag, *field.aliases))
+    empty = field.default is None or field.default == () or field.name in REQUIRED
+    default = "" if empty else f"`{str(field.default).lower() if field.type is bool else field.default}`"
+    values = f" ({field.wants.removeprefix('one of ')})" if get_origin(field.type) is Literal else ""
+    return f"{flag} | {default} | {meaning}{values}"
+
+
+def _meanings(section_type: type) -> dict[str, str]:
+    """{field: the text under it}, which Python does not keep: read from the source."""
+    (section,) = ast.parse(inspect.getsource(section_type)).body
+    assert isinstance(section, ast.ClassDef)
+    texts = {}
+    for field, text in pairwise(section.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            texts[field.target.id] = str(ast.literal_eval(text.value))
+    return texts
+
+
+if __name__ == "__main__":
+    print(flags_markdown(), end="")

@@ -1,0 +1,78 @@
+"""Is each field of a config given, and in its range, whatever the others are?"""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS, read_fields
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
+
+
+class Range(NamedTuple):
+    """What a number must be, and the fields it goes for, apart by blanks."""
+
+    rule: str
+    test: Callable[[float], bool]
+    fields: str
+
+
+# Every number of the config stands in exactly one of these.
+RANGES = (
+    Range(
+        "must be at least 1",
+        lambda value: value >= 1,
+        """
+        num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
+        max_position_embeddings rope_original_max_positions window_size make_vocab_size_divisible_by
+        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size context_parallel_size
+        ddp_bucket_size seq_length micro_batch_size global_batch_size train_iters train_samples
+        exit_interval eval_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
+        save_interval log_interval tensorboard_log_interval sample_tokens vocab_size
+        """,
+    ),
+    Range(
+        "must not be negative",
+        lambda value: value >= 0,
+        """
+        eval_iters seed min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
+        start_weight_decay end_weight_decay clip_grad num_workers ckpt_step
+        """,
+    ),
+    Range(
+        "must be greater than 0",
+        lambda value: value > 0,
+        """
+        rotary_base rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_beta_fast
+        rope_beta_slow norm_epsilon init_method_std distributed_timeout_minutes lr adam_eps
+        exit_duration_in_mins peak_tflops_per_device
+        """,
+    ),
+    Range(
+        "must be at least 0 and less than 1",
+        lambda value: 0 <= value < 1,
+        "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum",
+    ),
+    Range(
+        "must be greater than 0 and at most 1",
+        lambda value: 0 < value <= 1,
+        "rotary_percent",
+    ),
+)
+
+
+def out_of_range(config: Config, *, unsound: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(field, sentence) for each field that is missing or out of range."""
+    values = {name: value for name, value in read_fields(config).items() if name not in unsound and value is not None}
+    for name in REQUIRED:
+        field = FIELDS[name]
+        if name not in unsound and values.get(name, field.default) == field.default:
+            values.pop(name, None)
+            yield name, f"{name} is not given; set it in [{field.section}] of the config file, or add {field.flag}"
+    for rule, test, fields in RANGES:
+        for name in fields.split():
+            if name in values and not (math.isfinite(values[name]) and test(values[name])):
+                default = FIELDS[name].default
+                remedy = f"the default is {default}" if default else f"change {FIELDS[name].flag}"
+                yield name, f"{name}={values[name]} {rule}; {remedy}"

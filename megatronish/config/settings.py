@@ -1,0 +1,152 @@
+"""What did the user set, on the command line and in the TOML file? Names are settled here, values are still text."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
+from megatronish.config.flags import KNOWN, Known
+from megatronish.config.tokenizer_names import MEGATRON_TOKENIZERS
+
+
+class Setting(NamedTuple):
+    """One field that the user set. `spelled` is how, for messages: "--tp 2" or "[parallel] tp = 2"."""
+
+    field: str
+    values: tuple[str, ...]
+    spelled: str
+    typed: bool
+
+
+class Settings(NamedTuple):
+    """All of one source, with what there is to say about it."""
+
+    settings: list[Setting]
+    notes: list[str]
+    problems: list[str]
+
+
+class CommandLine(NamedTuple):
+    """The command line, taken apart."""
+
+    config_file: str | None
+    wants_help: bool
+    flags: Settings
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Each flag with the values that follow it. Values that start with a dash are written --flag=value."""
+    config_files: list[str] = []
+    flags = Settings([], [], [])
+    wants_help = False
+    for flag, values in _chunks(argv):
+        name = flag.lstrip("-").replace("_", "-")
+        if flag in ("-h", "--help"):
+            wants_help = True
+        elif not flag:
+            remedy = f"write --config {values[0]}" if values[0].endswith(".toml") else "flags start with --; see --help"
+            flags.problems.append(f"{' '.join(values)!r} belongs to no flag; {remedy}")
+        elif name == "config":
+            config_files.extend(values)
+            if len(values) != 1 or len(config_files) > 1:
+                flags.problems.append(f"--config {' '.join(config_files)} must name one file; name it once")
+        else:
+            _understand(flags, name=name, values=values, spelled=" ".join([flag, *values]), typed=True)
+    return CommandLine(config_files[0] if config_files else None, wants_help, flags)
+
+
+def read_file(path: Path) -> Settings:
+    """The settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
+    found = Settings([], [], [])
+    for section, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        if not isinstance(entries, dict):
+            _stray(found, section)
+        elif section not in SECTIONS:
+            nearest = difflib.get_close_matches(section, SECTIONS, n=1)
+            remedy = f"did you mean [{nearest[0]}]?" if nearest else f"there are {', '.join(SECTIONS)}"
+            found.problems.append(f"[{section}] is not a section; {remedy}")
+        else:
+            for key, value in entries.items():
+                _read_entry(found, section=section, key=key, value=value)
+    return found
+
+
+def _read_entry(found: Settings, *, section: str, key: str, value: Any) -> None:
+    """A key of the file is a flag in another spelling: true is `--key`, false is `--no-key`."""
+    field = FIELDS.get(ALIASES.get(key, key))
+    spelled = f"[{section}] {key} = {str(value).lower() if isinstance(value, bool) else value}"
+    if field is not None and field.section != section:
+        found.problems.append(f"[{section}] {key} belongs in [{field.section}]; move it there")
+        return
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        if field is not None and field.type is not bool:
+            found.problems.append(f"{spelled}: {field.name} must be {field.wants}, not true or false")
+            return
+        _understand(found, name=name if value else f"no-{name}", values=(), spelled=spelled, typed=False)
+    else:
+        values = tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+        _understand(found, name=name, values=values, spelled=spelled, typed=False)
+
+
+def _stray(found: Settings, key: str) -> None:
+    field = FIELDS.get(ALIASES.get(key, key))
+    where = f"[{field.section}]" if field else f"one of the sections {', '.join(SECTIONS)}"
+    found.problems.append(f"{key} stands outside of any section; move it into {where}")
+
+
+def _chunks(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """[(flag, its values), ...]; a dash before a digit is a number's sign."""
+    chunks: list[tuple[str, tuple[str, ...]]] = []
+    for word in argv:
+        if re.match(r"--?[A-Za-z]", word):
+            flag, equals, value = word.partition("=")
+            chunks.append((flag, (value,) if equals else ()))
+        else:
+            flag, values = chunks.pop() if chunks else ("", ())
+            chunks.append((flag, (*values, word)))
+    return chunks
+
+
+def _understand(found: Settings, *, name: str, values: tuple[str, ...], spelled: str, typed: bool) -> None:
+    """Add what a flag (or a key, which is a flag in another spelling) sets, or says, or is refused for."""
+    field = ALIASES.get(name, name.replace("-", "_"))
+    negated = field.removeprefix("no_")
+    if field in FIELDS:
+        if FIELDS[field].type is bool:
+            values = tuple(value.lower() for value in values) or ("true",)
+        elif field == "tokenizer_type":
+            values = tuple(MEGATRON_TOKENIZERS.get(value, value) for value in values)
+        found.settings.append(Setting(field, values, spelled, typed))
+    elif field != negated and negated in FIELDS and FIELDS[negated].type is bool and not values:
+        found.settings.append(Setting(negated, ("false",), spelled, typed))
+    elif name in KNOWN:
+        _look_up(found, KNOWN[name], values=values, spelled=spelled, typed=typed)
+    else:
+        found.problems.append(_unknown(name, spelled=spelled, typed=typed))
+
+
+def _look_up(found: Settings, known: Known, *, values: tuple[str, ...], spelled: str, typed: bool) -> None:
+    if known.status != "refused" and len(values) != known.num_values:
+        found.problems.append(f"{spelled} must have {known.num_values or 'no'} value; it has {len(values)}")
+    elif known.status == "means":
+        found.settings.extend(Setting(field, (value,), spelled, typed) for field, value in known.settings)
+    elif known.status == "idle":
+        found.notes.append(f"{spelled} is idle: {known.text}")
+    elif values and set(values) <= set(known.harmless):
+        found.notes.append(f"{spelled} is idle: it asks for what is done anyway")
+    else:
+        found.problems.append(f"{spelled} is refused: {known.text}")
+
+
+def _unknown(name: str, *, spelled: str, typed: bool) -> str:
+    names = [*ALIASES, *(field.replace("_", "-") for field in FIELDS), *KNOWN, "config", "help"]
+    nearest = difflib.get_close_matches(name, names, n=1)
+    if typed:
+        remedy = f"did you mean --{nearest[0]}?" if nearest else "see --help"
+        return f"{spelled.split()[0]} is not a flag; {remedy}"
+    remedy = f"did you mean {nearest[0].replace('-', '_')}?" if nearest else "docs/FLAGS.md lists all"
+    return f"{spelled.split(' = ')[0]} is not a key; {remedy}"

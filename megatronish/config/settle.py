@@ -1,0 +1,98 @@
+"""Which settings count where two exclude each other? What was typed wins over the file; typed together is an error."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from megatronish.config.fields import FIELDS
+from megatronish.config.settings import Setting
+
+Values = Mapping[str, Any]
+
+
+class Rivals(NamedTuple):
+    """Two groups of fields that cannot both be asked for."""
+
+    one: tuple[str, ...]
+    other: tuple[str, ...]
+    rule: str
+
+
+STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+_SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
+_ONE_ACTIVATION = "an MLP has one activation"
+
+RIVALS = (
+    Rivals(STEPS, SAMPLES, "a run is counted in steps or in samples"),
+    Rivals(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
+    Rivals(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
+    Rivals(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
+    Rivals(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
+    Rivals(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
+)
+
+# A field of the file is idle once another one was typed with one of these values.
+IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_query_groups": ("group_query_attention", (False,)),
+    "rope_scaling_type": ("position_embedding_type", ("learned_absolute", "none")),
+    "max_position_embeddings": ("position_embedding_type", ("rope", "none")),
+}
+
+
+class Settled(NamedTuple):
+    """What is left, and what there is to say."""
+
+    settings: dict[str, Setting]
+    idle: dict[str, str]  # field of the file -> how what overrides it was spelled
+    problems: list[str]
+
+
+def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
+    """One setting a field. The same field set twice in one source, to different values, is a problem."""
+    merged: dict[str, Setting] = {}
+    problems = []
+    for source in (file, typed):
+        mine: dict[str, Setting] = {}
+        for setting in source:
+            before = mine.setdefault(setting.field, setting)
+            if before.values != setting.values:
+                problems.append(f"{before.spelled} contradicts {setting.spelled}; leave one of them out")
+        merged |= mine
+    return Settled(merged, {}, problems)
+
+
+def settle(settings: dict[str, Setting], values: Values) -> Settled:
+    """Rivals resolved. `values` are the settings as values; a setting that repeats the default asks for nothing."""
+    left = dict(settings)
+    idle: dict[str, str] = {}
+    problems = []
+
+    def asked(fields: Iterable[str]) -> list[Setting]:
+        return [left[name] for name in fields if name in left and values.get(name) != FIELDS[name].default]
+
+    def drop(losers: Iterable[Setting], winner: Setting) -> None:
+        for loser in losers:
+            idle[loser.field] = winner.spelled
+            del left[loser.field]
+
+    for one, other, rule in RIVALS:
+        first, second = asked(one), asked(other)
+        typed_first, typed_second = _typed(first), _typed(second)
+        if not first or not second:
+            continue
+        if bool(typed_first) == bool(typed_second):
+            a, b = (typed_first or first)[0], (typed_second or second)[0]
+            problems.append(f"{a.spelled} contradicts {b.spelled}: {rule}; leave one of them out")
+        elif typed_first:
+            drop(second, typed_first[0])
+        else:
+            drop(first, typed_second[0])
+
+    for name, (parent, off) in IDLE_ONCE.items():
+        if name in left and parent in left and left[parent].typed and not left[name].typed and values[parent] in off:
+            drop([left[name]], left[parent])
+    return Settled(left, idle, problems)
+
+
+def _typed(settings: list[Setting]) -> list[Setting]:
+    return [setting for setting in settings if setting.typed]
