@@ -164,7 +164,7 @@ def encode_batch(batch: Batch, job: Job) -> Encoded:
         if not line.strip():
             continue
         try:
-            ids = [_encode(text, job) for text in _texts(line, job.json_keys)]
+            ids = [_encode(text, job) for text in read_line(line, job.json_keys)]
         except (ValueError, RecursionError) as error:
             bad_lines.append(f"{batch.path}:{number}: {error}")
         else:
@@ -179,7 +179,8 @@ def encode_batch(batch: Batch, job: Job) -> Encoded:
     )
 
 
-def _texts(line: bytes, json_keys: tuple[str, ...]) -> list[str]:
+def read_line(line: bytes, json_keys: Sequence[str]) -> list[str]:
+    """The texts under `json_keys` of a JSON line; ValueError if it has none."""
     record = json.loads(line.decode("utf-8-sig"))
     if not isinstance(record, dict):
         raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
