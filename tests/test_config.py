@@ -197,8 +197,11 @@ def test_the_error_counts_its_problems() -> None:
         ("[model\n", "is not TOML: "),
         ("num_layers = 3\n", "num_layers stands outside of any section; move it into [model]"),
         ("[training]\nnum_layers = 3\n", "[training] num_layers belongs in [model]; move it there"),
-        ("[model]\nnum_layers = true\n", "num_layers must be a whole number such as 4, not true or false"),
+        ("[model]\nnum_layers = true\n", "num_layers = true: num_layers must be a whole number such as 4"),
         ("[model]\nnum_layers = [1, 2]\n", "num_layers = [1, 2]: num_layers must be a whole number"),
+        ("[log.run_dir]\nx = 1\n", "run_dir must be a text"),
+        ("[data]\ndata_path = [['a', 1]]\n", "data_path must be a list of texts"),
+        ("[training]\nbf16 = []\n", "bf16 = []: bf16 must be true or false"),
         ('[model]\nswiglu = "yes"\n', "swiglu must be true or false"),
         ("[parallel]\ntp = 2\ntensor_model_parallel_size = 4\n", "contradicts"),
         ("[training]\nfp16 = true\n", "[training] fp16 = true is refused"),
@@ -207,6 +210,10 @@ def test_the_error_counts_its_problems() -> None:
 )
 def test_a_bad_file_is_told(tmp_path: Path, text: str, sentence: str) -> None:
     assert sentence in "\n".join(problems(toml(tmp_path, text)))
+
+
+def test_a_single_dash_makes_no_flag() -> None:
+    assert problems(small("--mock-data", "-tp", "2")) == ["-tp is not a flag; did you mean --tp?"]
 
 
 def test_a_config_that_is_not_there_is_told_with_its_neighbours() -> None:
@@ -232,6 +239,7 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         ("--pp 5", r"^num_layers=12 must be divisible by pipeline_model_parallel_size=5; use .* 1, 2, 3, 4, 6 or 12"),
         ("--cp 2", r"^context_parallel_size=2 is not there yet; use 1"),
+        (f"--num-layers {10**400} --pp 7", r"^num_layers=10+ must be divisible by"),
         ("--tp 0", r"^tensor_model_parallel_size=0 must be at least 1; the default is 1"),
         ("--hidden-size 100", r"^hidden_size=100 must be divisible by num_attention_heads=12"),
         (

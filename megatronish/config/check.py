@@ -13,6 +13,8 @@ from megatronish.config.fields import FIELDS, one_of
 from megatronish.config.ranges import out_of_range
 from megatronish.config.settle import SAMPLES, STEPS
 
+LARGEST_NAMED = 4096  # a remedy names fitting sizes up to this
+
 
 class Rule(NamedTuple):
     """A rule over several fields: None, or what is wrong."""
@@ -33,8 +35,10 @@ def _divide(name: str, number: int, by_name: str, by: int) -> str | None:
     """The complaint of a size that is not cut evenly."""
     if number % by == 0:
         return None
-    sizes = [size for size in range(1, number + 1) if number % size == 0]
-    fitting = one_of(sizes) if len(sizes) <= 12 else f"{', '.join(map(str, sizes[:12]))}, ..."
+    sizes = [size for size in range(1, min(number, LARGEST_NAMED) + 1) if number % size == 0]
+    fitting = (
+        one_of(sizes) if len(sizes) <= 12 and number <= LARGEST_NAMED else f"{', '.join(map(str, sizes[:12]))}, ..."
+    )
     return f"{name}={number} must be divisible by {by_name}={by}; use {FIELDS[by_name].flag} {fitting}"
 
 
@@ -143,7 +147,7 @@ def _batches(config: Config) -> str | None:
     if batch % (micro * dp) == 0:
         return None
     nearest = max(1, round(batch / (micro * dp))) * micro * dp
-    sizes = [size for size in range(1, batch + 1) if batch % (size * dp) == 0]
+    sizes = [size for size in range(1, min(batch, LARGEST_NAMED) + 1) if batch % (size * dp) == 0]
     other = f" or --micro-batch-size {one_of(sizes[:12])}" if sizes else ""
     return (
         f"global_batch_size={batch} must be divisible by micro_batch_size={micro} x data_parallel_size={dp}; "

@@ -72,7 +72,7 @@ def out_of_range(config: Config, *, unsound: Collection[str]) -> Iterator[tuple[
             yield name, f"{name} is not given; set it in [{field.section}] of the config file, or add {field.flag}"
     for rule, test, fields in RANGES:
         for name in fields.split():
-            if name in values and not (math.isfinite(values[name]) and test(values[name])):
+            if name in values and not (test(values[name]) and values[name] != math.inf):
                 default = FIELDS[name].default
                 remedy = f"the default is {default}" if default else f"change {FIELDS[name].flag}"
                 yield name, f"{name}={values[name]} {rule}; {remedy}"

@@ -53,6 +53,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             config_files.extend(values)
             if len(values) != 1 or len(config_files) > 1:
                 flags.problems.append(f"--config {' '.join(config_files)} must name one file; name it once")
+        elif not flag.startswith("--"):
+            flags.problems.append(_unknown(name, spelled=flag, typed=True))
         else:
             _understand(flags, name=name, values=values, spelled=" ".join([flag, *values]), typed=True)
     return CommandLine(config_files[0] if config_files else None, wants_help, flags)
@@ -82,14 +84,15 @@ def _read_entry(found: Settings, *, section: str, key: str, value: Any) -> None:
         found.problems.append(f"[{section}] {key} belongs in [{field.section}]; move it there")
         return
     name = key.replace("_", "-")
-    if isinstance(value, bool):
-        if field is not None and field.type is not bool:
-            found.problems.append(f"{spelled}: {field.name} must be {field.wants}, not true or false")
-            return
+    values = tuple(value) if isinstance(value, list) else (value,)
+    if field is not None and isinstance(value, bool) != (field.type is bool):
+        found.problems.append(f"{spelled}: {field.name} must be {field.wants}")
+    elif not all(isinstance(part, str | int | float) for part in values):
+        found.problems.append(f"{spelled}: {key} must be {field.wants if field else 'a plain value'}")
+    elif isinstance(value, bool):
         _understand(found, name=name if value else f"no-{name}", values=(), spelled=spelled, typed=False)
     else:
-        values = tuple(map(str, value)) if isinstance(value, list) else (str(value),)
-        _understand(found, name=name, values=values, spelled=spelled, typed=False)
+        _understand(found, name=name, values=tuple(map(str, values)), spelled=spelled, typed=False)
 
 
 def _stray(found: Settings, key: str) -> None:
