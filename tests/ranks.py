@@ -13,12 +13,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +41,27 @@ class RankError(AssertionError):
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """What `function(place, *args)` returned on each rank. RankError with the first failed rank's traceback."""
     return _POOL.run(world_size, function, args, timeout)
+
+
+def wait_until(condition: Callable[[], bool], *, timeout: float = 10.0) -> bool:
+    """Whether `condition` came true within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (answer := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return answer
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that is dead and waits to be reaped does not."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+def warm_context() -> ForkServerContext:
+    """Where processes are forked from a server that has torch loaded and nothing computed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "pytest", *WARM])
+    return context
 
 
 class _Worker(NamedTuple):
@@ -82,10 +105,9 @@ class _Pool:
         self._workers.clear()
 
     def _start_worker(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = warm_context()
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-            context.set_forkserver_preload(["torch", "pytest", *WARM])
             atexit.register(self.stop)
         pipe, theirs = context.Pipe()
         stack_file = Path(self._folder.name) / f"stack_{len(self._workers)}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, _serve, run_ranks
+from ranks import RankError, _serve, is_running, run_ranks, wait_until
 from torch import Tensor
 
 from megatronish.launch.place import Place
@@ -53,18 +53,11 @@ def rank_zero_loiters(place: Place) -> None:
 
 def start_a_worker_and_die(place: Place, folder: Path) -> None:
     context = multiprocessing.get_context("fork")
-    worker = context.Process(target=_serve, args=(context.Pipe()[1], folder / "stack"))
+    _ours, theirs = context.Pipe()
+    worker = context.Process(target=_serve, args=(theirs, folder / "stack"))
     worker.start()
     (folder / "pid").write_text(str(worker.pid))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_results_come_back_in_order_of_rank_and_outlive_the_ranks() -> None:
@@ -107,7 +100,4 @@ def test_a_worker_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(1, start_a_worker_and_die, tmp_path)
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pid)
+    assert wait_until(lambda: not is_running(pid))
