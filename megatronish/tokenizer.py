@@ -15,6 +15,7 @@ import tokenizers
 
 from megatronish.config.data import DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.errors import UserError
 
 MOCK_VOCAB_SIZE = 4096
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
@@ -63,7 +64,7 @@ class NullTokenizer(Tokenizer):
         ids = [int(word) for word in text.split()]
         for token in ids:
             if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token {token} is outside the vocabulary of {self.vocab_size} (--vocab-size)")
+                raise UserError(f"token {token} is outside the vocabulary of {self.vocab_size} (--vocab-size)")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -81,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
+            raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
         self._own_size = self.vocab_size = self._model.get_piece_size()
         self.eod = self._model.eos_id()
         if self.eod < 0:
@@ -123,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             model = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
+            raise UserError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
         return cls(model, eod=_find_eod(model.token_to_id, file, first=_configured_eod(file.parent)))
 
     @classmethod
@@ -131,14 +132,14 @@ class HuggingFaceTokenizer(Tokenizer):
         """GPT-2's byte-level BPE."""
         for path in (vocab, merges):
             if not path.is_file():
-                raise ValueError(
+                raise UserError(
                     f"tokenizer file {path} does not exist; give --tokenizer-model a tokenizer.json, or its folder, "
                     "or --vocab-file vocab.json with --merge-file merges.txt"
                 )
         try:
             model = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{vocab} and {merges} are not a GPT-2 tokenizer: {error}") from error
+            raise UserError(f"{vocab} and {merges} are not a GPT-2 tokenizer: {error}") from error
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()
         eod = _find_eod(model.token_to_id, vocab)
@@ -167,7 +168,10 @@ def _configured_eod(folder: Path) -> tuple[str, ...]:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return ()
-    token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    try:
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a JSON object: {error}; mend it or take it away") from error
     name = token.get("content") if isinstance(token, dict) else token
     return (name,) if isinstance(name, str) else ()
 
@@ -177,7 +181,7 @@ def _find_eod(id_of: Callable[[str], int | None], path: Path, *, first: tuple[st
         token = id_of(name)
         if token is not None:
             return token
-    raise ValueError(
+    raise UserError(
         f"tokenizer {path} has no token that ends a document; give it one of {', '.join(EOD_NAMES)} "
         "(a Hugging Face folder may name another as eos_token in tokenizer_config.json)"
     )
@@ -190,7 +194,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     kind = tokenizer_type(data.tokenizer_type)
     tokenizer = _build(kind, data)
     if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "
             f"{tokenizer.vocab_size}; leave --vocab-size out, or give at least {tokenizer.vocab_size}"
         )
@@ -203,17 +207,17 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
         return BytesTokenizer()
     if kind == "null":
         if data.vocab_size is None:
-            raise ValueError("--tokenizer-type null has no vocabulary of its own; give --vocab-size")
+            raise UserError("--tokenizer-type null has no vocabulary of its own; give --vocab-size")
         return NullTokenizer(data.vocab_size)
     if kind == "huggingface" and (data.vocab_file or data.merge_file):
         if not (data.vocab_file and data.merge_file):
-            raise ValueError("a GPT-2 tokenizer is two files; give --vocab-file and --merge-file together")
+            raise UserError("a GPT-2 tokenizer is two files; give --vocab-file and --merge-file together")
         return HuggingFaceTokenizer.from_gpt2(Path(data.vocab_file), Path(data.merge_file))
     if data.tokenizer_model is None:
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-type {kind} needs the tokenizer's file; give --tokenizer-model, or use --tokenizer-type bytes"
         )
     path = Path(data.tokenizer_model)
     if not path.exists():
-        raise ValueError(f"--tokenizer-model {path} does not exist; check the path")
+        raise UserError(f"--tokenizer-model {path} does not exist; check the path")
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)

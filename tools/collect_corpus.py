@@ -17,6 +17,7 @@ import tyro
 from tqdm import tqdm
 
 from megatronish.data.atomic import AtomicFile
+from megatronish.errors import UserError
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
 """Others' code; tests, whose literals are no prose; tables of character sets."""
@@ -71,14 +72,14 @@ def main(arguments: Arguments) -> None:
             texts, num_bytes = texts + 1, num_bytes + size
             bar.update(size)
         if not texts:
-            raise ValueError(f"no text fits --max-bytes {arguments.max_bytes}; for example 6000000")
+            raise UserError(f"no text fits --max-bytes {arguments.max_bytes}; for example 6000000")
     print(f"{arguments.output}: {texts:,} texts | {num_bytes:,} bytes of Python {sys.version.split()[0]}'s library")
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Arguments))
-    except ValueError as error:
+    except UserError as error:
         sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
     except OSError as error:
         sys.exit(f"error: {error}")

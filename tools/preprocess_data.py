@@ -13,6 +13,7 @@ from tqdm import tqdm
 from megatronish.config.data import DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.preprocess import Summary, WorkerDiedError, preprocess
+from megatronish.errors import UserError
 from megatronish.tokenizer import build_tokenizer
 
 MAX_BAD_LINES_TOLD = 20
@@ -111,7 +112,7 @@ def main(arguments: Arguments) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Arguments))
-    except ValueError as error:
+    except UserError as error:
         sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
     except (WorkerDiedError, OSError) as error:
         sys.exit(f"error: {error}")

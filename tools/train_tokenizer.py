@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from megatronish.data.atomic import AtomicFile
 from megatronish.data.preprocess import read_batches, read_line
+from megatronish.errors import UserError
 
 EOD = "<|endoftext|>"
 RUN_LENGTH = 4000
@@ -44,7 +45,7 @@ def texts(arguments: Arguments) -> Iterator[str]:
     """All texts of the files; bad lines are left to preprocess_data.py to tell."""
     for path in arguments.input:
         if not path.is_file():
-            raise ValueError(f"--input {path} is not a file; check the path")
+            raise UserError(f"--input {path} is not a file; check the path")
         for batch in read_batches(path):
             for line in batch.lines:
                 try:
@@ -78,7 +79,7 @@ def read_runs(arguments: Arguments) -> list[str]:
             found.extend(runs(text))
             bar.update(size)
     if not found:
-        raise ValueError(f"no text under {arguments.json_key!r} within --max-bytes {arguments.max_bytes}")
+        raise UserError(f"no text under {arguments.json_key!r} within --max-bytes {arguments.max_bytes}")
     return found
 
 
@@ -106,7 +107,7 @@ def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:
             minloglevel=1,
         )
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {error}") from error
+        raise UserError(f"--vocab-size {vocab_size} does not suit this text: {error}") from error
     return model.getvalue()
 
 
@@ -124,7 +125,7 @@ def main(arguments: Arguments) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Arguments))
-    except ValueError as error:
+    except UserError as error:
         sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
     except OSError as error:
         sys.exit(f"error: {error}")

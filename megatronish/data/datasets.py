@@ -9,6 +9,7 @@ from megatronish.data.blend import Blend, Dataset
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.mock import MockSamples
 from megatronish.data.samples import GPTSamples
+from megatronish.errors import UserError
 
 WHOLE = (0.0, 1.0)
 
@@ -71,7 +72,7 @@ class _Maker:
 
 
 def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int) -> Datasets:
-    """Open, or find in the cache, all that `data` asks for. ValueError with a remedy for what cannot be read."""
+    """Open, or find in the cache, all that `data` asks for. UserError with a remedy for what cannot be read."""
     if data.mock_data:
         return _mock(seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod)
     make = _Maker(seq_length=seq_length, seed=seed, vocab_size=vocab_size, cache_path=data.data_cache_path)
@@ -80,14 +81,14 @@ def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: 
         train, valid, test = parse_split(data.split)
         until = train + valid
         if train == 0:
-            raise ValueError(f"--split {data.split} leaves nothing to train on; for example 969,30,1")
+            raise UserError(f"--split {data.split} leaves nothing to train on; for example 969,30,1")
         return Datasets(
             train=make.blend(data.data_path, name="training", part=(0.0, train)),
             valid=make.valid(data.data_path, multiple=multiple, part=(train, until)) if valid else {},
             test=make.blend(data.data_path, name="test", part=(until, 1.0)) if test else None,
         )
     if not data.train_data_path:
-        raise ValueError("there is no data to train on; give --data-path or --train-data-path, or use --mock-data")
+        raise UserError("there is no data to train on; give --data-path or --train-data-path, or use --mock-data")
     return Datasets(
         train=make.blend(data.train_data_path, name="training"),
         valid=make.valid(data.valid_data_path, multiple=multiple) if data.valid_data_path else {},

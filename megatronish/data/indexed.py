@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatronish.data.atomic import AtomicFile
+from megatronish.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -54,13 +55,13 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedTokens:
-    """A .bin/.idx pair, mapped into memory. ValueError if either file is missing, foreign or truncated."""
+    """A .bin/.idx pair, mapped into memory. UserError if either file is missing, foreign or truncated."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
-                raise ValueError(f"data file {path} does not exist; {_missing_remedy(self.prefix)}")
+                raise UserError(f"data file {path} does not exist; {_missing_remedy(self.prefix)}")
         index = idx_path(prefix)
         num_sequences, num_indices = self._read_header(index)
         self._index = np.memmap(index, dtype=np.uint8, mode="r")
@@ -77,18 +78,18 @@ class IndexedTokens:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size:
-            raise ValueError(f"{path} has {size} bytes and is truncated: its header alone has {HEADER.size}; {REMEDY}")
+            raise UserError(f"{path} has {size} bytes and is truncated: its header alone has {HEADER.size}; {REMEDY}")
         magic, version, code, num_sequences, num_indices = HEADER.unpack(head)
         if magic != MAGIC or version != 1:
-            raise ValueError(
+            raise UserError(
                 f"{path} is not an index in Megatron's MMIDIDX format, version 1; make it with tools/preprocess_data.py"
             )
         if code not in DTYPES or DTYPES[code].kind == "f":
-            raise ValueError(f"{path} has dtype code {code}, which is no integer type of tokens; {REMEDY}")
+            raise UserError(f"{path} has dtype code {code}, which is no integer type of tokens; {REMEDY}")
         self.dtype = DTYPES[code]
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size not in (expected, expected + num_sequences) or num_indices < 1:
-            raise ValueError(
+            raise UserError(
                 f"{path} has {size} bytes but its header tells {expected}: it is truncated or damaged; {REMEDY}"
             )
         return num_sequences, num_indices
@@ -100,7 +101,7 @@ class IndexedTokens:
             expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if size != expected:
             fault = "is truncated" if size < expected else "is not the one its .idx was written for"
-            raise ValueError(f"{path} has {size} bytes but its .idx tells {expected}: it {fault}; {REMEDY}")
+            raise UserError(f"{path} has {size} bytes but its .idx tells {expected}: it {fault}; {REMEDY}")
         return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
 
     @property
@@ -136,11 +137,11 @@ class IndexedTokens:
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def document_starts(self) -> NDArray[np.int64]:
-        """int64 [documents + 1]: `document_start` of all. ValueError if the tokens do not lie one after another."""
+        """int64 [documents + 1]: `document_start` of all. UserError if the tokens do not lie one after another."""
         starts = np.zeros(len(self) + 1, np.int64)
         np.cumsum(self.sequence_lengths, out=starts[1:])
         if not np.array_equal(self.pointers, starts[:-1] * self.dtype.itemsize):
-            raise ValueError(f"{idx_path(self.prefix)} has pointers that do not follow from its lengths; {REMEDY}")
+            raise UserError(f"{idx_path(self.prefix)} has pointers that do not follow from its lengths; {REMEDY}")
         return starts[self.document_indices]
 
 
@@ -163,7 +164,7 @@ class IndexedWriter:
         self.prefix = prefix
         self.dtype = np.dtype(dtype)
         if self.dtype not in CODES:
-            raise ValueError(f"dtype {dtype} cannot be written to a .bin file; use one of {', '.join(map(str, CODES))}")
+            raise UserError(f"dtype {dtype} cannot be written to a .bin file; use one of {', '.join(map(str, CODES))}")
         self._bin = AtomicFile(bin_path(prefix))
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -183,7 +184,7 @@ class IndexedWriter:
         """All documents of another pair, which must have the same dtype."""
         other = IndexedTokens(prefix)
         if other.dtype != self.dtype:
-            raise ValueError(
+            raise UserError(
                 f"{prefix} holds {other.dtype} tokens and cannot be merged into {self.prefix} of {self.dtype}; "
                 "preprocess both with the same tokenizer"
             )
@@ -195,12 +196,12 @@ class IndexedWriter:
         assert int(lengths.sum()) == len(tokens), "sequence lengths must add up to the tokens"
         limits = np.iinfo(self.dtype)
         if len(tokens) and not (limits.min <= tokens.min() and tokens.max() <= limits.max):
-            raise ValueError(
+            raise UserError(
                 f"token ids {tokens.min()} to {tokens.max()} do not fit the {self.dtype} of {bin_path(self.prefix)}; "
                 "is --vocab-size smaller than the tokenizer's?"
             )
         if len(lengths) and lengths.max() > LARGEST_LENGTH:
-            raise ValueError(f"a document of {lengths.max()} tokens is longer than {LARGEST_LENGTH}; cut it in pieces")
+            raise UserError(f"a document of {lengths.max()} tokens is longer than {LARGEST_LENGTH}; cut it in pieces")
         self._bin.file.write(tokens.astype(self.dtype).tobytes())
         self._index(lengths, sequences)
 

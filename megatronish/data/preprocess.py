@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.indexed import IndexedWriter, token_dtype
+from megatronish.errors import UserError
 
 BATCH_BYTES = 1 << 18
 
@@ -101,7 +102,7 @@ def preprocess(
     """Write `<output_prefix>_<key>_document.bin/.idx` for each key from JSON lines, plain or .gz.
 
     `on_progress` hears after each batch how much is done and how many bytes of the files it took. Nothing is left under
-    the final names unless all went well. ValueError for bad input (with `strict`, any bad line), WorkerDiedError for a
+    the final names unless all went well. UserError for bad input (with `strict`, any bad line), WorkerDiedError for a
     worker that was killed.
     """
     _check(inputs, json_keys=json_keys, workers=workers)
@@ -115,7 +116,7 @@ def preprocess(
         for encoded in stack.enter_context(closing(_encode_all(batches, job, workers=workers))):
             for message in encoded.bad_lines:
                 if strict:
-                    raise ValueError(f"{message}; mend the line, or leave --strict out to skip such lines")
+                    raise UserError(f"{message}; mend the line, or leave --strict out to skip such lines")
                 on_bad_line(message)
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
                 writer.add_documents(tokens, lengths)
@@ -125,7 +126,7 @@ def preprocess(
             summary.seconds = time.monotonic() - start
             on_progress(summary, encoded.num_bytes)
         if summary.documents == 0:
-            raise ValueError(
+            raise UserError(
                 f"{', '.join(map(str, inputs))} holds no document ({summary.bad_lines} bad lines); "
                 f"each line must be a JSON object with a text under {', '.join(json_keys)}"
             )
@@ -135,11 +136,11 @@ def preprocess(
 def _check(inputs: Sequence[str | Path], *, json_keys: Sequence[str], workers: int) -> None:
     for path in inputs:
         if not Path(path).is_file():
-            raise ValueError(f"--input {path} is not a file; check the path")
+            raise UserError(f"--input {path} is not a file; check the path")
     if len(set(json_keys)) != len(json_keys) or not json_keys:
-        raise ValueError(f"--json-keys {' '.join(json_keys)} must be different keys, at least one; for example text")
+        raise UserError(f"--json-keys {' '.join(json_keys)} must be different keys, at least one; for example text")
     if workers < 1:
-        raise ValueError(f"--workers {workers} must be at least 1")
+        raise UserError(f"--workers {workers} must be at least 1")
 
 
 def read_batches(path: Path) -> Iterator[Batch]:
@@ -151,7 +152,7 @@ def read_batches(path: Path) -> Iterator[Batch]:
                 yield Batch(str(path), line, lines, raw.tell() - position)
                 line, position = line + len(lines), raw.tell()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(
+            raise UserError(
                 f"--input {path} cannot be unpacked after line {line - 1}: {error}; copy it again"
             ) from error
 

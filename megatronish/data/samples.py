@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megatronish.data.atomic import AtomicFile
 from megatronish.data.indexed import IndexedTokens, bin_path
+from megatronish.errors import UserError
 from megatronish.streams import numpy_stream
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class GPTSamples:
         num_tokens = file.document_start(end_document) - file.document_start(first_document)
         self.num_samples = (num_tokens - 1) // seq_length
         if self.num_samples < 1:
-            raise ValueError(
+            raise UserError(
                 f"the {name} data of {file.prefix} is {num_tokens} tokens in {end_document - first_document} of its "
                 f"{file.num_documents} documents, fewer than the {seq_length + 1} of one sample (--seq-length + 1); "
                 "give it more data, a larger part of --split or none (for example --split 1,0,0), or a shorter sequence"
@@ -93,7 +94,7 @@ class GPTSamples:
     def _check_tokens(self, sample: NDArray[Any]) -> None:
         largest, smallest = int(sample.max()), int(sample.min())
         if largest >= self._vocab_size or smallest < 0:
-            raise ValueError(
+            raise UserError(
                 f"{bin_path(self._file.prefix)} holds token id {largest if smallest >= 0 else smallest}, but the "
                 f"vocabulary has {self._vocab_size}; train with the tokenizer that the data was made with, "
                 "or preprocess it again"

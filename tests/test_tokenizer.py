@@ -1,0 +1,169 @@
+"""Tokenizers: exact round trips, one face, and a sentence for each way to ask for one wrongly."""
+
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from megatronish.config.data import DataConfig
+from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.tokenizer import BytesTokenizer, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [
+    "def f(x):\n\tif x:\n\t\treturn  1 \n\n\n",
+    " leading", "trailing ", "  two  spaces  ", "\n", " ", "\t", "", "\r\n", "\0", "a\u2581b\u2581\u2581", "\u2581",
+    "caf\u00e9 e\u0301 \u6f22\u5b57 \U0001f389 \ufb01 \u00bd \u200b\ufeff\x7f", "<0x0A> </s> <unk> <|endoftext|> <s>",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained tokenizers: `model` (SentencePiece), `tokenizer.json`, and `gpt2/` with vocab.json and merges.txt."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    corpus = folder / "corpus.jsonl"
+    run_tool("collect_corpus", "--output", corpus, "--max-bytes", 300_000)
+    run_tool("train_tokenizer", "--input", corpus, "--output", folder / "model", "--vocab-size", 600)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer, model.decoder = byte_level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=byte_level.alphabet(),
+        special_tokens=["<|endoftext|>", "<stop>"],
+        show_progress=False,
+    )
+    model.train_from_iterator(TEXTS * 3, trainer)
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "gpt2").mkdir()
+    model.model.save(str(folder / "gpt2"))
+    return folder
+
+
+def run_tool(name: str, *arguments: object) -> str:
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def every_kind(folder: Path) -> list[Tokenizer]:
+    configs = [
+        DataConfig(tokenizer_type="bytes"),
+        DataConfig(tokenizer_model=str(folder / "model")),
+        DataConfig(tokenizer_type="huggingface", tokenizer_model=str(folder / "tokenizer.json")),
+        DataConfig(tokenizer_type="huggingface", tokenizer_model=str(folder)),
+        DataConfig(tokenizer_type="huggingface", tokenizer_model=str(folder / "gpt2")),
+        DataConfig(
+            tokenizer_type="huggingface",
+            vocab_file=str(folder / "gpt2" / "vocab.json"),
+            merge_file=str(folder / "gpt2" / "merges.txt"),
+        ),
+    ]
+    return [build_tokenizer(config) for config in configs]
+
+
+def test_every_text_comes_back_exactly(folder: Path) -> None:
+    draw = random.Random(0)
+    mixtures = ["".join(draw.choices(TEXTS, k=4)) for _ in range(100)]
+    points = [chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500)]
+    for tokenizer in every_kind(folder):
+        for text in [*TEXTS, *mixtures, "".join(points)]:
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text
+            assert tokenizer.eod not in ids
+            assert all(0 <= token < tokenizer.vocab_size for token in ids)
+
+
+def test_a_tokenizer_survives_pickling(folder: Path) -> None:
+    for tokenizer in every_kind(folder):
+        copy = pickle.loads(pickle.dumps(tokenizer))
+        assert (copy.vocab_size, copy.eod) == (tokenizer.vocab_size, tokenizer.eod)
+        assert all(copy.encode(text) == tokenizer.encode(text) for text in TEXTS)
+
+
+def test_decoding_skips_the_end_of_document_and_ids_nobody_has(folder: Path) -> None:
+    for tokenizer in every_kind(folder):
+        assert tokenizer.decode([*tokenizer.encode("a b"), tokenizer.eod, tokenizer.vocab_size + 7]) == "a b"
+
+
+def test_half_a_surrogate_pair_is_refused(folder: Path) -> None:
+    for tokenizer in every_kind(folder):
+        with pytest.raises(UnicodeEncodeError):
+            tokenizer.encode("a\ud800")
+
+
+def test_the_demo_tokenizer_knows_code(folder: Path) -> None:
+    tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(folder / "model")))
+    assert tokenizer.vocab_size == 600
+    assert len(tokenizer.encode("        self.")) < 5
+
+
+def test_the_folder_of_a_tokenizer_may_name_its_end_of_document(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    default = HuggingFaceTokenizer.from_path(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    named = HuggingFaceTokenizer.from_path(tmp_path)
+    assert (default.eod, named.eod) == (0, 1)
+
+
+def test_a_tokenizer_without_end_of_document_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="has no token that ends a document; give it one of"):
+        HuggingFaceTokenizer.from_path(tmp_path)
+
+
+def test_bytes_and_numbers() -> None:
+    assert BytesTokenizer().encode("h\u00e9") == [104, 195, 169]
+    assert BytesTokenizer().decode([104, 195]) == "h\ufffd"
+    numbers = NullTokenizer(10)
+    assert (numbers.eod, numbers.encode("3 5"), numbers.decode([3, 5])) == (9, [3, 5], "3 5")
+    with pytest.raises(ValueError, match="token 10 is outside the vocabulary of 10"):
+        numbers.encode("10")
+
+
+def test_mock_data_needs_no_tokenizer() -> None:
+    assert build_tokenizer(DataConfig(mock_data=True)).vocab_size == 4096
+    assert build_tokenizer(DataConfig(mock_data=True, vocab_size=99)).vocab_size == 99
+
+
+def test_a_larger_vocabulary_is_taken_and_a_smaller_one_refused() -> None:
+    assert build_tokenizer(DataConfig(tokenizer_type="bytes", vocab_size=300)).vocab_size == 300
+    with pytest.raises(ValueError, match="--vocab-size 100 is smaller than the bytes tokenizer's vocabulary of 257"):
+        build_tokenizer(DataConfig(tokenizer_type="bytes", vocab_size=100))
+
+
+def test_megatrons_names_are_known() -> None:
+    names = ["Llama2Tokenizer", "GPTSentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "bytes"]
+    kinds = [tokenizer_type(name) for name in names]
+    assert kinds == ["sentencepiece", "sentencepiece", "huggingface", "huggingface", "bytes"]
+    with pytest.raises(ValueError, match="--tokenizer-type TikTokenizer is not known; use one of sentencepiece"):
+        tokenizer_type("TikTokenizer")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(), "--tokenizer-type sentencepiece needs the tokenizer's file; give --tokenizer-model"),
+        (DataConfig(tokenizer_model="no/such"), "--tokenizer-model no/such does not exist"),
+        (DataConfig(tokenizer_model=__file__), "is not a SentencePiece model"),
+        (DataConfig(tokenizer_type="huggingface", tokenizer_model=__file__), "is not a Hugging Face tokenizer.json"),
+        (DataConfig(tokenizer_type="huggingface", tokenizer_model=str(ROOT)), "vocab.json does not exist; give"),
+        (DataConfig(tokenizer_type="huggingface", vocab_file="v"), "give --vocab-file and --merge-file together"),
+        (DataConfig(tokenizer_type="null"), "null has no vocabulary of its own; give --vocab-size"),
+    ],
+)
+def test_what_cannot_be_built_is_told(config: DataConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        build_tokenizer(config)
+
+
+def test_the_corpus_is_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run_tool("collect_corpus", "--output", tmp_path / name, "--max-bytes", 100_000)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert 50_000 < (tmp_path / "a").stat().st_size < 200_000
