@@ -27,6 +27,10 @@ class Pending:
         return self._result
 
 
+# torch 2.13 renamed both; 2.11 has the old names alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -43,7 +47,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    return Pending(whole, dist.all_gather_into_tensor(whole, x, group=axis.group, async_op=True), x)
+    return Pending(whole, _all_gather(whole, x, group=axis.group, async_op=True), x)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -53,10 +57,6 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     x = x.contiguous()
     piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), x)
-
-
-# torch 2.13 renamed it; 2.11 has the old name alone.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:

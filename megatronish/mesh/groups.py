@@ -79,15 +79,13 @@ class Mesh:
             )
 
         def axis(name: str, groups: list[list[int]]) -> Axis:
-            """All ranks call this in the same order; each group is created by its members alone."""
-            ranks = next((group for group in groups if rank in group), [rank])
-            if len(ranks) == 1:
-                return Axis(name, 1, 0, (rank,))
-            if len(ranks) == layout.world_size and name != "backward":
-                group = dist.group.WORLD
-            else:
-                group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-            return Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group)
+            """Every rank calls this for every group, in the same order: that is how torch keeps their names apart."""
+            mine = Axis(name, 1, 0, (rank,))
+            for ranks in groups:
+                group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+                if rank in ranks:
+                    mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group)
+            return mine
 
         last = layout.pp - 1
         stages = layout.groups("pp")
