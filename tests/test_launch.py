@@ -160,7 +160,7 @@ def _be_launcher(
     os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if start_method:
-        sys.exit(run_local_ranks(function, world_size=world_size, start_method=start_method))
+        sys.exit(run_local_ranks(function, world_size=world_size, log_dir=folder / "logs", start_method=start_method))
     sys.exit(launch(function, world_size=world_size, log_dir=folder / "logs"))
 
 
@@ -421,7 +421,10 @@ def test_a_world_that_does_not_fit_the_layout_is_the_users_to_mend(start: Starte
 def test_torchrun_ends_with_the_message_of_the_rank_that_failed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom test_launch import launch, last_rank_raises\nsys.exit(launch(last_rank_raises, world_size=2))\n"
+        "import sys\n"
+        "from test_launch import last_rank_raises, launch\n"
+        "sys.exit(launch(last_rank_raises, world_size=2))\n",
+        encoding="utf-8",
     )
     path = os.pathsep.join(sys.path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", free_port()]
