@@ -299,12 +299,13 @@ def test_the_second_interrupt_ends_at_once(start: Starter) -> None:
     assert "failed" not in launcher.errors
 
 
-def test_ranks_that_cannot_save_yet_are_stopped_by_the_signal(start: Starter) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_cannot_save_yet_are_stopped_by_the_signal(start: Starter, signum: int) -> None:
     launcher = start(2, linger)
     assert wait_until(lambda: all(launcher.log(rank) for rank in range(2)))
-    launcher.signal(signal.SIGTERM)
-    assert launcher.wait() == 128 + signal.SIGTERM
-    assert re.fullmatch(r"rank \d failed: stopped by SIGTERM before it could save\n", launcher.errors)
+    launcher.signal(signum)
+    assert launcher.wait() == 128 + signum
+    assert launcher.errors.endswith(f"stopped by {signal.Signals(signum).name} before it could save\n")
 
 
 # ---- torchrun and SLURM

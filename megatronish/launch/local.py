@@ -95,7 +95,7 @@ def run_local_ranks(
             _end(ranks)
     if received.count(signal.SIGINT) > 1:
         return 128 + signal.SIGINT
-    return _tell(failed, stopped_by={_meaning(signum) for signum in received}) if failed else 0
+    return _tell(failed, received) if failed else 0
 
 
 class LocalRank(NamedTuple):
@@ -183,16 +183,18 @@ def _end(ranks: Sequence[LocalRank]) -> None:
         rank.process.join()
 
 
-def _tell(failed: Sequence[LocalRank], *, stopped_by: set[int]) -> int:
+def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
     """Print what the culprit has to say, and nothing else; the exit status of the run."""
     endings = {rank: _received(rank) for rank in failed}
     culprit = min(failed, key=lambda rank: -1.0 if (ending := endings[rank]) is None else ending.seconds)
     ending = endings[culprit]
     code = culprit.process.exitcode or 0
+    asked = next((signum for signum in received if _meaning(signum) == -code), None)
+    if ending is None and asked is not None:
+        print(f"stopped by {signal.Signals(asked).name} before it could save", file=sys.stderr, flush=True)
+        return 128 + asked
     status, message = (1, None) if ending is None else (ending.status, ending.message)
-    if ending is None and -code in stopped_by:
-        status, message = 128 - code, f"stopped by {signal.Signals(-code).name} before it could save"
-    elif ending is None and code < 0:
+    if ending is None and code < 0:
         reason = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
         message = f"killed by {signal.Signals(-code).name}{reason}"
     elif ending is None:
