@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from ranks import is_running, wait_until
 
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.preprocess import BATCH_BYTES, WorkerDiedError, preprocess
@@ -161,23 +161,14 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(source), "--workers", "2"]
     command += ["--output-prefix", str(tmp_path / "p"), "--tokenizer-type", "bytes"]
     parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
-    while len(children := children_of(parent.pid)) < 2:
-        assert parent.poll() is None
-        time.sleep(0.05)
+    assert wait_until(lambda: len(children_of(parent.pid)) > 2)  # two workers, and Python's resource tracker
+    children = children_of(parent.pid)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while any(is_running(child) for child in children):
-        assert time.monotonic() < deadline, "a worker outlived its parent"
-        time.sleep(0.05)
+    assert wait_until(lambda: not any(is_running(child) for child in children)), "a worker outlived its parent"
     assert not list(tmp_path.glob("*.idx"))
 
 
 def children_of(parent: int) -> list[int]:
     listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in listing.splitlines() if int(line.split()[1]) == parent]
-
-
-def is_running(process: int) -> bool:
-    listing = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False)
-    return bool(listing.stdout.strip()) and not listing.stdout.startswith("Z")

@@ -26,7 +26,7 @@ class Dataset(Protocol):
     def num_samples(self) -> int | None:
         """Samples until they repeat; None if they never do."""
 
-    def sample(self, index: int) -> NDArray[np.int64]:
+    def sample(self, index: int, /) -> NDArray[np.int64]:
         """int64 [S + 1], for any index >= 0."""
 
 
