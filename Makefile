@@ -1,0 +1,92 @@
+# Everything that is done here often; `make` lists it. GNU make 3.81 (that of macOS) is enough.
+# Each step is a file that the next one needs, so a second run goes on from what is there.
+
+PYTHON ?= python3
+VENV ?= .venv
+PEERS_VENV ?= .venv-peers
+PRETRAIN_FLAGS ?=
+
+RUN = $(VENV)/bin/python
+READY = $(VENV)/.megatronish-requirements
+PEERS_READY = $(PEERS_VENV)/.megatronish-requirements
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+TORCH = "$$(grep '^torch==' requirements.txt)"
+
+help: ## this list
+	@echo 'make TARGET [PYTHON=python3.12] [VENV=.venv] [PRETRAIN_FLAGS="--train-iters 100 ..."]'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+pretrain: demo/python_text_document.idx ## the main job: from Python's own library to a trained GPT, on 8 local ranks
+	$(RUN) pretrain_gpt.py --config configs/demo.toml $(PRETRAIN_FLAGS)
+
+quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
+	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)
+
+test: $(READY) ## the test suite, about two minutes on two cores
+	$(RUN) -m pytest
+
+test-all: $(READY) ## the test suite with every feature in every layout
+	$(RUN) -m pytest --all-layouts
+
+test-peers: $(PEERS_READY) ## against the real megatron-core, in an environment of its own
+	$(PEERS_VENV)/bin/python -m pytest tests/peers
+
+check: $(READY) ## format, lint, types and layering
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest tests/test_layering.py
+
+bench: $(READY) ## side by side with a plain PyTorch loop
+	$(RUN) benchmarks/against_plain_loop.py
+
+venv: $(READY) ## the environment alone
+
+clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
+	rm -rf .venv .venv-peers demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help pretrain quick test test-all test-peers check bench venv clean
+.DELETE_ON_ERROR:
+
+# The environments.
+
+define check_python
+	@command -v "$(PYTHON)" > /dev/null || { echo 'there is no $(PYTHON) here; name a Python 3.11 or newer: make PYTHON=...' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit("$(PYTHON) is Python %d.%d, but megatronish needs 3.11 or newer; name one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+endef
+
+$(READY): requirements.txt
+	$(check_python)
+	@echo 'installing the dependencies of requirements.txt into $(VENV) (a minute or more, once)'
+	@"$(PYTHON)" -m venv "$(VENV)"
+	@$(RUN) $(PIP_INSTALL) $(TORCH)
+	@$(RUN) $(PIP_INSTALL) -r requirements.txt
+	@$(RUN) $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(PEERS_READY): requirements-peers.txt
+	$(check_python)
+	@echo 'installing megatron-core into $(PEERS_VENV) (a minute or more, once)'
+	@"$(PYTHON)" -m venv "$(PEERS_VENV)"
+	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
+	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-peers.txt
+	@touch $@
+
+# The demo's data. A changed environment is no reason to make them anew, hence the bars.
+
+demo/python.jsonl: | $(READY)
+	$(RUN) tools/collect_corpus.py --output $@
+
+demo/tokenizer.model: demo/python.jsonl | $(READY)
+	$(RUN) tools/train_tokenizer.py --input $< --output $@
+
+demo/python_text_document.idx: demo/python.jsonl demo/tokenizer.model | $(READY)
+	$(RUN) tools/preprocess_data.py --input $< --output-prefix demo/python \
+		--tokenizer-type sentencepiece --tokenizer-model demo/tokenizer.model --append-eod --workers 2
+
+demo/quick.jsonl: | $(READY)
+	$(RUN) tools/collect_corpus.py --output $@ --max-bytes 1000000
+
+demo/quick_text_document.idx: demo/quick.jsonl | $(READY)
+	$(RUN) tools/preprocess_data.py --input $< --output-prefix demo/quick --tokenizer-type bytes --append-eod
