@@ -1,0 +1,86 @@
+"""Train a block of your own on four local ranks, dp 2 x tp 2, with the parts of megatronish as a library.
+
+    python examples/custom_model.py
+
+The block is GPT-J's: attention and MLP read the same norm and are added together. It says nothing about ranks but the
+`tp` axis that it hands to the layers it is built of; pass other sizes to `Layout`, and it trains the same model.
+"""
+
+import sys
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.data.loader import micro_batches
+from megatronish.data.mock import MockSamples
+from megatronish.launch.local import launch
+from megatronish.launch.place import Place
+from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatronish.layers.norm import Norm
+from megatronish.mesh.groups import Axis, Mesh, leave
+from megatronish.mesh.layout import Layout
+from megatronish.model.block import Attention
+from megatronish.model.context import Context
+from megatronish.train.engine import Engine
+
+LAYOUT = Layout(dp=2, tp=2)
+VOCAB_SIZE, GLOBAL_BATCH_SIZE = 128, 16
+MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
+TRAINING = TrainingConfig(seq_length=64, micro_batch_size=8)
+
+
+class ParallelBlock(nn.Module):
+    """[S, B, D] -> [S, B, D]: x + attention(norm(x)) + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, *, layer: int, tp: Axis, sequence_parallel: bool) -> None:
+        super().__init__()
+        width, std = config.hidden_size, config.init_method_std
+        self.norm = Norm(width, kind="RMSNorm", epsilon=config.norm_epsilon, partial=sequence_parallel)
+        self.attention = Attention(config, layer=layer, tp=tp, sequence_parallel=sequence_parallel, output_std=std)
+        linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "bias": False, "init_std": std}
+        self.up = ColumnParallelLinear(width, 4 * width, **linear)
+        self.down = RowParallelLinear(4 * width, width, **linear)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """See the class."""
+        y = self.norm(x)
+        return x + self.attention(y, context) + self.down(F.relu(self.up(y)).square())
+
+
+def train(place: Place) -> int:
+    """What every rank does."""
+    mesh = Mesh.start(LAYOUT, rank=place.rank, init_method=place.rendezvous)
+    engine = Engine.build(
+        mesh,
+        model=MODEL,
+        parallel=ParallelConfig(),
+        training=TRAINING,
+        optimizer=OptimizerConfig(),
+        vocab_size=VOCAB_SIZE,
+        make_block=ParallelBlock,
+    )
+    data = MockSamples(name="training", seq_length=TRAINING.seq_length, seed=1, vocab_size=VOCAB_SIZE, eod=0)
+    for step in range(1, 51):
+        batches = micro_batches(
+            data,
+            consumed_samples=(step - 1) * GLOBAL_BATCH_SIZE,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            micro_batch_size=TRAINING.micro_batch_size,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            eod=0,
+        )
+        result = engine.step(batches, step=step, learning_rate=3e-3, weight_decay=0.01)
+        if mesh.is_main and (step == 1 or step % 10 == 0):
+            print(f"step {step:3} | loss {result.loss:.4f} | grad norm {result.grad_norm:.3f}", flush=True)
+    leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(launch(train, world_size=LAYOUT.world_size))
