@@ -19,6 +19,11 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1]):
 PEERS = ("megatron.core", "transformers")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test-all`: see test_parallel_equals_serial.py."""
+    parser.addoption("--all-layouts", action="store_true", help="every layout with the product of its features")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a device or a library that is not here, and say so: `peers("transformers")` needs that one."""
     for item in items:

@@ -1,0 +1,361 @@
+"""The theorem: every layout trains the same model as one process.
+
+Each of the 38 layouts of dp x tp x pp with at most eight ranks is trained once, with features that a seeded pairwise
+array has dealt to it, and compared with one process that takes each global batch as a single micro-batch: initial
+values bit by bit, losses and gradient norms of three Adam steps, an evaluation, every element of the first gradient,
+and the parameters after SGD steps (Adam turns the rounding noise of a gradient that is truly zero, a key bias's, into
+whole steps, so parameters are no measure after Adam). The tolerance is the same for all: 1e-5 in fp32.
+
+`pytest --all-layouts` takes the product of the features that meet in the maths, for every layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from pairwise import Chosen, covered_pairs, pairwise, possible_pairs
+from ranks import run_ranks
+from torch import Tensor
+
+from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.data.loader import micro_batches
+from megatronish.launch.place import Place
+from megatronish.mesh.groups import Mesh
+from megatronish.mesh.layout import Layout
+from megatronish.model.batch import MicroBatch
+from megatronish.streams import numpy_stream
+from megatronish.train.engine import Engine
+
+RTOL = 1e-5
+SEED = 7
+VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
+EOD = 0
+ADAM_STEPS = 3
+SGD_STEPS = 2
+CLIP = 0.5  # below every gradient norm here, so that clipping acts
+
+LAYOUTS = [
+    Layout(dp=dp, tp=tp, pp=pp) for dp, tp, pp in product(range(1, 9), repeat=3) if dp * tp * pp <= 8
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained. No layout shows in it, but for sizes that every layout of the test could divide."""
+
+    model: ModelConfig
+    seq_length: int
+    global_batch_size: int
+    eod_mask_loss: bool = False
+    documents: bool = False
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How it is spread over ranks and over time."""
+
+    layout: Layout
+    micro_batch_size: int
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    overlap: bool = True
+
+
+class Held(NamedTuple):
+    """A rectangle of a global tensor, as one rank holds it."""
+
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+Parts = dict[str, list[Held]]
+
+
+class Record(NamedTuple):
+    """What one rank saw. `*_parts` are its share of the tensors."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    evaluation: tuple[float, int]
+    params_norm: float
+    initial_parts: Parts
+    gradient_parts: Parts
+    trained_parts: Parts
+
+
+class Samples:
+    """Random tokens with ends of documents among them, more in some samples than in others; every fifth all ends."""
+
+    name = identity = "samples"
+    num_samples = None
+
+    def __init__(self, seq_length: int) -> None:
+        self.length = seq_length + 1
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        stream = numpy_stream(SEED, "samples", index)
+        share = 1.0 if index % 5 == 4 else stream.random() * 0.5
+        ends = stream.random(self.length) < share
+        return np.where(ends, EOD, stream.integers(1, VOCABULARY, self.length))
+
+
+# One rank's work
+
+
+def train(place: Place, problem: Problem, spread: Spread) -> Record:
+    """SGD steps from the initial values, then Adam steps from them again."""
+    mesh = Mesh.start(spread.layout, rank=place.rank, init_method=place.rendezvous)
+    dataset = Samples(problem.seq_length)
+
+    def batches(step: int) -> list[MicroBatch]:
+        return micro_batches(
+            dataset,
+            consumed_samples=step * problem.global_batch_size,
+            global_batch_size=problem.global_batch_size,
+            micro_batch_size=spread.micro_batch_size,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            eod=EOD,
+            reset_position_ids=problem.documents,
+            reset_attention_mask=problem.documents,
+            eod_mask_loss=problem.eod_mask_loss,
+        )
+
+    sgd = build(mesh, problem, spread, OptimizerConfig(optimizer="sgd", clip_grad=CLIP))
+    initial = parts(sgd, sgd.optimizer.masters)
+    for step in range(SGD_STEPS):
+        result = sgd.gradients(batches(step), step=step)
+        if step == 0:
+            gradients = parts(sgd, sgd.buckets.views)
+        sgd.clip(result.grad_norm)
+        sgd.optimizer.step(learning_rate=0.1, weight_decay=0.1)
+    adam = build(mesh, problem, spread, OptimizerConfig(optimizer="adam", clip_grad=CLIP))
+    results = [adam.step(batches(step), step=step, learning_rate=1e-3, weight_decay=0.1) for step in range(ADAM_STEPS)]
+    return Record(
+        losses=[result.loss for result in results],
+        grad_norms=[result.grad_norm for result in results],
+        evaluation=adam.evaluate(batches(ADAM_STEPS)),
+        params_norm=adam.params_norm(),
+        initial_parts=initial,
+        gradient_parts=gradients,
+        trained_parts=parts(sgd, sgd.optimizer.masters),
+    )
+
+
+def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConfig) -> Engine:
+    return Engine.build(
+        mesh,
+        model=problem.model,
+        parallel=ParallelConfig(
+            sequence_parallel=spread.sequence_parallel,
+            pipeline_schedule=spread.schedule,  # type: ignore[arg-type]
+            overlap_grad_reduce=spread.overlap,
+            ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
+        ),
+        training=TrainingConfig(
+            seq_length=problem.seq_length,
+            micro_batch_size=spread.micro_batch_size,
+            global_batch_size=problem.global_batch_size,
+            seed=SEED,
+            bf16=problem.bf16,
+        ),
+        optimizer=optimizer,
+        vocab_size=VOCABULARY,
+    )
+
+
+def parts(engine: Engine, tensors: dict[str, Tensor]) -> Parts:
+    """Copies of the rectangles that this rank holds; what is left over is padding, which stays zero."""
+    found: Parts = {}
+    for name, sharding in engine.shardings.items():
+        local = tensors[name].detach()
+        pieces = list(sharding.pieces(engine.mesh.tp))
+        found[name] = [Held(piece.global_offset, piece.view(local).clone()) for piece in pieces]
+        assert sum(int(held.values.count_nonzero()) for held in found[name]) == int(local.count_nonzero()), name
+    return found
+
+
+# The comparison
+
+
+@cache
+def serial(problem: Problem) -> Record:
+    """The same in this process, each global batch as one micro-batch."""
+    return train(Place(), problem, Spread(Layout(), micro_batch_size=problem.global_batch_size))
+
+
+def whole(records: Sequence[Parts]) -> dict[str, Tensor]:
+    """The global tensors; an assertion where holders of one element differ in a bit, or nobody holds one.
+
+    So copies are compared on the way: data ranks, replicas over tp, both ends of a tied embedding.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in sorted({name for record in records for name in record}):
+        helds = [held for record in records for held in record.get(name, [])]
+        ends = [[start + size for start, size in zip(offset, x.shape, strict=True)] for offset, x in helds]
+        tensor = torch.full([max(sizes) for sizes in zip(*ends, strict=True)], torch.nan)
+        for offset, values in helds:
+            there = tensor[tuple(slice(start, start + size) for start, size in zip(offset, values.shape, strict=True))]
+            assert bool((there.isnan() | (there == values)).all()), f"{name} differs between ranks that share it"
+            there.copy_(values)
+        assert not tensor.isnan().any(), f"nobody holds some elements of {name}"
+        tensors[name] = tensor
+    return tensors
+
+
+def assert_close(name: str, actual: Tensor, expected: Tensor, *, scale: float) -> None:
+    """Within RTOL of the tensor's largest element; rounding of a tensor that is truly zero is measured by `scale`."""
+    assert actual.shape == expected.shape, name
+    limit = RTOL * max(expected.abs().max().item(), 1e-3 * scale)
+    worst = (actual - expected).abs().max().item()
+    assert worst <= limit, f"{name}: off by {worst:.3g}, which is more than {limit:.3g}"
+
+
+def assert_equal_to_serial(problem: Problem, spread: Spread) -> None:
+    reference = serial(problem)
+    records = run_ranks(spread.layout.world_size, train, problem, spread)
+    assert min(reference.grad_norms) > CLIP
+    for record in records:
+        assert record.losses == pytest.approx(reference.losses, rel=RTOL)
+        assert record.grad_norms == pytest.approx(reference.grad_norms, rel=RTOL)
+        assert record.evaluation == pytest.approx(reference.evaluation, rel=RTOL)
+        assert record.params_norm == pytest.approx(reference.params_norm, rel=RTOL)
+    for kind in ("initial_parts", "gradient_parts", "trained_parts"):
+        actual = whole([getattr(record, kind) for record in records])
+        expected = whole([getattr(reference, kind)])
+        assert actual.keys() == expected.keys()
+        scale = max(tensor.abs().max().item() for tensor in expected.values())
+        for name, tensor in actual.items():
+            if kind == "initial_parts":
+                assert torch.equal(tensor, expected[name]), name
+            else:
+                assert_close(f"{kind} of {name}", tensor, expected[name], scale=scale)
+
+
+# The cases
+
+
+def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """What each feature may be in this layout, facts of the layout among them."""
+    return {
+        "family": ("gpt2", "llama", "qwen"),
+        "tied": (True, False),
+        "sequence_parallel": (True, False) if layout.tp > 1 else (False,),
+        "dropout": (0.0, 0.1),
+        "schedule": ("gpipe", "1f1b") if layout.pp > 1 else ("1f1b",),
+        "eod_mask_loss": (True, False),
+        "documents": (True, False),
+        "micro_batch_size": (1, 2),
+        "num_microbatches": (1, 3, 4) if layout.pp in (2, 3) else (1, 3),
+        "overlap": (True, False) if layout.dp > 1 else (True,),
+        "dp": (layout.dp > 1,),
+        "tp": (layout.tp > 1,),
+        "pp": (min(layout.pp, 3),),
+    }
+
+
+IN_THE_PRODUCT = ("family", "tied", "sequence_parallel", "dropout", "schedule")
+CHOICES = [choices(layout) for layout in LAYOUTS]
+DEALT = pairwise(CHOICES, seed=1)
+
+
+def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
+    """A small model that the layout divides."""
+    kv_heads = -(-3 // layout.tp) * layout.tp  # at least 3
+    llama, qwen = chosen["family"] == "llama", chosen["family"] == "qwen"
+    heads = 2 * kv_heads if llama else kv_heads
+    return ModelConfig(
+        num_layers={1: 2, 2: 4}.get(layout.pp, layout.pp),
+        hidden_size=20 if qwen else 4 * heads,
+        num_attention_heads=heads,
+        kv_channels=6 if qwen else None,
+        ffn_hidden_size=5 * kv_heads,
+        group_query_attention=llama,
+        num_query_groups=kv_heads if llama else None,
+        position_embedding_type="rope" if llama or qwen else "learned_absolute",
+        normalization="RMSNorm" if llama or qwen else "LayerNorm",
+        swiglu=llama or qwen,
+        disable_bias_linear=llama or qwen,
+        add_qkv_bias=qwen,
+        qk_layernorm=qwen,
+        window_size=5 if qwen else None,
+        untie_embeddings_and_output_weights=not chosen["tied"],
+        attention_dropout=chosen["dropout"],
+        hidden_dropout=chosen["dropout"],
+        init_method_std=0.2,  # attention that is far from uniform
+        make_vocab_size_divisible_by=4,
+    )
+
+
+def problem_of(layout: Layout, chosen: Chosen) -> Problem:
+    return Problem(
+        model=model_of(layout, chosen),
+        seq_length=-(-12 // layout.tp) * layout.tp,
+        global_batch_size=layout.dp * chosen["micro_batch_size"] * chosen["num_microbatches"],
+        eod_mask_loss=chosen["eod_mask_loss"],
+        documents=chosen["documents"],
+    )
+
+
+def spread_of(layout: Layout, chosen: Chosen) -> Spread:
+    return Spread(
+        layout=layout,
+        micro_batch_size=chosen["micro_batch_size"],
+        sequence_parallel=chosen["sequence_parallel"],
+        schedule=chosen["schedule"],
+        overlap=chosen["overlap"],
+    )
+
+
+def all_cases() -> list[tuple[Layout, Chosen]]:
+    """Every layout with the product of its main features; the others as they were dealt to the layout."""
+    return [
+        (layout, dealt | dict(zip(IN_THE_PRODUCT, values, strict=True)))
+        for layout, dealt, of_layout in zip(LAYOUTS, DEALT, CHOICES, strict=True)
+        for values in product(*(of_layout[feature] for feature in IN_THE_PRODUCT))
+    ]
+
+
+def name_of(layout: Layout, chosen: Chosen) -> str:
+    said = {
+        "tied": {True: "tied", False: "untied"},
+        "sequence_parallel": {True: "sp", False: ""},
+        "dropout": {0.1: "dropout", 0.0: ""},
+        "eod_mask_loss": {True: "masked", False: ""},
+        "documents": {True: "documents", False: ""},
+        "overlap": {True: "", False: "no_overlap"},
+    }
+    words = [chosen["family"], *(said[feature][chosen[feature]] for feature in said)]
+    if layout.pp > 1:
+        words.append(chosen["schedule"])
+    sizes = f"{chosen['num_microbatches']}x{chosen['micro_batch_size']}"
+    return f"dp{layout.dp}_tp{layout.tp}_pp{layout.pp}-{'-'.join(filter(None, words))}-{sizes}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "chosen" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-layouts")
+        cases = all_cases() if everything else list(zip(LAYOUTS, DEALT, strict=True))
+        metafunc.parametrize(("layout", "chosen"), cases, ids=[name_of(*case) for case in cases])
+
+
+def test_a_layout_trains_the_same_model_as_one_process(layout: Layout, chosen: Chosen) -> None:
+    assert_equal_to_serial(problem_of(layout, chosen), spread_of(layout, chosen))
+
+
+def test_there_are_38_layouts_each_taken_once() -> None:
+    assert len(set(LAYOUTS)) == len(LAYOUTS) == len(DEALT) == 38
+
+
+def test_every_two_features_that_can_meet_do_so_in_some_layout() -> None:
+    assert possible_pairs(CHOICES) - covered_pairs(DEALT) == set()
