@@ -1,0 +1,69 @@
+"""May this run live in this folder? One at a time, and only as a continuation of the same model, data and seed."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatronish.errors import UserError
+
+# What may differ between a run and its continuation: everything but these.
+FIXED_TRAINING = ("seq_length", "seed")
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the folder while a run lives in it; the lock goes with the process, however that ends."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / ".lock").open("a+")
+    except OSError as error:
+        raise UserError(f"run_dir={run_dir} cannot be written: {error.strerror}; choose another --run-dir") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise UserError(
+                f"run_dir={run_dir} is in use by {holder}; wait for that run or end it, or choose another --run-dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{section.field: (saved, now)} of two resolved configs."""
+    found = {}
+    for section in sorted(saved.keys() | now.keys()):
+        before, after = saved.get(section, {}), now.get(section, {})
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                found[f"{section}.{name}"] = (before.get(name), after.get(name))
+    return found
+
+
+def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """UserError if a checkpoint's facts are those of another model, other data or another seed."""
+    changed = differences(saved["config"], now["config"])
+    problems = [
+        f"{name} was {before} and is {after}"
+        for name, (before, after) in changed.items()
+        if name.startswith("model.") or name in {f"training.{field}" for field in FIXED_TRAINING}
+    ]
+    if saved["vocab_size"] != now["vocab_size"]:
+        problems.append(f"the vocabulary was {saved['vocab_size']} and is {now['vocab_size']}")
+    if saved["data"] != now["data"]:
+        named = [f"{name} was {a} and is {b}" for name, (a, b) in changed.items() if name.startswith("data.")]
+        problems += [name for name in named if "path" in name or "split" in name or "mock" in name] or [
+            "the training data's files were changed under the same name"
+        ]
+    if problems:
+        raise UserError(
+            f"this run was begun with something else: {'; '.join(problems)}. Continue it with what it was begun with, "
+            "choose another --run-dir for a new run, or add --finetune to take its weights alone"
+        )

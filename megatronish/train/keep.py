@@ -1,0 +1,90 @@
+"""When is a run saved, and how does it go on from what was saved?"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatronish.checkpoint.folder import find_checkpoint, read_state
+from megatronish.checkpoint.load import load_tensors
+from megatronish.checkpoint.save import model_tensors, optimizer_tensors, save_checkpoint
+from megatronish.train.engine import Engine
+from megatronish.train.stop import Stopper
+from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
+
+
+class Save(Hook):
+    """Saves every `interval` steps, when asked to, and at the end."""
+
+    def __init__(
+        self, folder: Path, *, interval: int | None, stopper: Stopper, with_optimizer: bool, facts: dict[str, Any]
+    ) -> None:
+        self.folder, self.interval, self.stopper = folder, interval, stopper
+        self.with_optimizer, self.facts = with_optimizer, facts
+        self.saved_step: int | None = None
+
+    def start(self, trainer: Trainer) -> None:
+        """What was loaded need not be saved again."""
+        self.saved_step = trainer.progress.step
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """In turn, or because somebody asked."""
+        due = self.interval is not None and record.step % self.interval == 0
+        if due or self.stopper.save_now:
+            self._save(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """The end of the run, or of this part of it."""
+        if self.saved_step != trainer.progress.step:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        engine, progress = trainer.engine, trainer.progress
+        start = time.perf_counter()
+        tensors = model_tensors(engine.optimizer.masters, engine.shardings, engine.mesh)
+        if self.with_optimizer:
+            tensors |= optimizer_tensors(engine.optimizer, engine.shardings, engine.mesh)
+        state = self.facts | {
+            "consumed_samples": progress.consumed_samples,
+            "optimizer_steps": engine.optimizer.num_steps,
+            "has_optimizer": self.with_optimizer,
+        }
+        path = save_checkpoint(self.folder, step=progress.step, tensors=tensors, state=state, mesh=engine.mesh)
+        self.saved_step = progress.step
+        if engine.mesh.is_main:
+            tqdm.write(f" saved {path} in {time.perf_counter() - start:.1f} s")
+
+
+def resume(
+    engine: Engine,
+    *,
+    checkpoint: Path,
+    weights_only: bool,
+    with_optimizer: bool,
+    check: Callable[[dict[str, Any]], None],
+) -> Progress:
+    """Load this rank's share, in whatever layout it was saved; where the run then stands.
+
+    `check` is shown the checkpoint's state before anything is changed, and raises UserError if it will not do.
+    """
+    state = read_state(checkpoint)
+    check(state)
+    optimizer = engine.optimizer
+    tensors = model_tensors(optimizer.masters, engine.shardings, engine.mesh)
+    with_optimizer = with_optimizer and not weights_only
+    if with_optimizer:
+        tensors |= optimizer_tensors(optimizer, engine.shardings, engine.mesh)
+    load_tensors(checkpoint, tensors, mesh=engine.mesh)
+    optimizer.copy_masters()
+    if weights_only:
+        return Progress()
+    if with_optimizer:
+        optimizer.num_steps = state["optimizer_steps"]
+    return Progress(state["step"], state["consumed_samples"])
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint a run of this folder goes on from."""
+    return find_checkpoint(folder) if folder.is_dir() else None

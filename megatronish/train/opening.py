@@ -1,0 +1,83 @@
+"""What does a run say first? What it is about to do, in numbers, before anything is allocated."""
+
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from megatronish.config.config import Config
+from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
+from megatronish.memory import expected_memory, memory_table
+from megatronish.pipeline.split import layers_of_stage
+from megatronish.tokenizer import build_tokenizer
+
+
+def dry_run(config: Config, notes: Sequence[str]) -> int:
+    """Print the first lines and start nothing; the exit status."""
+    vocab_size = config.data.vocab_size or build_tokenizer(config.data).vocab_size
+    uses_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if uses_cuda else "cpu"
+    print(first_lines(config, vocab_size=vocab_size, device=device, notes=notes))
+    return 0
+
+
+def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence[str] = ()) -> str:
+    """Layout, versions, device, kernels, parameters, tokens and FLOPs a step, memory expected."""
+    model, training, parallel, layout = config.model, config.training, config.parallel, config.layout
+    tokens = config.global_batch_size * training.seq_length
+    num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
+    flops = tokens * model_flops_per_token(model, vocab_size=vocab_size, seq_length=training.seq_length)
+    dropout = model.attention_dropout > 0
+    lines = [
+        f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
+        + (", sequence parallel" if parallel.sequence_parallel else "")
+        + (f", {parallel.pipeline_schedule} with {num_microbatches} micro-batches" if layout.pp > 1 else ""),
+        f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
+        f"{'bf16 with fp32 masters' if training.bf16 else 'fp32'}",
+        "attention: "
+        + (
+            "explicit softmax, because attention dropout is above 0 and its masks must not depend on the layout"
+            if dropout
+            else "scaled_dot_product_attention (flash where the device has it)"
+        )
+        + f"; optimizer: torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}",
+        f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
+        + (f" ({_stages(config, vocab_size)})" if layout.pp > 1 else "")
+        + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
+        f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
+        f"{flops:.3g} model FLOPs",
+        "memory expected on a device:",
+        memory_table(
+            expected_memory(
+                model,
+                vocab_size=vocab_size,
+                seq_length=training.seq_length,
+                micro_batch_size=training.micro_batch_size,
+                num_microbatches=num_microbatches,
+                layout=layout,
+                sequence_parallel=parallel.sequence_parallel,
+                bf16=training.bf16,
+                optimizer=config.optimizer.optimizer,
+                schedule=parallel.pipeline_schedule,
+            )
+        ),
+        *(f"note: {note}" for note in notes),
+    ]
+    return "\n".join(lines)
+
+
+def _stages(config: Config, vocab_size: int) -> str:
+    model, last = config.model, config.layout.pp - 1
+    counts = []
+    for stage in range(config.layout.pp):
+        layers = layers_of_stage(num_layers=model.num_layers, num_stages=last + 1, stage=stage)
+        held = parameters_of_stage(
+            model,
+            vocab_size=vocab_size,
+            seq_length=config.training.seq_length,
+            num_layers=len(layers),
+            is_first=stage == 0,
+            is_last=stage == last,
+        )
+        counts.append(f"stage {stage}: {held.total:,}")
+    return ", ".join(counts)

@@ -1,0 +1,42 @@
+"""What did the run look like? Its loss curve, drawn from what it logged."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; none if it does not exist. A line that a killed run left unfinished is skipped."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw RUN_DIR/loss.png: training loss of every step, and every validation."""
+    steps = {line["step"]: line for line in read_lines(run_dir / "metrics.jsonl")}
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(list(steps), [line["loss"] for line in steps.values()], linewidth=1, label="training")
+    evaluations = {(line["name"], line["step"]): line["loss"] for line in read_lines(run_dir / "evaluations.jsonl")}
+    for name in dict.fromkeys(name for name, _ in evaluations):
+        points = [(step, loss) for (other, step), loss in evaluations.items() if other == name]
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{name} ({points[-1][1]:.3f})")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=run_dir.resolve().name)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    path = run_dir / "loss.png"
+    aside = path.with_name(f".loss.{os.getpid()}.png")
+    figure.savefig(aside, dpi=120)
+    aside.replace(path)
+    return path

@@ -1,0 +1,256 @@
+"""What is a training run, from a config to its last line? The parts put together, on one rank."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatronish import comm
+from megatronish.checkpoint.folder import find_checkpoint
+from megatronish.config.config import Config
+from megatronish.config.dump import resolved, to_toml
+from megatronish.data.blend import Dataset
+from megatronish.data.datasets import Datasets, build_datasets
+from megatronish.data.loader import micro_batches
+from megatronish.errors import UserError
+from megatronish.flops import model_flops_per_token, peak_tflops
+from megatronish.launch.place import Place
+from megatronish.mesh.groups import Mesh, leave
+from megatronish.model.batch import MicroBatch
+from megatronish.optim.batch_size import BatchSizeSchedule
+from megatronish.optim.learning_rate import build_schedule
+from megatronish.tokenizer import build_tokenizer
+from megatronish.train.board import Board
+from megatronish.train.engine import Engine
+from megatronish.train.evaluate import Evaluate
+from megatronish.train.folder import differences, locked, refuse_other_run
+from megatronish.train.keep import Save, newest, resume
+from megatronish.train.log import Log, ProgressBar, Speed
+from megatronish.train.opening import first_lines
+from megatronish.train.plot import plot_run
+from megatronish.train.stop import Stopper
+from megatronish.train.trainer import Hook, Progress, Trainer
+
+
+def train(config: Config, notes: Sequence[str], place: Place) -> int:
+    """Be one rank of the run that `config` describes; the exit status."""
+    device = choose_device(config.parallel.device, place)
+    with ExitStack() as stack:
+        if place.rank == 0:
+            stack.enter_context(locked(config.run_dir))
+        mesh = Mesh.start(
+            config.layout,
+            rank=place.rank,
+            init_method=place.rendezvous,
+            device=device,
+            backend=_backend(config.parallel.distributed_backend, device),
+            timeout_minutes=config.parallel.distributed_timeout_minutes,
+        )
+        stack.callback(leave)
+        _train(config, notes, mesh, stack)
+    return 0
+
+
+def choose_device(wanted: str, place: Place) -> torch.device:
+    """This rank's device: a GPU of its own where there are GPUs."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.local_world_size > count:
+        raise UserError(
+            f"device={wanted} with {place.local_world_size} ranks on this machine needs as many GPUs, and torch sees "
+            f"{count}; use fewer ranks, or --device cpu"
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(wanted: str, device: torch.device) -> str:
+    """Beside nccl there is always gloo, for what lives on the CPU."""
+    if wanted == "gloo" or device.type == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
+
+
+def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
+    stopper = Stopper(
+        mesh.world,
+        exit_interval=config.training.exit_interval,
+        exit_duration_in_mins=config.training.exit_duration_in_mins,
+    )
+    tokenizer = build_tokenizer(config.data)
+    vocab_size = config.data.vocab_size or tokenizer.vocab_size
+    datasets = build_datasets(
+        config.data,
+        seq_length=config.training.seq_length,
+        seed=config.training.seed,
+        vocab_size=vocab_size,
+        eod=tokenizer.eod,
+    )
+    say = partial(print, flush=True) if mesh.is_main else _say_nothing
+    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    say(first_lines(config, vocab_size=vocab_size, device=device_name, notes=notes))
+    engine = Engine.build(
+        mesh,
+        model=config.model,
+        parallel=config.parallel,
+        training=config.training,
+        optimizer=config.optimizer,
+        vocab_size=vocab_size,
+    )
+    facts = {"config": resolved(config), "vocab_size": vocab_size, "data": datasets.train.identity}
+    progress = _begin(config, engine, facts, say)
+    batch_sizes = BatchSizeSchedule.of(config.training.rampup_batch_size, global_batch_size=config.global_batch_size)
+    num_steps = config.training.train_iters or batch_sizes.num_steps(config.training.train_samples or 0)
+    if progress.step >= num_steps:
+        say(f"finished already: {progress.step} steps of {num_steps} are done")
+        return
+    board = stack.enter_context(Board(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
+    trainer = Trainer(
+        engine=engine,
+        schedule=build_schedule(config.optimizer, config.training, global_batch_size=config.global_batch_size),
+        batch_sizes=batch_sizes,
+        num_steps=num_steps,
+        prepare=_batches_of(config, mesh, datasets.train, tokenizer.eod),
+        num_ahead=config.data.num_workers,
+        hooks=_hooks(config, engine, datasets, tokenizer.eod, vocab_size, stopper, board, facts, device_name),
+        progress=progress,
+    )
+    if mesh.is_main:
+        (config.run_dir / "config.toml").write_text(to_toml(config))
+    trainer.run()
+    if mesh.is_main:
+        plot_run(config.run_dir)
+    if trainer.stop_reason is not None:
+        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
+    comm.barrier(mesh.world)
+
+
+def _begin(config: Config, engine: Engine, facts: dict[str, Any], say: Callable[[str], None]) -> Progress:
+    """Go on from the run's own newest checkpoint, else start from --load, else from nothing."""
+    keep = config.checkpoint
+    own = None if keep.ckpt_step is not None and keep.load is not None else newest(config.save_dir)
+    step = None if own is not None and keep.load is not None else keep.ckpt_step
+    source = config.save_dir if own is not None or keep.load is None else Path(keep.load)
+    checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
+    if checkpoint is None:
+        if keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint:
+            raise UserError(f"--load {source} holds no checkpoint; correct the path, or leave --load out to start anew")
+        return Progress()
+    weights_only = keep.finetune and own is None
+
+    def check(state: dict[str, Any]) -> None:
+        if weights_only:
+            return
+        refuse_other_run(state, facts)
+        changed = differences(state["config"], facts["config"])
+        if changed:
+            say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
+
+    progress = resume(
+        engine,
+        checkpoint=checkpoint,
+        weights_only=weights_only,
+        with_optimizer=not keep.no_load_optim,
+        check=check,
+    )
+    say(f"took the weights of {checkpoint}" if weights_only else f"continuing from {checkpoint}")
+    return progress
+
+
+def _hooks(
+    config: Config,
+    engine: Engine,
+    datasets: Datasets,
+    eod: int,
+    vocab_size: int,
+    stopper: Stopper,
+    board: Board,
+    facts: dict[str, Any],
+    device_name: str,
+) -> list[Hook]:
+    """In their order: who decides to stop comes first, who saves comes last."""
+    mesh, log, training = engine.mesh, config.log, config.training
+    folder = config.run_dir if mesh.is_main else None
+    extras = {
+        **({"params_norm": engine.params_norm} if log.log_params_norm else {}),
+        **({"num_zeros": lambda: float(engine.num_zeros())} if log.log_num_zeros_in_grad else {}),
+    }
+    speed = Speed(
+        seq_length=training.seq_length,
+        model_flops_per_token=model_flops_per_token(
+            config.model, vocab_size=vocab_size, seq_length=training.seq_length
+        ),
+        num_devices=mesh.world.size,
+        peak_tflops=log.peak_tflops_per_device or peak_tflops(device_name, "bf16" if training.bf16 else "fp32"),
+    )
+    hooks: list[Hook] = [
+        stopper,
+        Log(
+            speed=speed,
+            interval=log.log_interval,
+            board_interval=log.tensorboard_log_interval,
+            file=folder and folder / "metrics.jsonl",
+            board=board,
+            extras=extras,
+        ),
+    ]
+    if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
+        hooks.append(ProgressBar())
+    if training.eval_iters > 0:
+        hooks.append(
+            Evaluate(
+                {name: _evaluation_of(config, mesh, valid, eod) for name, valid in datasets.valid.items()},
+                None if datasets.test is None else _evaluation_of(config, mesh, datasets.test, eod),
+                interval=training.eval_interval,
+                num_batches=training.eval_iters,
+                file=folder and folder / "evaluations.jsonl",
+                board=board,
+            )
+        )
+    hooks.append(
+        Save(
+            config.save_dir,
+            interval=config.checkpoint.save_interval,
+            stopper=stopper,
+            with_optimizer=not config.checkpoint.no_save_optim,
+            facts=facts,
+        )
+    )
+    return hooks
+
+
+def _batches_of(config: Config, mesh: Mesh, dataset: Dataset, eod: int) -> Callable[[int, int], list[MicroBatch]]:
+    """(consumed samples, global batch size) -> this rank's micro-batches."""
+    data = config.data
+
+    def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        return micro_batches(
+            dataset,
+            consumed_samples=consumed_samples,
+            global_batch_size=global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            eod=eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+
+    return prepare
+
+
+def _evaluation_of(config: Config, mesh: Mesh, dataset: Dataset, eod: int) -> Callable[[int], list[MicroBatch]]:
+    """Evaluation batch number -> this rank's micro-batches."""
+    prepare, size = _batches_of(config, mesh, dataset, eod), config.global_batch_size
+    return lambda number: prepare(number * size, size)
+
+
+def _say_nothing(*_: Any) -> None:
+    """What ranks other than the main one say."""

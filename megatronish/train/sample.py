@@ -1,0 +1,31 @@
+"""What does the run's model write at the end of `pretrain_gpt.py`?"""
+
+from megatronish.config.config import Config
+from megatronish.tokenizer import build_tokenizer
+from megatronish.train.generate import generate, load_model
+
+
+def print_sample(config: Config) -> int:
+    """Print what the run's newest checkpoint makes of --sample-prompt, if there is one; the exit status.
+
+    Called by the process that started the ranks, when they are gone: the whole model is put together in it.
+    """
+    prompt = config.log.sample_prompt
+    if prompt is None or config.data.mock_data:
+        return 0
+    tokenizer = build_tokenizer(config.data)
+    trained = load_model(config.save_dir)
+    tokens = tokenizer.encode(prompt)
+    following = generate(
+        trained.model,
+        tokens,
+        num_tokens=config.log.sample_tokens,
+        seq_length=trained.seq_length,
+        eod=tokenizer.eod,
+        temperature=0.8,
+        top_p=0.95,
+        seed=config.training.seed,
+    )
+    print(f"\na sample after step {trained.step}, from {prompt!r}:\n")
+    print(tokenizer.decode([*tokens, *following]))
+    return 0

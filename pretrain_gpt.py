@@ -1,0 +1,36 @@
+#!/usr/bin/env python
+"""Pretrain a GPT: read the config, start the ranks, train. `--help` lists every flag."""
+
+import sys
+from functools import partial
+
+from megatronish.config.read import read_config
+from megatronish.errors import UserError
+from megatronish.launch.place import place_from_environment
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0 finished, 2 the user's to mend, 1 a failure."""
+    place = None
+    try:
+        place = place_from_environment()
+        config, notes = read_config(argv, world_size=place.world_size if place else None)
+    except UserError as error:
+        if place is None or place.rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+
+    # torch is imported only now: --help and the errors of a config need not wait for it.
+    from megatronish.launch.local import launch
+    from megatronish.train.opening import dry_run
+    from megatronish.train.run import train
+    from megatronish.train.sample import print_sample
+
+    if config.log.dry_run:
+        return dry_run(config, notes)
+    status = launch(partial(train, config, notes), world_size=config.layout.world_size, log_dir=config.run_dir / "logs")
+    return status or (print_sample(config) if place is None else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
