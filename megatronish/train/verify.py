@@ -1,0 +1,231 @@
+"""Does a layout train the same model as one process? The theorem, run on the user's own config.
+
+Each run leaves a trace: loss and gradient norm of every step, and for finding the place of a difference two sums over
+the output of every layer for every sample, and the norm of every parameter's gradient. None of these depends on the
+layout, so two traces can be laid side by side; the first entry that differs, in the order of computation, is the place.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatronish import comm
+from megatronish.config.config import Config
+from megatronish.data.datasets import build_datasets
+from megatronish.data.loader import micro_batches
+from megatronish.launch.local import run_local_ranks
+from megatronish.launch.place import Place
+from megatronish.mesh.groups import Mesh, leave
+from megatronish.optim.batch_size import BatchSizeSchedule
+from megatronish.optim.learning_rate import build_schedule
+from megatronish.tokenizer import build_tokenizer
+from megatronish.train.engine import Engine
+from megatronish.train.trainer import Progress, Trainer
+
+TOLERANCE = 1e-5
+WIDTHS = (5, 14, 18, 11, 18, 18, 11)
+
+
+class Trace(NamedTuple):
+    """What one run showed. Keys of `outputs` are `step/layer/sample`, of `gradients` `step/parameter`."""
+
+    steps: list[tuple[float, float]]
+    outputs: dict[str, tuple[float, float]]
+    gradients: dict[str, float]
+
+
+class Recorder:
+    """Watches the layers of this rank's model."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.mesh, self.outputs = mesh, dict[str, tuple[float, float]]()
+        self.step = 0
+        self.sequence_is_cut = bool(model.sequence_parallel)
+        self.sample_ids: list[int] = []
+        model.register_forward_pre_hook(self._remember_samples)
+        layers = model.get_submodule("layers")
+        watched = {f"layers.{name}": layer for name, layer in layers.named_children()}
+        if model.is_first:
+            watched["embedding"] = model.get_submodule("embedding")
+        for name, module in watched.items():
+            module.register_forward_hook(partial(self._record, name))
+
+    def _remember_samples(self, _model: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self.sample_ids = arguments[1].sample_ids.tolist()
+
+    def _record(self, layer: str, _module: nn.Module, _arguments: Any, output: Tensor) -> None:
+        values = output.detach().double()
+        sums = torch.stack((values.sum((0, 2)), values.square().sum((0, 2))))
+        if self.sequence_is_cut:
+            comm.all_reduce(sums, self.mesh.tp)
+        for sample, (total, squares) in zip(self.sample_ids, sums.t().tolist(), strict=True):
+            self.outputs[f"{self.step}/{layer}/{sample}"] = (total, squares)
+
+
+def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> int:
+    """Train a few steps on one rank and leave `trace_RANK.json` in `folder`."""
+    mesh = Mesh.start(config.layout, rank=place.rank, init_method=place.rendezvous)
+    tokenizer = build_tokenizer(config.data)
+    vocab_size, training, data = config.data.vocab_size or tokenizer.vocab_size, config.training, config.data
+    datasets = build_datasets(
+        data, seq_length=training.seq_length, seed=training.seed, vocab_size=vocab_size, eod=tokenizer.eod
+    )
+    engine = Engine.build(
+        mesh,
+        model=config.model,
+        parallel=config.parallel,
+        training=training,
+        optimizer=config.optimizer,
+        vocab_size=vocab_size,
+    )
+    recorder = Recorder(engine.model, mesh)
+    trainer = Trainer(
+        engine=engine,
+        schedule=build_schedule(config.optimizer, training, global_batch_size=config.global_batch_size),
+        batch_sizes=BatchSizeSchedule.of(training.rampup_batch_size, global_batch_size=config.global_batch_size),
+        num_steps=num_steps,
+        prepare=lambda consumed, size: micro_batches(
+            datasets.train,
+            consumed_samples=consumed,
+            global_batch_size=size,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            eod=tokenizer.eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        ),
+        num_ahead=0,
+        hooks=(),
+        progress=Progress(),
+    )
+    steps, gradients = [], {}
+    for step in range(num_steps):
+        recorder.step = step
+        consumed = trainer.progress.consumed_samples
+        record = trainer.step(trainer.prepare(consumed, trainer.batch_sizes.at(consumed)))
+        steps.append((record.loss, record.grad_norm))
+        for name, squares in _gradient_squares(engine).items():
+            gradients[f"{step}/{name}"] = squares
+    (folder / f"trace_{place.rank}.json").write_text(json.dumps(Trace(steps, recorder.outputs, gradients)))
+    comm.barrier(mesh.world)
+    leave()
+    return 0
+
+
+def _gradient_squares(engine: Engine) -> dict[str, float]:
+    """The sum of squares of every parameter's gradient (after clipping), over tp; only where this rank counts it."""
+    tp = engine.mesh.tp
+    found = {}
+    for name in engine.buckets.views:
+        squares = engine.buckets.views[name].double().square().sum()
+        if engine.shardings[name].dim is not None:
+            comm.all_reduce(squares, tp)
+        found[name] = float(squares)
+    return found
+
+
+def trace(config: Config, *, num_steps: int) -> Trace | None:
+    """Run `config` in its layout on local ranks; None if a rank failed (it has said why)."""
+    with TemporaryDirectory(prefix="megatronish-") as folder:
+        status = run_local_ranks(
+            partial(trace_rank, config, num_steps, Path(folder)), world_size=config.layout.world_size
+        )
+        if status:
+            return None
+        whole = Trace([], {}, {})
+        for path in sorted(Path(folder).glob("trace_*.json")):
+            part = Trace(*json.loads(path.read_text()))
+            whole.outputs.update(part.outputs)
+            whole.gradients.update(part.gradients)
+            whole = whole._replace(steps=part.steps)
+        return whole
+
+
+def serial(config: Config) -> Config:
+    """The same run in one process: the same global batch, in micro-batches of the same size."""
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+        data_parallel_size=1,
+        sequence_parallel=False,
+    )
+    training = replace(config.training, global_batch_size=config.global_batch_size)
+    return replace(config, parallel=parallel, training=training)
+
+
+class Verdict(NamedTuple):
+    """`table` shows every step. `difference` says where the runs part, None where they do not."""
+
+    table: str
+    difference: str | None
+
+
+def compare(one: Trace, other: Trace, *, layout: str, tolerance: float = TOLERANCE) -> Verdict:
+    """Lay the trace of one process beside that of a layout."""
+    titles = ("step", "loss of one", layout, "rel. diff", "grad norm of one", layout, "rel. diff")
+    lines, worst = ["".join(f"{title:>{width}}" for title, width in zip(titles, WIDTHS, strict=True))], 0.0
+    for step, (before, after) in enumerate(zip(one.steps, other.steps, strict=True), start=1):
+        apart = [_apart(a, b) for a, b in zip(before, after, strict=True)]
+        worst = max(worst, *apart)
+        cells: list[int | str] = [step, f"{before[0]:.8f}", f"{after[0]:.8f}", f"{apart[0]:.1e}"]
+        cells += [f"{before[1]:.6f}", f"{after[1]:.6f}", f"{apart[1]:.1e}"]
+        lines.append("".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)))
+    if worst <= tolerance:
+        return Verdict("\n".join(lines), None)
+    return Verdict("\n".join(lines), _place(one, other, tolerance) or "no single layer: differences add up over steps")
+
+
+def _place(one: Trace, other: Trace, tolerance: float) -> str | None:
+    """The first layer whose output differs, else the first parameter in backward order whose gradient does."""
+    for step in range(len(one.steps)):
+        keys = [key for key in one.outputs if key.startswith(f"{step}/")]
+        for key in sorted(keys, key=_order):
+            scale = one.outputs[key][1] ** 0.5
+            pairs = zip(one.outputs[key], other.outputs[key], strict=True)
+            if any(abs(a - b) > tolerance * max(abs(a), scale) for a, b in pairs):
+                _, layer, sample = key.split("/")
+                return f"the output of {layer} is the first to differ, in step {step + 1}, sample {sample}"
+        gradients = {key: squares**0.5 for key, squares in one.gradients.items() if key.startswith(f"{step}/")}
+        # Where a gradient is truly zero, its rounding noise is not compared.
+        noise = 1e-6 * max(gradients.values())
+        for key, norm in reversed(gradients.items()):
+            if abs(norm - other.gradients[key] ** 0.5) > 10 * tolerance * norm + noise:
+                name = key.split("/")[1]
+                return f"outputs agree, and the gradient of {name} is the first to differ, in step {step + 1}"
+    return None
+
+
+def _order(key: str) -> tuple[int, int, int]:
+    step, layer, sample = key.split("/")
+    return int(step), -1 if layer == "embedding" else int(layer.split(".")[1]), int(sample)
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), 1e-30)
+
+
+def verify(config: Config, *, num_steps: int) -> int:
+    """Print the comparison; the exit status: 0 equal, 1 different or failed."""
+    layout = str(config.layout).replace(" x ", " ")
+    runs: Sequence[Config] = (serial(config), config)
+    traces = [trace(run, num_steps=num_steps) for run in runs]
+    if traces[0] is None or traces[1] is None:
+        return 1
+    verdict = compare(traces[0], traces[1], layout=layout)
+    print(verdict.table)
+    if verdict.difference is None:
+        print(f"{config.layout} trains the same model: every difference is at most {TOLERANCE:.0e} relative")
+        return 0
+    print(f"{config.layout} does NOT train the same model: {verdict.difference}")
+    return 1
