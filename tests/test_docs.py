@@ -1,0 +1,166 @@
+"""Is what the documents say still so? Their commands, links, tables and drawings."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatronish.config.config import Config
+from megatronish.config.read import ConfigError, read_config
+from megatronish.flops import num_parameters
+from megatronish.memory import expected_memory, format_bytes
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+VOCABULARIES = {
+    "quick": 257,
+    "demo": 4096,
+    "gpt2-124m-1gpu": 50257,
+    "llama-1b-1gpu": 128256,
+    "llama-8b-8gpu": 128256,
+}
+"""The configs of the README's table with the vocabularies of their tokenizers."""
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command in the `sh` blocks of a document."""
+    for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield words
+
+
+COMMANDS = [words for document in DOCUMENTS for words in commands(document.read_text(encoding="utf-8"))]
+
+
+def of_script(start: str) -> list[list[str]]:
+    """The commands in which a Python script of this name is run, each from the script's name on."""
+    found = []
+    for words in COMMANDS:
+        places = [i for i, word in enumerate(words) if word.startswith(start) and word.endswith(".py")]
+        found += [words[place:] for place in places[:1]]
+    return found
+
+
+def run(words: list[str]) -> str:
+    """What a script prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def world_size(words: list[str]) -> int | None:
+    """The processes that a launcher in front of the script starts."""
+    if words[0] == "torchrun":
+        return int(words[words.index("--nnodes") + 1]) * int(words[words.index("--nproc-per-node") + 1])
+    return int(words[words.index("--ntasks") + 1]) if words[0] == "srun" else None
+
+
+def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
+    known = ("make", "python", "torchrun", "srun")
+    assert len(COMMANDS) > 10
+    assert not [words for words in COMMANDS if words[0] not in known]
+    scripts = [words for words in COMMANDS if words[0] != "make"]
+    assert len(scripts) == len(of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/"))
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if "pretrain_gpt.py" in words], ids=" ".join)
+def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    problems: list[str] = []
+    try:
+        read_config(words[words.index("pretrain_gpt.py") + 1 :], world_size=world_size(words))
+    except ConfigError as error:
+        problems = error.problems
+    assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here
+
+
+@cache
+def help_of(script: str) -> str:
+    return run([script, "--help"])
+
+
+@pytest.mark.parametrize("words", of_script("tools/"), ids=" ".join)
+def test_every_tool_knows_the_flags_it_is_shown_with(words: list[str]) -> None:
+    known = set(re.findall(r"--[\w-]+", help_of(words[0])))
+    assert not {word for word in words[1:] if word.startswith("--")} - known
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {words[1] for words in COMMANDS if words[0] == "make"}
+    for document in DOCUMENTS:
+        named |= set(re.findall(r"`make ([a-z-]+)", document.read_text(encoding="utf-8")))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
+    assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_that_is_named_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    named = set(re.findall(r"\b((?:configs|tools|tests|examples|docs|megatronish)/[\w./-]+\.(?:py|toml|md|png))", text))
+    assert not sorted(path for path in named if not (ROOT / path).exists())
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_the_table_of_configs_is_current(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    vocab_size = VOCABULARIES[name]
+    words = ["--config", f"configs/{name}.toml", "--mock-data", "--vocab-size", str(vocab_size)]
+    config = read_config(words).config
+    (row,) = [line for line in README.splitlines() if f"](configs/{name}.toml) |" in line]
+    _, _, parameters, _, _, layout, memory, _ = (cell.strip() for cell in row.split("|"))
+    assert layout == str(config.layout)
+    assert memory == fullest_stage(config, vocab_size)
+    count = num_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
+    size, unit = parameters.split()
+    scale = {"M": 1e6, "B": 1e9}[unit]
+    assert f"{count / scale:.{len(size.partition('.')[2])}f}" == size
+
+
+def test_the_table_has_every_config() -> None:
+    assert sorted(VOCABULARIES) == sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
+
+
+def fullest_stage(config: Config, vocab_size: int) -> str:
+    layout, training = config.layout, config.training
+    stages = expected_memory(
+        config.model,
+        vocab_size=vocab_size,
+        seq_length=training.seq_length,
+        micro_batch_size=training.micro_batch_size,
+        num_microbatches=config.global_batch_size // (training.micro_batch_size * layout.dp),
+        layout=layout,
+        sequence_parallel=config.parallel.sequence_parallel,
+        bf16=training.bf16,
+        optimizer=config.optimizer.optimizer,
+        schedule=config.parallel.pipeline_schedule,
+    )
+    return format_bytes(max(stage.total for stage in stages))
+
+
+def test_the_drawn_schedule_is_what_the_tool_draws() -> None:
+    (words,) = (words for words in of_script("tools/draw_schedule") if "4" in words and "8" in words)
+    assert run(words).strip() in (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
+
+
+def test_the_example_trains() -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(["examples/custom_model.py"]))]
+    assert len(losses) == 6
+    assert losses[-1] < 0.6 * losses[0]
