@@ -156,16 +156,6 @@ def start_receive(buffer: Tensor, axis: Axis, *, source: int, tag: int) -> Pendi
     return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag))
 
 
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's value, on every rank, in the order of the axis."""
-    if axis.size == 1:
-        return [value]
-    values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
-    return values
-
-
 def barrier(axis: Axis) -> None:
     """Returns once every rank of the axis has come here."""
-    if axis.size > 1:
-        dist.barrier(group=axis.group)
+    all_reduce(torch.zeros(1), axis)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
-from megatronish.errors import UserError
+from megatronish.errors import RunError, UserError
 from megatronish.launch.place import Place
 
 
@@ -81,9 +81,11 @@ def _ending(function: Callable[[Place], int], place: Place) -> Ending:
 
 
 def _describe(error: BaseException) -> tuple[int, str | None]:
-    """Exit status and message: the sentence of a user's mistake, the traceback of a bug."""
+    """Exit status and message: the sentence of a mistake or a mishap, the traceback of a bug."""
     if isinstance(error, UserError):
         return 2, str(error)
+    if isinstance(error, RunError):
+        return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "interrupted"
     if isinstance(error, SystemExit):

@@ -17,6 +17,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.data_parallel.buckets import GradientBuckets
+from megatronish.errors import RunError
 from megatronish.mesh.groups import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
@@ -29,7 +30,7 @@ from megatronish.pipeline.split import layers_of_stage
 from megatronish.sharding import Sharding, collect_shardings, initialize
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(RunError):
     """The loss or the gradient norm became infinite or not a number."""
 
 
