@@ -1,27 +1,34 @@
 """Is megatronish on one process as fast as the plain PyTorch loop of the same model?
 
-Both live in one process, with the same weights, and take turns in blocks of a few steps: A B, then B A, and so on. So
-whatever else the machine does falls on both alike, and the ratio of two neighbouring blocks is free of slow drift.
-The first blocks are warm-up. Before the clock starts, both must have as many parameters and, for some steps, the same
-loss. What is timed is what `tokens_per_second` counts: forward, backward, clipping, update, and
-the loss on the host.
+First both get the same weights in one process, must have as many parameters and, for some steps, the same loss and
+gradient norm. Then they take turns, A B, B A, A B and so on, so that whatever else the machine does falls on both
+alike, and the ratio of two neighbours is free of slow drift. The turns are, as `--through` says,
 
-    OMP_NUM_THREADS=2 python benchmarks/against_plain_loop.py --blocks 10
+    pretrain_gpt.py  whole runs of the two scripts, the first steps of each left out: what a user sees;
+    engine           blocks of a few steps of both in this process: finer, for work on the step itself.
+
+What is timed is what `tokens_per_second` counts: forward, backward, clipping, update, and the loss on the host.
+
+    python benchmarks/against_plain_loop.py --through engine
 """
 
 import argparse
+import json
+import os
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from plain_loop import WARM_UP_STEPS, PlainLoop, Sizes, random_batch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from plain_loop import PlainLoop, Sizes, random_batch
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
@@ -31,27 +38,41 @@ from megatronish.mesh.groups import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.train.engine import Engine
 
+ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.01
-LOSS_TOLERANCE = 1e-4
-Step = Callable[[int], tuple[float, float]]
-"""A step number -> its loss and the norm of its gradient."""
+TOLERANCE = 1e-4
+SIZES = Sizes()
 
 
-def build_engine(sizes: Sizes) -> Engine:
+class Turn(NamedTuple):
+    """Seconds of the steps that both took, one after the other."""
+
+    ours: list[float]
+    plain: list[float]
+
+
+class Pair(NamedTuple):
+    """A step of each: its number -> its loss and the norm of its gradient."""
+
+    ours: Callable[[int], tuple[float, float]]
+    plain: Callable[[int], tuple[float, float]]
+
+
+def build_engine() -> Engine:
     """Megatronish, on one process."""
     return Engine.build(
         Mesh.start(),
         model=ModelConfig(
-            num_layers=sizes.num_layers,
-            hidden_size=sizes.hidden_size,
-            num_attention_heads=sizes.num_heads,
+            num_layers=SIZES.num_layers,
+            hidden_size=SIZES.hidden_size,
+            num_attention_heads=SIZES.num_heads,
             hidden_dropout=0.0,
             attention_dropout=0.0,
         ),
         parallel=ParallelConfig(),
-        training=TrainingConfig(seq_length=sizes.seq_length, micro_batch_size=sizes.micro_batch_size),
+        training=TrainingConfig(seq_length=SIZES.seq_length, micro_batch_size=SIZES.micro_batch_size),
         optimizer=OptimizerConfig(adam_beta2=0.999),
-        vocab_size=sizes.vocab_size,
+        vocab_size=SIZES.vocab_size,
     )
 
 
@@ -67,72 +88,126 @@ def as_micro_batch(tokens: Tensor, labels: Tensor, step: int) -> MicroBatch:
     )
 
 
-def build_steps(sizes: Sizes) -> tuple[Step, Step]:
-    """A step of megatronish and a step of the plain loop, from the same weights."""
-    engine = build_engine(sizes)
-    plain = PlainLoop(sizes, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    ours, theirs = list(engine.model.parameters()), list(plain.model.parameters())
-    assert [parameter.shape for parameter in ours] == [parameter.shape for parameter in theirs]
+def build_pair() -> Pair:
+    """Both in this process, from the same weights."""
+    engine = build_engine()
+    loop = PlainLoop(SIZES, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    ours: list[Tensor] = list(engine.model.parameters())
+    plain: list[Tensor] = list(loop.model.parameters())
+    assert [parameter.shape for parameter in ours] == [parameter.shape for parameter in plain]
     with torch.no_grad():
-        torch._foreach_copy_(theirs, ours)
+        torch._foreach_copy_(plain, ours)
+    print(f"{sum(parameter.numel() for parameter in ours):,} parameters in both")
 
-    def ours_step(step: int) -> tuple[float, float]:
-        batch = as_micro_batch(*random_batch(sizes, step), step)
+    def our_step(step: int) -> tuple[float, float]:
+        tokens, labels = random_batch(SIZES, step)
+        batch = as_micro_batch(tokens, labels, step)
         result = engine.step([batch], step=step, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         return result.loss, result.grad_norm
 
     def plain_step(step: int) -> tuple[float, float]:
-        return plain.step(*random_batch(sizes, step))
+        return loop.step(*random_batch(SIZES, step))
 
-    print(f"{sum(parameter.numel() for parameter in ours):,} parameters in both")
-    return ours_step, plain_step
+    return Pair(our_step, plain_step)
 
 
-def check_same(ours: Step, plain: Step, *, num_steps: int) -> None:
+def check_same(pair: Pair, *, num_steps: int) -> None:
     """The same training, step by step."""
     for step in range(num_steps):
-        found, expected = ours(step), plain(step)
-        print(f"step {step}: loss and grad_norm {found} against {expected}")
-        assert abs(found[0] - expected[0]) <= LOSS_TOLERANCE * expected[0]
+        found, expected = pair.ours(step), pair.plain(step)
+        print(f"step {step}: loss and gradient norm {found} against {expected}")
+        assert all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(found, expected, strict=True))
 
 
-def time_steps(take: Step, first: int, count: int) -> list[float]:
-    """Seconds of each of `count` steps."""
+def time_steps(take: Callable[[int], object], num_steps: int) -> list[float]:
+    """Seconds of each step."""
     seconds = []
-    for step in range(first, first + count):
+    for step in range(num_steps):
         start = time.perf_counter()
         take(step)
         seconds.append(time.perf_counter() - start)
     return seconds
 
 
-def main() -> None:
-    """Compare, and print a row for docs/BENCHMARKS.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10, help="blocks of each that count")
-    parser.add_argument("--block-steps", type=int, default=4, help="steps of a block")
-    arguments = parser.parse_args()
-    sizes = Sizes()
-    steps = build_steps(sizes)
-    check_same(*steps, num_steps=3)
-    seconds: tuple[list[list[float]], list[list[float]]] = ([], [])
-    for block in range(arguments.blocks + 1):
-        for which in (0, 1) if block % 2 == 0 else (1, 0):
-            taken = time_steps(steps[which], 100 + block * arguments.block_steps, arguments.block_steps)
-            if block > 0:
-                seconds[which].append(taken)
-    ours, plain = (statistics.median(sum(blocks, [])) for blocks in seconds)
-    ratios = sorted(statistics.median(b) / statistics.median(a) for a, b in zip(*seconds, strict=True))
-    tokens = sizes.micro_batch_size * sizes.seq_length
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.blocks} x {arguments.block_steps}")
+def run_pretrain_gpt(num_steps: int) -> list[float]:
+    """Seconds of the steps of a whole run, without the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = f"""
+            pretrain_gpt.py --mock-data --run-dir {folder}/run --train-iters {WARM_UP_STEPS + num_steps}
+            --num-layers {SIZES.num_layers} --hidden-size {SIZES.hidden_size} --num-attention-heads {SIZES.num_heads}
+            --seq-length {SIZES.seq_length} --vocab-size {SIZES.vocab_size} --attention-dropout 0 --hidden-dropout 0
+            --micro-batch-size {SIZES.micro_batch_size} --lr {LEARNING_RATE} --lr-decay-style constant
+            --log-interval 1 --eval-iters 0
+        """
+        _run_script(command.split())
+        lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["step_seconds"] for line in lines][WARM_UP_STEPS:]
+
+
+def run_plain_loop(num_steps: int) -> list[float]:
+    """Seconds of the steps of a whole run, without the first."""
+    printed = _run_script(["benchmarks/plain_loop.py", "--steps", str(WARM_UP_STEPS + num_steps)])
+    return [float(seconds) for seconds in re.findall(r"seconds ([\d.]+)", printed)][WARM_UP_STEPS:]
+
+
+def _run_script(words: list[str]) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def take_turns(
+    ours: Callable[[int], list[float]], plain: Callable[[int], list[float]], *, num_turns: int, num_steps: int
+) -> list[Turn]:
+    """`ours` and `plain` take a number of steps and say how long each took."""
+    turns = []
+    for turn in range(num_turns):
+        if turn % 2 == 0:
+            first = ours(num_steps)
+            turns.append(Turn(first, plain(num_steps)))
+        else:
+            first = plain(num_steps)
+            turns.append(Turn(ours(num_steps), first))
+        medians = [statistics.median(seconds) for seconds in turns[-1]]
+        print("turn {}: {:.4f} against {:.4f} s a step".format(turn + 1, *medians), flush=True)
+    return turns
+
+
+def report(turns: list[Turn]) -> None:
+    """A row for docs/BENCHMARKS.md."""
+    ours = statistics.median([seconds for turn in turns for seconds in turn.ours])
+    plain = statistics.median([seconds for turn in turns for seconds in turn.plain])
+    ratios = sorted(statistics.median(turn.plain) / statistics.median(turn.ours) for turn in turns)
+    tokens, quarter = SIZES.micro_batch_size * SIZES.seq_length, len(ratios) // 4
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
     print(f"megatronish {ours:.4f} s a step, {tokens / ours:.0f} tokens/s")
     print(f"plain loop  {plain:.4f} s a step, {tokens / plain:.0f} tokens/s")
-    quarter = len(ratios) // 4
     print(
-        f"ratio (above 1: megatronish is faster) of medians {plain / ours:.3f}; of blocks: median "
+        f"ratio (above 1: megatronish is faster): of all medians {plain / ours:.3f}; of a turn: median "
         f"{statistics.median(ratios):.3f}, middle half {ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}, "
         f"all {ratios[0]:.3f} to {ratios[-1]:.3f}"
     )
+
+
+def main() -> None:
+    """Check, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--through", choices=("pretrain_gpt.py", "engine"), default="pretrain_gpt.py")
+    parser.add_argument("--turns", type=int, help="default 4; engine: 12")
+    parser.add_argument("--steps", type=int, help="that count, of each in a turn; default 20; engine: 4")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    pair = build_pair()
+    check_same(pair, num_steps=WARM_UP_STEPS)
+    if arguments.through == "engine":
+        ours, plain = partial(time_steps, pair.ours), partial(time_steps, pair.plain)
+        turns = take_turns(ours, plain, num_turns=arguments.turns or 12, num_steps=arguments.steps or 4)
+    else:
+        turns = take_turns(
+            run_pretrain_gpt, run_plain_loop, num_turns=arguments.turns or 4, num_steps=arguments.steps or 20
+        )
+    report(turns)
 
 
 if __name__ == "__main__":

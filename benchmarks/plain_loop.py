@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+WARM_UP_STEPS = 5
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -100,9 +102,9 @@ def random_batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train on random tokens; print the time of every step and the median without the first five."""
+    """Train on random tokens; print the time of every step, and the median without the warm-up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=25, help="of which the first five are warm-up")
+    parser.add_argument("--steps", type=int, default=25, help=f"of which the first {WARM_UP_STEPS} are warm-up")
     arguments = parser.parse_args()
     sizes, seconds = Sizes(), []
     loop = PlainLoop(sizes)
@@ -111,8 +113,8 @@ def main() -> None:
         start = time.perf_counter()
         loss, norm = loop.step(*batch)
         seconds.append(time.perf_counter() - start)
-        print(f"step {step + 1:3} | loss {loss:.4f} | grad norm {norm:.3f} | {seconds[-1]:.3f} s", flush=True)
-    median = statistics.median(seconds[5:])
+        print(f"step {step + 1:3} | loss {loss:.4f} | grad norm {norm:.3f} | seconds {seconds[-1]:.4f}", flush=True)
+    median = statistics.median(seconds[WARM_UP_STEPS:])
     print(f"median {median:.4f} s a step, {sizes.micro_batch_size * sizes.seq_length / median:.0f} tokens/s")
 
 
