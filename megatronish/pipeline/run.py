@@ -95,11 +95,11 @@ class Executor:
                 before_last_backward()
             key = (action.chunk, action.micro_batch)
             if action.kind == "F":
-                x, y = self._forward(action, micro_batches, step=step, training=training)
+                alive[key] = self._forward(action, micro_batches, step=step, training=training)
                 if self._next(action.chunk) is None:
-                    total += y.detach()
-                if training:
-                    alive[key] = (x, y)
+                    total += alive[key][1].detach()
+                if not training:
+                    del alive[key]
             elif action.kind == "B":
                 self._backward(action, *alive.pop(key), loss_scale=loss_scale, num_microbatches=len(micro_batches))
             else:

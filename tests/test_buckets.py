@@ -1,0 +1,267 @@
+"""Gradient buckets: summed over the right ranks, in fp32, and on their way before backward has ended."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megatronish.data_parallel.buckets import GradientBuckets
+from megatronish.launch.place import Place
+from megatronish.mesh.groups import Axis, Mesh
+from megatronish.mesh.layout import Layout
+from megatronish.sharding import Sharding
+
+ALONE = Axis("alone")
+NUM_LAYERS = 4
+
+
+def chain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Four matrices of six by six in a row: backward finishes them last first."""
+    layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(NUM_LAYERS)))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layers.to(dtype)
+
+
+def buckets_of(
+    parameters: dict[str, nn.Parameter],
+    shardings: dict[str, Sharding] | None = None,
+    *,
+    data: Axis = ALONE,
+    tp: Axis = ALONE,
+    holders: Axis = ALONE,
+    bucket_size: int = 36,
+    overlap: bool = True,
+) -> GradientBuckets:
+    plain = {name: Sharding(tuple(parameter.shape), dim=0) for name, parameter in parameters.items()}
+    return GradientBuckets(
+        parameters,
+        plain | (shardings or {}),
+        data=data,
+        tp=tp,
+        holders=holders,
+        bucket_size=bucket_size,
+        overlap=overlap,
+    )
+
+
+def zeros(**sizes: int) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+
+
+def inputs(rank: int, micro_batch: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * rank + micro_batch))
+
+
+class Seen(NamedTuple):
+    """What a rank saw of a step with two micro-batches."""
+
+    launched_during_first: int
+    launched_halfway: int
+    launched_after_last: int
+    gradients: dict[str, Tensor]
+    second_step: dict[str, Tensor]
+
+
+def a_step(place: Place, overlap: bool) -> Seen:
+    mesh = Mesh.start(Layout(dp=place.world_size), rank=place.rank, init_method=place.rendezvous)
+    model = chain()
+    buckets = buckets_of(dict(model.named_parameters()), data=mesh.data, overlap=overlap)
+    assert [bucket.names for bucket in buckets.buckets] == [["3.weight"], ["2.weight"], ["1.weight"], ["0.weight"]]
+
+    def launched() -> int:
+        return sum(bucket.reduction is not None for bucket in buckets.buckets)
+
+    halfway: list[int] = []
+
+    def step() -> tuple[int, dict[str, Tensor]]:
+        buckets.zero()
+        for micro_batch in range(2):
+            if micro_batch == 1:
+                during_first = launched()
+                buckets.begin_last_backward()
+            middle = model[:2](inputs(place.rank, micro_batch))
+            middle.register_hook(lambda _: halfway.append(launched()))
+            model[2:](middle).square().sum().backward()
+        after_last = launched()
+        buckets.finish()
+        assert during_first == 0
+        return after_last, {name: view.clone() for name, view in buckets.views.items()}
+
+    after_last, gradients = step()
+    seen_halfway = halfway[1]
+    return Seen(halfway[0], seen_halfway, after_last, gradients, step()[1])
+
+
+def expected_gradients(num_ranks: int) -> dict[str, Tensor]:
+    model = chain()
+    for rank in range(num_ranks):
+        for micro_batch in range(2):
+            model(inputs(rank, micro_batch)).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_are_summed_over_micro_batches_and_data_ranks(overlap: bool) -> None:
+    expected = expected_gradients(3)
+    answers = run_ranks(3, a_step, overlap)
+    for seen in answers:
+        for name in expected:
+            torch.testing.assert_close(seen.gradients[name], expected[name], rtol=1e-5, atol=0)
+            assert torch.equal(seen.gradients[name], answers[0].gradients[name])
+            assert torch.equal(seen.second_step[name], seen.gradients[name])  # a step starts from zero
+
+
+def test_reduction_starts_during_the_last_backward() -> None:
+    for seen in run_ranks(2, a_step, True):
+        assert seen.launched_during_first == 0
+        assert seen.launched_halfway == 2  # layers 3 and 2 are on their way while 1 and 0 are still computed
+        assert seen.launched_after_last == NUM_LAYERS
+
+
+def test_without_overlap_reduction_waits_for_the_end() -> None:
+    for seen in run_ranks(2, a_step, False):
+        assert (seen.launched_halfway, seen.launched_after_last) == (0, 0)
+
+
+def ready_in_any_order(place: Place) -> tuple[list[int], dict[str, Tensor]]:
+    """Rank 0 finishes its gradients first to last, rank 1 last to first; one gradient comes never."""
+    mesh = Mesh.start(Layout(dp=2), rank=place.rank, init_method=place.rendezvous)
+    parameters = zeros(a=2, b=2, c=2, unused=2, d=2)
+    buckets = buckets_of(parameters, data=mesh.data, bucket_size=2)
+    buckets.zero()
+    buckets.begin_last_backward()
+    launched = []
+    for name in "abcd" if place.rank == 0 else "dcba":
+        buckets.views[name].fill_(ord(name) + place.rank)
+        buckets.mark_ready(name)
+        launched.append(sum(bucket.reduction is not None for bucket in buckets.buckets))
+    buckets.finish()
+    return launched, buckets.views
+
+
+def test_buckets_are_reduced_in_one_order_whatever_order_they_are_ready_in() -> None:
+    """Another order would add up gradients of different parameters, in silence."""
+    (first, views), (second, same_views) = run_ranks(2, ready_in_any_order)
+    assert first == [0, 0, 0, 1]  # in turn: d, unused, c, b, a
+    assert second == [1, 1, 1, 1]  # the unused one holds up what is behind it, until `finish`
+    for name in "abcd":
+        assert views[name].tolist() == same_views[name].tolist() == [2.0 * ord(name) + 1] * 2
+    assert views["unused"].tolist() == [0, 0]
+
+
+def test_a_bucket_closes_once_it_is_large_enough() -> None:
+    buckets = buckets_of(zeros(a=5, b=1, c=3, d=9, e=2), bucket_size=4)
+    assert [bucket.names for bucket in buckets.buckets] == [["e", "d"], ["c", "b"], ["a"]]
+    assert [bucket.flat.numel() for bucket in buckets.buckets] == [11, 4, 5]
+    for name, view in buckets.views.items():
+        view.fill_(ord(name))
+    assert buckets.buckets[1].flat.tolist() == [ord("c")] * 3 + [ord("b")]
+
+
+def kinds(tp: Axis, holders: Axis) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """Of each parameter: the axes that finish its sum, and whether this rank counts it."""
+    shardings = {
+        "tied": Sharding((4,), dim=0, tied=True),
+        "cut": Sharding((4,), dim=0),
+        "norm": Sharding((4,)),
+        "partial": Sharding((4,), partial=True),
+    }
+    buckets = buckets_of(zeros(tied=4, cut=4, norm=4, partial=4), shardings, tp=tp, holders=holders, bucket_size=100)
+    if holders.size > 1:
+        assert buckets.buckets[-1].names == ["tied"]  # middle stages have none, so it comes after all others
+    return {
+        name: (tuple(axis.name for axis in bucket.finishing_axes), bucket.counted)
+        for bucket in buckets.buckets
+        for name in bucket.names
+    }
+
+
+def test_each_element_is_summed_and_counted_where_its_sharding_says() -> None:
+    first, second = (Axis("tp", 2, rank) for rank in (0, 1))
+    start, end = (Axis("holders", 2, rank) for rank in (0, 1))
+    alone = {"tied": ((), True), "cut": ((), True), "norm": ((), True), "partial": ((), True)}
+    assert kinds(ALONE, ALONE) == alone
+    assert kinds(first, ALONE) == alone | {"partial": (("tp",), True)}
+    assert kinds(second, ALONE) == alone | {"norm": ((), False), "partial": (("tp",), False)}
+    assert kinds(ALONE, start) == alone | {"tied": (("holders",), True)}
+    assert kinds(ALONE, end) == alone | {"tied": (("holders",), False)}
+    assert kinds(second, end) == {
+        "tied": (("holders",), False),
+        "cut": ((), True),
+        "norm": ((), False),
+        "partial": (("tp",), False),
+    }
+
+
+def finish_partial_and_tied(place: Place) -> dict[str, list[float]]:
+    mesh = Mesh.start(Layout(pp=3, tp=2), rank=place.rank, init_method=place.rendezvous)
+    shardings = {"norm": Sharding((2,), partial=True), "tied": Sharding((2,), dim=0, tied=True)}
+    sizes = {"norm": 2} if mesh.pp.rank == 1 else {"norm": 2, "tied": 2}
+    buckets = buckets_of(zeros(**sizes), shardings, data=mesh.data, tp=mesh.tp, holders=mesh.holders)
+    buckets.zero()
+    for view in buckets.views.values():
+        view.fill_(10.0**place.rank)
+    buckets.finish()
+    return {name: view.tolist() for name, view in buckets.views.items()}
+
+
+def test_partial_gradients_are_summed_over_tp_and_tied_ones_over_the_first_and_last_stage() -> None:
+    answers = run_ranks(6, finish_partial_and_tied)
+    norms = [answer["norm"][0] for answer in answers]
+    assert norms == [11, 11, 1100, 1100, 110000, 110000]
+    assert [answer.get("tied", [None])[0] for answer in answers] == [10001, 100010, None, None, 10001, 100010]
+
+
+def accumulate(dtype: torch.dtype) -> Tensor:
+    """One gradient of 1 and a thousand of 1/1024, of a single element."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+    buckets = buckets_of({"w": parameter})
+    buckets.zero()
+    for gradient in [1.0, *[2.0**-10] * 1000]:
+        (parameter * gradient).sum().backward()
+    buckets.finish()
+    return buckets.views["w"]
+
+
+def test_gradients_of_bf16_parameters_add_up_in_fp32() -> None:
+    """In bf16 the sum would stay 1: a thousandth is less than its last bit."""
+    exact = 1 + 1000 / 1024
+    for dtype in (torch.float32, torch.bfloat16):
+        gradient = accumulate(dtype)
+        assert (gradient.dtype, gradient.item()) == (torch.float32, exact)
+
+
+def test_a_bf16_gradient_leaves_nothing_behind_on_its_parameter() -> None:
+    model = chain(torch.bfloat16)
+    buckets = buckets_of(dict(model.named_parameters()))
+    buckets.zero()
+    model(inputs(0, 0).bfloat16()).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(bool(view.any()) for view in buckets.views.values())
+
+
+def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied embedding on a single stage."""
+    weight = nn.Parameter(torch.ones(3))
+    buckets = buckets_of({"w": weight}, data=Axis("data", 2, 0))  # hooked as among two ranks
+    ready: list[str] = []
+    monkeypatch.setattr(buckets, "mark_ready", ready.append)
+    buckets.zero()
+    buckets.begin_last_backward()
+    (weight * 2 + weight * 3).sum().backward()
+    assert ready == ["w"]
+    assert buckets.views["w"].tolist() == [5, 5, 5]
+
+
+def test_scaling_scales_every_gradient() -> None:
+    buckets = buckets_of(zeros(a=2, b=3), bucket_size=1)
+    for bucket in buckets.buckets:
+        bucket.flat.fill_(2.0)
+    buckets.scale(0.25)
+    values: list[Any] = [view.tolist() for view in buckets.views.values()]
+    assert values == [[0.5] * 2, [0.5] * 3]

@@ -1,0 +1,133 @@
+"""The optimizer: torch's own steps, decay on matrices alone, fp32 masters under bf16."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.mesh.groups import Axis
+from megatronish.optim.clip import global_norm, num_zeros
+from megatronish.optim.optimizer import STATE_NAMES, Optimizer
+from megatronish.sharding import Sharding
+
+SHAPES = {"matrix": (4, 3), "bias": (4,), "norm": (3,)}
+
+
+def parameters_of(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def optimizer_of(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> tuple[Optimizer, dict[str, Tensor]]:
+    gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    shardings = {name: Sharding(shape) for name, shape in SHAPES.items()}
+    return Optimizer(parameters, gradients, shardings, config), gradients
+
+
+def fill(gradients: dict[str, Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for gradient in gradients.values():
+        gradient.copy_(torch.randn(gradient.shape, generator=generator))
+
+
+ADAM = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
+SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.7)
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
+    ours, theirs = parameters_of(), parameters_of()
+    optimizer, gradients = optimizer_of(ours, config)
+    groups = [
+        {"params": [theirs["matrix"]], "weight_decay": 0.1},
+        {"params": [theirs["bias"], theirs["norm"]], "weight_decay": 0.0},
+    ]
+    reference: torch.optim.Optimizer = (
+        torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-3)
+        if config is ADAM
+        else torch.optim.SGD(groups, momentum=0.7)
+    )
+    for step, learning_rate in enumerate([0.1, 0.05, 0.2, 0.0]):
+        fill(gradients, step)
+        optimizer.step(learning_rate=learning_rate, weight_decay=0.1)
+        for group in reference.param_groups:
+            group["lr"] = learning_rate
+        for name, parameter in theirs.items():
+            parameter.grad = gradients[name].clone()
+        reference.step()
+        for name in SHAPES:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
+    assert optimizer.num_steps == 4
+
+
+def test_only_matrices_decay() -> None:
+    parameters = parameters_of()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    optimizer, _ = optimizer_of(parameters, ADAM)
+    optimizer.step(learning_rate=0.1, weight_decay=0.5)  # gradients are zero
+    torch.testing.assert_close(parameters["matrix"].detach(), before["matrix"] * (1 - 0.1 * 0.5))
+    assert all(torch.equal(parameters[name], before[name]) for name in ("bias", "norm"))
+
+
+def test_masters_keep_updates_too_small_for_bf16() -> None:
+    """The last bit of a bf16 number near 1 is 1/128: a hundred steps of 1/4096 would each be rounded away."""
+    weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    gradient = torch.full((1, 1), -1.0)
+    optimizer = Optimizer(
+        {"w": weight}, {"w": gradient}, {"w": Sharding((1, 1))}, OptimizerConfig(optimizer="sgd", sgd_momentum=0.0)
+    )
+    values = []
+    for _ in range(128):
+        optimizer.step(learning_rate=2.0**-12, weight_decay=0.0)
+        values.append(weight.item())
+    assert weight.dtype == torch.bfloat16
+    assert values[0] == 1.0
+    assert optimizer.masters["w"].item() == 1 + 128 / 4096
+    assert values[-1] == 1 + 128 / 4096  # which bf16 can hold
+
+
+def test_fp32_parameters_are_their_own_masters() -> None:
+    parameters = parameters_of()
+    optimizer, _ = optimizer_of(parameters, ADAM)
+    assert all(optimizer.masters[name] is parameters[name] for name in SHAPES)
+    assert all("master" not in tensors for tensors in optimizer.state().values())
+
+
+def test_a_model_loaded_alone_gives_its_weights_to_the_masters() -> None:
+    parameters = parameters_of(torch.bfloat16)
+    optimizer, _ = optimizer_of(parameters, ADAM)
+    with torch.no_grad():
+        parameters["matrix"].fill_(3.0)
+    optimizer.take_masters()
+    optimizer.step(learning_rate=0.0, weight_decay=0.0)
+    assert parameters["matrix"].unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+def test_a_state_put_back_goes_on_as_if_never_stopped(config: OptimizerConfig, dtype: torch.dtype) -> None:
+    parameters = parameters_of(dtype)
+    optimizer, gradients = optimizer_of(parameters, config)
+    for step in range(3):
+        fill(gradients, step)
+        optimizer.step(learning_rate=0.1, weight_decay=0.1)
+
+    copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    resumed, same_gradients = optimizer_of(copies, config)
+    for name, tensors in optimizer.state().items():
+        assert set(tensors) - {"master"} == set(STATE_NAMES[config.optimizer])
+        for key, tensor in tensors.items():
+            resumed.state()[name][key].copy_(tensor)
+    resumed.num_steps = optimizer.num_steps
+    for each, grads in ((optimizer, gradients), (resumed, same_gradients)):
+        fill(grads, 3)
+        each.step(learning_rate=0.1, weight_decay=0.1)
+    assert all(torch.equal(parameters[name], copies[name]) for name in SHAPES)
+
+
+def test_the_norm_and_the_zeros_are_of_all_elements() -> None:
+    alone = Axis("alone")
+    flats = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [0.0], [12.0]])]
+    assert global_norm(flats, tp=alone, pp=alone, device=torch.device("cpu")) == pytest.approx(13.0)
+    assert num_zeros(flats, tp=alone, pp=alone, device=torch.device("cpu")) == 2
+    assert global_norm([], tp=alone, pp=alone, device=torch.device("cpu")) == 0.0
