@@ -10,7 +10,7 @@ whole steps, so parameters are no measure after Adam). The tolerance is the same
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -358,3 +358,41 @@ def test_there_are_38_layouts_each_taken_once() -> None:
 
 def test_every_two_features_that_can_meet_do_so_in_some_layout() -> None:
     assert possible_pairs(CHOICES) - covered_pairs(DEALT) == set()
+
+
+# bf16 keeps 8 bits of a value: each rounding moves it by up to 2^-9, and other layouts round other partial sums.
+# A loss is a mean over many tokens, so its roundings cancel: it stays within one of them (measured: half of it).
+# A gradient has some forty roundings behind it, which add up in quadrature: 2^-9 sqrt(40) = 2^-6.3 (measured 2^-5.4).
+BF16_LOSS, BF16_NORM, BF16_GRADIENT = 2**-9, 2**-6, 2**-5
+BF16_CASES = [
+    (Layout(dp=2, tp=2, pp=2), {"family": "gpt2", "tied": True, "sequence_parallel": True, "dropout": 0.1}),
+    (Layout(tp=4), {"family": "llama", "tied": False, "sequence_parallel": False, "dropout": 0.0}),
+    (Layout(dp=2, pp=4), {"family": "qwen", "tied": True, "sequence_parallel": False, "dropout": 0.0}),
+]
+
+
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all tensors together, relative to the length of the expected ones."""
+    squares = [(actual[name] - expected[name]).square().sum() for name in expected]
+    return float((sum(squares) / sum(tensor.square().sum() for tensor in expected.values())) ** 0.5)
+
+
+@pytest.mark.parametrize(("layout", "main"), BF16_CASES, ids=[str(layout) for layout, _ in BF16_CASES])
+def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, main: Chosen) -> None:
+    rest = {"eod_mask_loss": True, "documents": True, "micro_batch_size": 1, "num_microbatches": 3}
+    exact = problem_of(layout, main | rest)
+    rounded = replace(exact, bf16=True)
+    spread = spread_of(layout, main | rest | {"schedule": "1f1b", "overlap": True})
+    reference, one_process = serial(exact), serial(rounded)
+    ranks = run_ranks(layout.world_size, train, rounded, spread)
+    for record, near in [(one_process, reference), *((rank, reference) for rank in ranks), (ranks[0], one_process)]:
+        assert record.losses == pytest.approx(near.losses, rel=BF16_LOSS)
+        assert record.grad_norms == pytest.approx(near.grad_norms, rel=BF16_NORM)
+        assert record.evaluation == pytest.approx(near.evaluation, rel=BF16_LOSS)
+    gradient = whole([reference.gradient_parts])
+    of_one_process = distance(whole([one_process.gradient_parts]), gradient)
+    of_layout = distance(whole([rank.gradient_parts for rank in ranks]), gradient)
+    assert of_layout < min(1.25 * of_one_process, BF16_GRADIENT)
+    masters = whole([rank.initial_parts for rank in ranks])
+    assert all(torch.equal(masters[name], tensor) for name, tensor in whole([one_process.initial_parts]).items())
+    whole([rank.trained_parts for rank in ranks])  # copies are equal in every bit
