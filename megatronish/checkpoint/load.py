@@ -22,7 +22,7 @@ def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) 
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         remedy = "load one of this model, or set the model's flags to those it was trained with"
-        if all(name.startswith("optimizer.") for name in tensors if name not in stored):
+        if all(problem.startswith("optimizer.") for problem in problems):
             remedy = "start from its weights alone with --no-load-optim or --finetune"
         raise UserError(f"{folder} holds another model: {'; '.join(problems[:3])}{more}; {remedy}")
     read_tensors(folder, tensors, alone=mesh.world.size == 1)

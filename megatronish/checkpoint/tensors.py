@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
+from megatronish.checkpoint.metadata import Reader
 from megatronish.errors import UserError
 from megatronish.sharding import Piece
 
@@ -113,12 +114,12 @@ def read_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, alone: bool)
     """Fill this rank's part of `tensors` from `folder`, saved in whatever layout."""
     with _plain_errors(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(), no_dist=alone)
+        dcp.load(dict(tensors), storage_reader=Reader(folder), planner=_LoadPlanner(), no_dist=alone)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The global shape of every tensor in a checkpoint."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = Reader(folder).read_metadata()
     found = metadata.state_dict_metadata.items()
     return {name: tuple(stored.size) for name, stored in found if isinstance(stored, TensorStorageMetadata)}
 
