@@ -23,6 +23,7 @@ from megatronish.errors import UserError
 
 STATE = "state.json"
 LATEST = "latest"
+NAME = re.compile(r"step_(\d+)")
 
 
 def name_of(step: int) -> str:
@@ -50,8 +51,15 @@ def steps_in(folder: Path) -> dict[int, Path]:
     """The whole checkpoints of a `checkpoints/` folder, by step."""
     if not folder.is_dir():
         return {}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"step_(\d+)", path.name))}
-    return {step: found[step] for step in sorted(found) if (found[step] / STATE).is_file()}
+    found = {int(match[1]): path for path in folder.iterdir() if (match := NAME.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found)}
+
+
+def folder_of(load: Path) -> Path:
+    """The folder of checkpoints that a run folder, a checkpoints folder or one step's folder stands for."""
+    if NAME.fullmatch(load.name) or (load / STATE).is_file():
+        return load.parent
+    return load / "checkpoints" if (load / "checkpoints").is_dir() else load
 
 
 def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
@@ -59,9 +67,9 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
 
     `step` asks for one: UserError with those that are there if it is not.
     """
-    if (load / STATE).is_file():
+    folder = folder_of(load)
+    if folder == load.parent:
         return load
-    folder = load / "checkpoints" if (load / "checkpoints").is_dir() else load
     checkpoints = steps_in(folder)
     if step is not None:
         if step not in checkpoints:

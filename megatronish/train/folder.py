@@ -11,6 +11,7 @@ from megatronish.errors import UserError
 
 # What may differ between a run and its continuation: everything but these.
 FIXED_TRAINING = ("seq_length", "seed")
+NAMES_OF_DATA = ("data.data_path", "data.train_data_path", "data.split", "data.mock_data")
 
 
 @contextmanager
@@ -58,10 +59,9 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     if saved["vocab_size"] != now["vocab_size"]:
         problems.append(f"the vocabulary was {saved['vocab_size']} and is {now['vocab_size']}")
     if saved["data"] != now["data"]:
-        named = [f"{name} was {a} and is {b}" for name, (a, b) in changed.items() if name.startswith("data.")]
-        problems += [name for name in named if "path" in name or "split" in name or "mock" in name] or [
-            "the training data's files were changed under the same name"
-        ]
+        named = [f"{name} was {a} and is {b}" for name, (a, b) in changed.items() if name in NAMES_OF_DATA]
+        # What the data are depends on the sequence length, the seed and the vocabulary too.
+        problems += named or ([] if problems else ["the training data's files were changed under the same name"])
     if problems:
         raise UserError(
             f"this run was begun with something else: {'; '.join(problems)}. Continue it with what it was begun with, "

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.folder import find_checkpoint, read_state
+from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors, save_checkpoint
 from megatronish.train.engine import Engine
@@ -83,8 +83,3 @@ def resume(
     if with_optimizer:
         optimizer.num_steps = state["optimizer_steps"]
     return Progress(state["step"], state["consumed_samples"])
-
-
-def newest(folder: Path) -> Path | None:
-    """The checkpoint a run of this folder goes on from."""
-    return find_checkpoint(folder) if folder.is_dir() else None

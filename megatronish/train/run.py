@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatronish import comm
-from megatronish.checkpoint.folder import find_checkpoint
+from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.data.blend import Dataset
@@ -28,7 +28,7 @@ from megatronish.train.board import Board
 from megatronish.train.engine import Engine
 from megatronish.train.evaluate import Evaluate
 from megatronish.train.folder import differences, locked, refuse_other_run
-from megatronish.train.keep import Save, newest, resume
+from megatronish.train.keep import Save, resume
 from megatronish.train.log import Log, ProgressBar, Speed
 from megatronish.train.opening import first_lines
 from megatronish.train.plot import plot_run
@@ -126,23 +126,29 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     trainer.run()
     if mesh.is_main:
         plot_run(config.run_dir)
-    if trainer.stop_reason is not None:
+    if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
     comm.barrier(mesh.world)
 
 
 def _begin(config: Config, engine: Engine, facts: dict[str, Any], say: Callable[[str], None]) -> Progress:
     """Go on from the run's own newest checkpoint, else start from --load, else from nothing."""
-    keep = config.checkpoint
-    own = None if keep.ckpt_step is not None and keep.load is not None else newest(config.save_dir)
-    step = None if own is not None and keep.load is not None else keep.ckpt_step
-    source = config.save_dir if own is not None or keep.load is None else Path(keep.load)
+    keep, own = config.checkpoint, config.save_dir
+    if engine.mesh.is_main:
+        remove_leftovers(own)
+    comm.barrier(engine.mesh.world)
+    has_begun = bool(steps_in(own))
+    source, step = own, keep.ckpt_step
+    if keep.load is not None and folder_of(Path(keep.load)).resolve() != own.resolve():
+        source, step = (own, None) if has_begun else (Path(keep.load), step)
+    elif keep.load is not None:
+        source = Path(keep.load)
     checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
     if checkpoint is None:
         if keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint:
             raise UserError(f"--load {source} holds no checkpoint; correct the path, or leave --load out to start anew")
         return Progress()
-    weights_only = keep.finetune and own is None
+    weights_only = keep.finetune and not has_begun
 
     def check(state: dict[str, Any]) -> None:
         if weights_only:
