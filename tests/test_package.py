@@ -55,9 +55,8 @@ def test_the_package_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     given = metadata(monkeypatch)
     assert given["name"] == "megatronish"
     assert given["python_requires"] == ">=3.11"
-    packages = {
-        path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in ROOT.rglob("megatronish/**/*.py")
-    }
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "megatronish").rglob("*.py")}
+    packages = {".".join(folder.parts) for folder in folders}
     assert set(given["packages"]) == packages, "a folder of megatronish/ lacks its __init__.py"
 
 
