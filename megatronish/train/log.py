@@ -123,11 +123,12 @@ class ProgressBar(Hook):
 
 def console_line(record: StepRecord, num_steps: int, rates: dict[str, float | None], extras: dict[str, float]) -> str:
     """A step in the shape of Megatron-LM's log, for which people have parsers; what is new comes at the end."""
+    tflops = rates["model_tflops_per_device"] or 0.0
     parts = [
         f"iteration {record.step:8d}/{num_steps:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {1000 * record.seconds:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {rates['model_tflops_per_device']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.{1 if tflops >= 1 else 4}f}",
         f"learning rate: {record.learning_rate:.6E}",
         f"global batch size: {record.global_batch_size:5d}",
         f"lm loss: {record.loss:.6E}",
