@@ -6,7 +6,7 @@ from functools import partial
 
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
-from megatronish.launch.place import place_from_environment
+from megatronish.launch.place import Place, place_from_environment
 
 
 def main(argv: list[str]) -> int:
@@ -15,21 +15,27 @@ def main(argv: list[str]) -> int:
     try:
         place = place_from_environment()
         config, notes = read_config(argv, world_size=place.world_size if place else None)
+
+        # torch is imported only now: --help and the errors of a config need not wait for it.
+        from megatronish.launch.local import launch
+        from megatronish.train.opening import dry_run
+        from megatronish.train.run import train
+        from megatronish.train.sample import print_sample
+
+        if config.log.dry_run:
+            return dry_run(config, notes) if is_main(place) else 0
+        run = partial(train, config, notes)
+        status = launch(run, world_size=config.layout.world_size, log_dir=config.run_dir / "logs")
+        return status or (print_sample(config) if place is None else 0)
     except UserError as error:
-        if place is None or place.rank == 0:
+        if is_main(place):
             print(error, file=sys.stderr)
         return 2
 
-    # torch is imported only now: --help and the errors of a config need not wait for it.
-    from megatronish.launch.local import launch
-    from megatronish.train.opening import dry_run
-    from megatronish.train.run import train
-    from megatronish.train.sample import print_sample
 
-    if config.log.dry_run:
-        return dry_run(config, notes)
-    status = launch(partial(train, config, notes), world_size=config.layout.world_size, log_dir=config.run_dir / "logs")
-    return status or (print_sample(config) if place is None else 0)
+def is_main(place: Place | None) -> bool:
+    """Whether this process speaks for all."""
+    return place is None or place.rank == 0
 
 
 if __name__ == "__main__":

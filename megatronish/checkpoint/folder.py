@@ -26,6 +26,13 @@ LATEST = "latest"
 NAME = re.compile(r"step_(\d+)")
 
 
+class DamagedError(UserError):
+    """A checkpoint that cannot be read."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        super().__init__(f"{folder} is damaged: {why}; load an earlier step with --ckpt-step, or remove that folder")
+
+
 def name_of(step: int) -> str:
     """The folder name of a step's checkpoint."""
     return f"step_{step:08d}"
@@ -41,10 +48,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} is not a whole checkpoint: its {STATE} cannot be read ({error}); load an earlier step with "
-            "--ckpt-step, or remove that folder"
-        ) from error
+        raise DamagedError(folder, f"{STATE} cannot be read ({getattr(error, 'strerror', error)})") from error
 
 
 def steps_in(folder: Path) -> dict[int, Path]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from megatronish.errors import UserError
+from megatronish.checkpoint.folder import DamagedError
 
 METADATA = ".metadata"
 TORCHS = {
@@ -29,13 +29,6 @@ TORCHS = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-
-
-class DamagedError(UserError):
-    """A checkpoint cannot be read."""
-
-    def __init__(self, folder: Path, why: str) -> None:
-        super().__init__(f"{folder} is damaged: {why}; load an earlier step with --ckpt-step, or remove that folder")
 
 
 class _Unpickler(pickle.Unpickler):

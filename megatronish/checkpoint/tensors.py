@@ -5,8 +5,8 @@ torch.distributed.checkpoint stores rectangles of named global tensors and reads
 torch.Tensor alone, and they check what torch does not: that every element asked for is really in the checkpoint.
 """
 
+import pickle
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
+from megatronish.checkpoint.folder import DamagedError
 from megatronish.checkpoint.metadata import Reader
 from megatronish.errors import UserError
 from megatronish.sharding import Piece
@@ -105,14 +106,14 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 def write_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, alone: bool) -> None:
     """Write every rank's part of `tensors` into `folder`; all ranks call this (`alone`: there is one)."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    with _plain_errors(), warnings.catch_warnings():
+    with _plain_errors(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), no_dist=alone)
 
 
 def read_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, alone: bool) -> None:
     """Fill this rank's part of `tensors` from `folder`, saved in whatever layout."""
-    with _plain_errors(), warnings.catch_warnings():
+    with _plain_errors(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(dict(tensors), storage_reader=Reader(folder), planner=_LoadPlanner(), no_dist=alone)
 
@@ -127,6 +128,9 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 class _plain_errors:  # noqa: N801 (reads as a statement)
     """torch wraps what went wrong on each rank into a BaseException of its own: unwrap the first."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
     def __enter__(self) -> None:
         return None
 
@@ -135,9 +139,6 @@ class _plain_errors:  # noqa: N801 (reads as a statement)
             rank, (first, _) = next(iter(sorted(error.failures.items())))
             if isinstance(first, UserError):
                 raise first from error
+            if isinstance(first, pickle.UnpicklingError) or "PytorchStreamReader" in str(first):
+                raise DamagedError(self.folder, "what its files hold are no tensors") from error
             raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error
-
-
-def tensor_files(folder: Path) -> Iterator[Path]:
-    """The files of a checkpoint that hold tensors."""
-    yield from sorted(folder.glob("*.distcp"))

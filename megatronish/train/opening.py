@@ -14,7 +14,7 @@ from megatronish.tokenizer import build_tokenizer
 
 def dry_run(config: Config, notes: Sequence[str]) -> int:
     """Print the first lines and start nothing; the exit status."""
-    vocab_size = config.data.vocab_size or build_tokenizer(config.data).vocab_size
+    vocab_size = build_tokenizer(config.data).vocab_size
     uses_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     device = torch.cuda.get_device_name() if uses_cuda else "cpu"
     print(first_lines(config, vocab_size=vocab_size, device=device, notes=notes))
