@@ -106,6 +106,34 @@ def be_rank(place: Place, argv: list[str]) -> str:
     return output.getvalue()
 
 
+class Finished(NamedTuple):
+    """How a job ended."""
+
+    status: int
+    output: str
+    errors: str
+
+
+def call_main(argv: Sequence[str], **environ: str) -> Finished:
+    """`pretrain_gpt.py ARGV` in a worker of ranks.py: quick, for what a single process finds wrong."""
+    return run_ranks(1, _in_worker, list(argv), environ)[0]
+
+
+def _in_worker(_place: Place, argv: list[str], environ: dict[str, str]) -> Finished:
+    before = dict(os.environ)
+    os.environ.update(environ)
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as output,
+            contextlib.redirect_stderr(io.StringIO()) as errors,
+        ):
+            status = pretrain_gpt.main(argv)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return Finished(status, output.getvalue(), errors.getvalue())
+
+
 class Job(NamedTuple):
     """A pretrain_gpt.py under way; what it writes goes to files."""
 
@@ -147,14 +175,6 @@ class Job(NamedTuple):
     def is_gone(self) -> bool:
         """Whether the launcher and all its ranks have ended, within a few seconds."""
         return wait_until(lambda: f" {self.process.pid} " not in _living_groups())
-
-
-class Finished(NamedTuple):
-    """How a job ended."""
-
-    status: int
-    output: str
-    errors: str
 
 
 @contextlib.contextmanager
