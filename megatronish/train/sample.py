@@ -15,7 +15,7 @@ def print_sample(config: Config) -> int:
         return 0
     tokenizer = build_tokenizer(config.data)
     trained = load_model(config.save_dir)
-    tokens = tokenizer.encode(prompt)
+    tokens = tokenizer.encode(prompt) or [tokenizer.eod]  # after the end of a document, another begins
     following = generate(
         trained.model,
         tokens,

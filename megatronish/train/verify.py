@@ -6,6 +6,7 @@ layout, so two traces can be laid side by side; the first entry that differs, in
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -212,7 +213,8 @@ def _order(key: str) -> tuple[int, int, int]:
 
 
 def _apart(one: float, other: float) -> float:
-    return abs(one - other) / max(abs(one), 1e-30)
+    apart = abs(one - other) / max(abs(one), 1e-30)
+    return math.inf if math.isnan(apart) else apart
 
 
 def verify(config: Config, *, num_steps: int) -> int:
