@@ -179,15 +179,20 @@ class Job(NamedTuple):
 
 @contextlib.contextmanager
 def started(
-    argv: Sequence[str], folder: Path, *, plant: Callable[..., None] | None = None, plant_args: Sequence[Any] = ()
+    argv: Sequence[str],
+    folder: Path,
+    *,
+    main: Callable[[list[str]], int] = pretrain_gpt.main,
+    plant: Callable[..., None] | None = None,
+    plant_args: Sequence[Any] = (),
 ) -> Iterator[Job]:
-    """`pretrain_gpt.py ARGV` while it runs, killed at the end; its output goes into a new folder in `folder`."""
+    """`main(ARGV)` while it runs, killed at the end; its output goes into a new folder in `folder`."""
     # Whoever needs the server first decides what it has imported; a job that finds less imports the rest by itself.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run"])
     own = folder / f"job_{next(_numbers)}"
     own.mkdir(parents=True)
-    process = context.Process(target=_be_job, args=(own, list(argv), plant, plant_args))
+    process = context.Process(target=_be_job, args=(own, list(argv), main, plant, plant_args))
     process.start()
     job = Job(process, own)
     try:
@@ -197,11 +202,9 @@ def started(
         process.join()
 
 
-def run_job(
-    argv: Sequence[str], folder: Path, *, plant: Callable[..., None] | None = None, plant_args: Sequence[Any] = ()
-) -> Finished:
-    """`pretrain_gpt.py ARGV` from start to end."""
-    with started(argv, folder, plant=plant, plant_args=plant_args) as job:
+def run_job(argv: Sequence[str], folder: Path, **options: Any) -> Finished:
+    """`main(ARGV)` from start to end; for `options` see `started`."""
+    with started(argv, folder, **options) as job:
         status = job.wait()
         assert job.is_gone()
         return Finished(status, job.output, job.errors)
@@ -214,11 +217,17 @@ def _living_groups() -> str:
     return " ".join(["", *(group for state, group in pairs if not state.startswith("Z") or "l" in state), ""])
 
 
-def _be_job(folder: Path, argv: list[str], plant: Callable[..., None] | None, plant_args: Sequence[Any]) -> None:
+def _be_job(
+    folder: Path,
+    argv: list[str],
+    main: Callable[[list[str]], int],
+    plant: Callable[..., None] | None,
+    plant_args: Sequence[Any],
+) -> None:
     os.setsid()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if plant is not None:
         plant(*plant_args)
-    sys.exit(pretrain_gpt.main(argv))
+    sys.exit(main(argv))

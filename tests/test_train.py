@@ -1,0 +1,251 @@
+"""The main job from end to end: what a run writes, how it stops, goes on, and refuses company."""
+
+import json
+import os
+import re
+import signal
+import tomllib
+from pathlib import Path
+
+import pytest
+from jobs import (
+    Job,
+    call_main,
+    checkpoints_of,
+    run_job,
+    started,
+    state_of,
+    steps_of,
+    tiny,
+    train_on_ranks,
+    write_tokens,
+)
+from ranks import wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatronish.train.engine import Engine
+from megatronish.train.plot import read_lines
+
+# What Megatron-LM prints, up to where it ends and we go on.
+MEGATRONS_LINE = re.compile(
+    r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration [ \d]{7}\d/[ \d]{7}\d \| consumed samples: [ \d]{11}\d \| "
+    r"elapsed time per iteration \(ms\): \d+\.\d \| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d+ \| "
+    r"learning rate: \d\.\d{6}E[+-]\d\d \| global batch size: [ \d]{4}\d \| lm loss: \d\.\d{6}E[+-]\d\d \| "
+    r"loss scale: \d+\.\d \| grad norm: \d+\.\d{3} \| num zeros: \d+ \| params norm: \d+\.\d{3} \| "
+    r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \| tokens per second: \d+ \|"
+)
+METRICS = [
+    *("step", "loss", "grad_norm", "learning_rate", "loss_scale", "tokens", "consumed_samples", "step_seconds"),
+    *("tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"),
+]
+TAGS = {
+    *("learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros", "params-norm"),
+    *("iteration-time", "throughput"),
+    *(f"lm loss {name}{ppl}" for name in ("second", "third", "test") for ppl in ("", " ppl")),
+}
+FLAGS = "--eval-iters 2 --eval-interval 4 --save-interval 4 --log-params-norm --log-num-zeros-in-grad"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags that name a training set, two validation sets and a test set."""
+    folder = tmp_path_factory.mktemp("data")
+    first, second, third = (write_tokens(folder / name, seed=n) for n, name in enumerate(("first", "second", "third")))
+    return (
+        f"--tokenizer-type null --train-data-path {first} --valid-data-path {second} {third} "
+        f"--multiple-validation-sets --test-data-path {third}"
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
+    """A whole run of six steps on two stages; what it printed is in `printed` beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = run_job(tiny(folder / "run", f"{FLAGS} --pp 2", data=data), folder)
+    assert ended.status == 0, ended
+    (folder / "run" / "printed").write_text(ended.output)
+    return folder / "run"
+
+
+# What a run writes
+
+
+def test_each_step_has_a_line_that_parsers_of_megatrons_log_read(run_dir: Path) -> None:
+    lines = [line for line in (run_dir / "printed").read_text().splitlines() if "iteration " in line and "[20" in line]
+    assert len(lines) == 6
+    for line, (step, seen) in zip(lines, steps_of(run_dir).items(), strict=True):
+        assert MEGATRONS_LINE.fullmatch(line), line
+        assert f"iteration {step:8d}/       6 | consumed samples: {4 * step:12d} |" in line
+        assert f"lm loss: {seen.loss:.6E} |" in line
+
+
+def test_metrics_have_their_fields_in_full_precision(tmp_path: Path) -> None:
+    train_on_ranks(tiny(tmp_path / "run"))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert list(line) == METRICS
+        assert line["tokens"] == 16 * line["consumed_samples"] == 64 * line["step"]
+        assert line["tokens_per_second"] == pytest.approx(64 / line["step_seconds"])
+        assert line["mfu"] is None and line["model_tflops_per_device"] > 0 and line["peak_memory_bytes"] > 2**20
+        assert line["learning_rate"] == pytest.approx(0.01 * (7 - line["step"]) / 6)
+        assert line["loss"] != round(line["loss"], 8)
+
+
+def test_evaluations_of_every_set_are_those_of_one_process(tmp_path: Path, run_dir: Path, data: str) -> None:
+    train_on_ranks(tiny(tmp_path / "one", FLAGS, data=data))
+    train_on_ranks(tiny(tmp_path / "two", f"{FLAGS} --dp 2 --tp 2", data=data), world_size=4)
+    one, two, piped = (read_lines(path / "evaluations.jsonl") for path in (tmp_path / "one", tmp_path / "two", run_dir))
+    assert [(line["step"], line["name"]) for line in one] == [
+        *((4, "second"), (4, "third"), (6, "second"), (6, "third"), (6, "test"))
+    ]
+    for line in one:
+        assert list(line) == ["step", "name", "loss", "perplexity", "tokens", "consumed_samples"]
+        assert line["tokens"] == 2 * 4 * 16
+    assert one[2]["loss"] != one[3]["loss"]
+    for other in (two, piped):
+        for line, expected in zip(other, one, strict=True):
+            assert line.pop("name") == expected["name"]
+            assert line == pytest.approx({name: expected[name] for name in line}, rel=1e-5)
+
+
+def test_tensorboard_has_megatrons_tags_and_the_values_of_metrics(run_dir: Path) -> None:
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == TAGS | {f"{tag} vs samples" for tag in TAGS}
+    for tag, field in (("lm loss", "loss"), ("grad-norm", "grad_norm"), ("params-norm", "params_norm")):
+        expected = {line["step"]: pytest.approx(line[field]) for line in read_lines(run_dir / "metrics.jsonl")}
+        assert {event.step: event.value for event in events.Scalars(tag)} == expected
+        over_samples = {event.step: event.value for event in events.Scalars(f"{tag} vs samples")}
+        assert over_samples == {4 * step: value for step, value in expected.items()}
+
+
+def test_a_run_leaves_its_logs_its_curve_and_its_config(run_dir: Path, data: str) -> None:
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run_dir / "logs" / "rank_0.log").read_text() == (run_dir / "printed").read_text()
+    assert (run_dir / "logs" / "rank_1.log").exists()
+    assert checkpoints_of(run_dir) == ["latest", "step_00000004", "step_00000006"]
+    assert {path.name for path in run_dir.iterdir()} == {
+        *(".lock", "checkpoints", "config.toml", "evaluations.jsonl", "logs", "loss.png", "metrics.jsonl"),
+        *("printed", "tensorboard"),
+    }
+
+
+def test_the_config_that_a_run_leaves_is_that_run(tmp_path: Path, run_dir: Path) -> None:
+    """Passed back, it names the same folder: the run was finished, and says so."""
+    config = tomllib.loads((run_dir / "config.toml").read_text())
+    assert config["parallel"]["pipeline_model_parallel_size"] == 2
+    ended = run_job(["--config", str(run_dir / "config.toml")], tmp_path)
+    assert (ended.status, ended.errors) == (0, "")
+    assert "finished already: 6 steps of 6 are done" in ended.output and "changed since" not in ended.output
+
+
+# Going on
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first = call_main(tiny(run_dir, "--train-iters 2 --lr-decay-style constant"))
+    again = call_main(tiny(run_dir, "--train-iters 2 --lr-decay-style constant"))
+    assert first.status == again.status == 0
+    assert "finished already: 2 steps of 2 are done" in again.output
+    longer = call_main(tiny(run_dir, "--train-iters 3 --lr-decay-style constant --log-params-norm"))
+    assert longer.status == 0
+    assert "changed since: log.log_params_norm False -> True; training.train_iters 2 -> 3" in longer.output
+    train_on_ranks(tiny(tmp_path / "at once", "--train-iters 3 --lr-decay-style constant"))
+    assert steps_of(run_dir) == steps_of(tmp_path / "at once")
+
+
+def test_the_batch_grows_and_samples_count_the_run(tmp_path: Path) -> None:
+    """12 samples in twos, then fours: 8 steps make 20. A resume in the midst of it changes nothing."""
+    flags = "--rampup-batch-size 2 2 12 --train-samples 21 --lr-warmup-samples 4"
+    argv = [word for word in tiny(tmp_path / "run", flags) if word not in ("--train-iters", "6")]
+    train_on_ranks(argv)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["consumed_samples"] for line in lines] == [2, 4, 6, 8, 10, 12, 16, 20]
+    parts = [word.replace(str(tmp_path / "run"), str(tmp_path / "parts")) for word in argv]
+    for world_size, layout in ((2, ["--dp", "2"]), (1, [])):
+        train_on_ranks([*parts, *layout, "--exit-interval", "5"], world_size=world_size)
+    for step, seen in steps_of(tmp_path / "parts").items():
+        assert seen == pytest.approx(steps_of(tmp_path / "run")[step], rel=1e-5)
+    assert state_of(tmp_path / "parts", 8)["consumed_samples"] == 20
+
+
+def test_a_run_leaves_in_time(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    output = train_on_ranks(tiny(run_dir, "--exit-duration-in-mins 0.0001 --train-iters 500"))
+    step = max(steps_of(run_dir))
+    assert step < 500 and state_of(run_dir, step)
+    assert f"stopped after step {step} of 500: the time of --exit-duration-in-mins is over; start again" in output
+    # A wish to leave that comes with the last step has nothing left to say.
+    assert "stopped" not in train_on_ranks(tiny(tmp_path / "end", "--exit-interval 6"))
+
+
+# Signals, company, accidents
+
+
+def _has(job: Job, run_dir: Path, steps: int) -> bool:
+    return job.process.exitcode is not None or max(steps_of(run_dir), default=0) >= steps
+
+
+def test_of_two_starts_one_wins_and_saves_and_leaves_when_told(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = tiny(run_dir, "--tp 2 --train-iters 100000 --lr-decay-style constant")
+    with started(argv, tmp_path) as one, started(argv, tmp_path) as other:
+        assert wait_until(lambda: None not in (one.process.exitcode, other.process.exitcode) or
+                          {one.process.exitcode, other.process.exitcode} != {None}, timeout=30)  # fmt: skip
+        winner, loser = (other, one) if one.process.exitcode is not None else (one, other)
+        assert loser.wait() == 2, loser.told
+        assert f"run_dir={run_dir} is in use by process" in loser.errors and "choose another --run-dir" in loser.errors
+        assert "Traceback" not in loser.errors
+        assert wait_until(lambda: _has(winner, run_dir, 2), timeout=30)
+
+        winner.signal(signal.SIGUSR1)
+        assert wait_until(lambda: (run_dir / "checkpoints" / "latest").exists(), timeout=30)
+        saved = int((run_dir / "checkpoints" / "latest").read_text().strip()[-8:])
+        assert wait_until(lambda: _has(winner, run_dir, saved + 2), timeout=30)
+
+        winner.signal(signal.SIGTERM)
+        assert winner.wait() == 0, winner.told
+        assert winner.is_gone()
+    last = max(steps_of(run_dir))
+    assert f"stopped after step {last} of 100000: SIGTERM arrived; start again to go on" in winner.output
+    assert checkpoints_of(run_dir) == ["latest", f"step_{saved:08d}", f"step_{last:08d}"]
+    train_on_ranks([*argv, "--exit-interval", "1"], world_size=2)
+    assert max(steps_of(run_dir)) == last + 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ended = run_job(tiny(run_dir, "--tp 2 --lr 1e30 --save-interval 1"), tmp_path)
+    assert ended.status == 1
+    last = max(steps_of(run_dir), default=0)
+    assert re.search(rf"loss=.* and grad_norm=.* in step {last} must be finite; .* Lower --lr", ended.errors)
+    assert ended.errors.count("must be finite") == 1 and "Traceback" not in ended.errors
+    names = [f"step_{step:08d}" for step in range(1, last + 1)]
+    assert checkpoints_of(run_dir) == ["latest", *names]
+
+
+def kill_rank_one_in_step_three() -> None:
+    """Planted in a job."""
+    clip, steps = Engine.clip, [0]
+
+    def clip_or_die(self: Engine, grad_norm: float) -> None:
+        steps[0] += 1
+        if steps[0] == 3 and self.mesh.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        clip(self, grad_norm)
+
+    Engine.clip = clip_or_die  # type: ignore[method-assign]
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_a_message(tmp_path: Path) -> None:
+    argv = tiny(tmp_path / "run", "--dp 2 --save-interval 1")
+    ended = run_job(argv, tmp_path, plant=kill_rank_one_in_step_three)  # which waits until no rank is left
+    assert ended.status == 1
+    assert ended.errors == "rank 1 failed: killed by SIGKILL (by hand, or because memory ran out)\n"
+    # Nothing waited in a buffer: the lines of the steps before are on the disk, and whole.
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2] and text.endswith("}\n")
+    train_on_ranks(argv, world_size=2)
+    assert sorted(steps_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
