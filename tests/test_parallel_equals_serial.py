@@ -2,9 +2,9 @@
 
 Each of the 38 layouts of dp x tp x pp with at most eight ranks is trained once, with features that a seeded pairwise
 array has dealt to it, and compared with one process that takes each global batch as a single micro-batch: initial
-values bit by bit, losses and gradient norms of three Adam steps, an evaluation, every element of the first gradient,
-and the parameters after SGD steps (Adam turns the rounding noise of a gradient that is truly zero, a key bias's, into
-whole steps, so parameters are no measure after Adam). The tolerance is the same for all: 1e-5 in fp32.
+values bit by bit, losses and gradient norms of three Adam steps, an evaluation, every element of the first gradient
+(clipped), and the parameters after SGD steps. Not after Adam steps: Adam turns the rounding noise of a gradient that is
+truly zero, a key bias's, into whole steps. The tolerance is the same for all: 1e-5 in fp32.
 
 `pytest --all-layouts` takes the product of the features that meet in the maths, for every layout.
 """
@@ -134,11 +134,9 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
     sgd = build(mesh, problem, spread, OptimizerConfig(optimizer="sgd", clip_grad=CLIP))
     initial = parts(sgd, sgd.optimizer.masters)
     for step in range(SGD_STEPS):
-        result = sgd.gradients(batches(step), step=step)
+        sgd.step(batches(step), step=step, learning_rate=0.1, weight_decay=0.1)
         if step == 0:
             gradients = parts(sgd, sgd.buckets.views)
-        sgd.clip(result.grad_norm)
-        sgd.optimizer.step(learning_rate=0.1, weight_decay=0.1)
     adam = build(mesh, problem, spread, OptimizerConfig(optimizer="adam", clip_grad=CLIP))
     results = [adam.step(batches(step), step=step, learning_rate=1e-3, weight_decay=0.1) for step in range(ADAM_STEPS)]
     return Record(
