@@ -96,7 +96,6 @@ def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
             max_sentence_length=1 << 24,
             unk_id=0,
             eos_id=1,
