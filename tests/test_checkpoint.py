@@ -319,8 +319,13 @@ KILLS: dict[str, tuple[Callable[..., None], tuple[Any, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["", "--tp 2 --pp 2"], ids=["one", "four"])
-@pytest.mark.parametrize("moment", KILLS)
+@pytest.mark.parametrize(
+    ("moment", "layout"),
+    [
+        *((moment, "") for moment in KILLS),
+        *((moment, "--tp 2 --pp 2") for moment in list(KILLS)[1::2]),
+    ],
+)
 def test_a_killed_run_resumes_as_if_nothing_had_been(
     tmp_path: Path, six_steps: Path, six_steps_of_four: Path, moment: str, layout: str
 ) -> None:
