@@ -60,9 +60,13 @@ def test_a_world_that_does_not_fit_is_told_by_rank_zero_alone(tmp_path: Path) ->
     assert call_main(tiny(tmp_path / "run", "--tp 2"), RANK="1", **environ) == Finished(2, "", "")
 
 
-def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_told(call_main(tiny(tmp_path / "file" / "run")), f"{tmp_path}/file/run.*choose another")
+    for flag in ("--save", "--tensorboard-dir"):
+        ended = call_main(tiny(tmp_path / "run", f"{flag} {tmp_path}/file/x"))
+        assert_told(ended, f"{flag} {tmp_path}/file/x cannot be written: Not a directory; choose another")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # Data and tokenizers
@@ -90,6 +94,13 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, kind: str, dry_run
     assert_told(call_main(tiny(tmp_path / "run", data=f"{data} {tmp_path}/none")), f"{tmp_path}/none does not exist")
     ended = call_main(tiny(tmp_path / "run", dry_run, data=f"{data} {prefix}.bin"))
     assert_told(ended, f"--tokenizer-model {prefix}.bin is not a")
+
+
+def test_a_sample_prompt_that_is_no_text_is_told_before_training(tmp_path: Path) -> None:
+    data = f"{OTHER_DATA} {write_tokens(tmp_path / 'data')} --split 1,0,0"
+    ended = call_main(tiny(tmp_path / "run", "--sample-prompt hello", data=data))
+    assert_told(ended, "the prompt 'hello' cannot be turned into tokens")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_data_of_another_tokenizer_is_told_before_training(tmp_path: Path) -> None:
@@ -173,7 +184,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, two_steps: 
         ended = call_main(argv)
         assert_told(ended, told, str(folder), "remove that folder")
         assert "pwned" not in ended.output
-    assert not (tmp_path / "other" / "checkpoints").exists()
+    assert not list((tmp_path / "other" / "checkpoints").iterdir())
 
 
 def test_many_ranks_tell_a_damaged_checkpoint_once_and_end(tmp_path: Path, two_steps: Path) -> None:

@@ -84,7 +84,7 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
     for arguments, sentence in (
         (Arguments(load=tmp_path / "none"), f"{tmp_path}/none holds no checkpoint"),
         (Arguments(load=trained, ckpt_step=4), "ckpt_step=4 is not in .*; the steps there: 3"),
-        (Arguments(load=trained, prompt=""), "the prompt is empty"),
+        (Arguments(load=trained, prompt="\ud800"), "the prompt '.ud800' cannot be turned into tokens"),
         (Arguments(load=trained, temperature=-1.0), "temperature=-1.0 .* must not be negative"),
         (Arguments(load=trained, top_p=0.0), "top_p=0.0 must be above 0"),
     ):
@@ -98,3 +98,8 @@ def test_a_run_ends_with_a_sample(tmp_path: Path, data: str, prompt: str) -> Non
     ended = call_main(argv)
     assert ended.status == 0, ended
     assert f"\na sample after step 3, from {prompt!r}:\n\n{prompt}" in ended.output
+
+
+def test_made_up_tokens_are_no_text_and_have_no_sample(tmp_path: Path) -> None:
+    ended = call_main(tiny(tmp_path / "run", "--sample-prompt hello --exit-interval 1"))
+    assert ended.status == 0 and "a sample" not in ended.output

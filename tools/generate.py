@@ -9,7 +9,7 @@ import tyro
 
 from megatronish.errors import UserError
 from megatronish.tokenizer import build_tokenizer
-from megatronish.train.generate import generate, load_model
+from megatronish.train.generate import encode_prompt, generate, load_model
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Arguments:
     load: Path
     """A run folder, its checkpoints folder or one step's folder."""
     prompt: str = "\n"
-    """Text to go on from."""
+    """Text to go on from; nothing begins a document."""
     num_tokens: int = 200
     """Tokens to write at most; an end of document ends earlier."""
     temperature: float = 0.8
@@ -43,9 +43,7 @@ def main(arguments: Arguments) -> int:
         )
     trained = load_model(arguments.load, step=arguments.ckpt_step)
     tokenizer = build_tokenizer(trained.data)
-    tokens = tokenizer.encode(arguments.prompt)
-    if not tokens:
-        raise UserError("the prompt is empty; give --prompt at least one token to go on from")
+    tokens = encode_prompt(tokenizer, arguments.prompt)
     following = generate(
         trained.model,
         tokens,

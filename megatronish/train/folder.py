@@ -1,5 +1,6 @@
 """May this run live in this folder? One at a time, and only as a continuation of the same model, data and seed."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -14,15 +15,22 @@ FIXED_TRAINING = ("seq_length", "seed")
 NAMES_OF_DATA = ("data.data_path", "data.train_data_path", "data.split", "data.mock_data")
 
 
+def make_writable(folder: Path, *, flag: str) -> None:
+    """Make a folder if need be; UserError if nothing can be written there. Better now than at the first checkpoint."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = None if os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
+    except OSError as error:
+        problem = error.strerror
+    if problem is not None:
+        raise UserError(f"{flag} {folder} cannot be written: {problem}; choose another")
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the folder while a run lives in it; the lock goes with the process, however that ends."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / ".lock").open("a+")
-    except OSError as error:
-        raise UserError(f"run_dir={run_dir} cannot be written: {error.strerror}; choose another --run-dir") from error
-    with file:
+    make_writable(run_dir, flag="--run-dir")
+    with (run_dir / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

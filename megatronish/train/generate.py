@@ -18,6 +18,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.sharding import collect_shardings
 from megatronish.streams import torch_stream
+from megatronish.tokenizer import Tokenizer
 
 
 class Trained(NamedTuple):
@@ -52,6 +53,14 @@ def load_model(load: Path, *, step: int | None = None) -> Trained:
 def _data_config(saved: dict[str, Any]) -> DataConfig:
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     return DataConfig(**values)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """At least one token: after the end of a document, another begins. UserError for what is no text."""
+    try:
+        return tokenizer.encode(prompt) or [tokenizer.eod]
+    except ValueError as error:
+        raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}; change it") from error
 
 
 def generate(

@@ -27,7 +27,8 @@ from megatronish.tokenizer import build_tokenizer
 from megatronish.train.board import Board
 from megatronish.train.engine import Engine
 from megatronish.train.evaluate import Evaluate
-from megatronish.train.folder import differences, locked, refuse_other_run
+from megatronish.train.folder import differences, locked, make_writable, refuse_other_run
+from megatronish.train.generate import encode_prompt
 from megatronish.train.keep import Save, resume
 from megatronish.train.log import Log, ProgressBar, Speed
 from megatronish.train.opening import first_lines
@@ -42,6 +43,8 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir))
+            make_writable(config.save_dir, flag="--save")
+            make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
         mesh = Mesh.start(
             config.layout,
             rank=place.rank,
@@ -84,6 +87,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         exit_duration_in_mins=config.training.exit_duration_in_mins,
     )
     tokenizer = build_tokenizer(config.data)
+    if config.log.sample_prompt is not None and not config.data.mock_data:
+        encode_prompt(tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
     vocab_size = config.data.vocab_size or tokenizer.vocab_size
     datasets = build_datasets(
         config.data,

@@ -2,7 +2,7 @@
 
 from megatronish.config.config import Config
 from megatronish.tokenizer import build_tokenizer
-from megatronish.train.generate import generate, load_model
+from megatronish.train.generate import encode_prompt, generate, load_model
 
 
 def print_sample(config: Config) -> int:
@@ -15,7 +15,7 @@ def print_sample(config: Config) -> int:
         return 0
     tokenizer = build_tokenizer(config.data)
     trained = load_model(config.save_dir)
-    tokens = tokenizer.encode(prompt) or [tokenizer.eod]  # after the end of a document, another begins
+    tokens = encode_prompt(tokenizer, prompt)
     following = generate(
         trained.model,
         tokens,
