@@ -9,7 +9,6 @@ import contextlib
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ranks import run_ranks, wait_until
+from ranks import run_ranks, wait_until, warm_context
 
 import pretrain_gpt
 from megatronish.config.read import read_config
 from megatronish.data.indexed import IndexedWriter
-from megatronish.launch.local import WARM
 from megatronish.launch.place import Place
 from megatronish.train.plot import read_lines
 from megatronish.train.run import train
@@ -187,9 +185,7 @@ def started(
     plant_args: Sequence[Any] = (),
 ) -> Iterator[Job]:
     """`main(ARGV)` while it runs, killed at the end; its output goes into a new folder in `folder`."""
-    # Whoever needs the server first decides what it has imported; a job that finds less imports the rest by itself.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run"])
+    context = warm_context()
     own = folder / f"job_{next(_numbers)}"
     own.mkdir(parents=True)
     process = context.Process(target=_be_job, args=(own, list(argv), main, plant, plant_args))

@@ -60,7 +60,7 @@ def is_running(pid: int) -> bool:
 def warm_context() -> ForkServerContext:
     """Where processes are forked from a server that has torch loaded and nothing computed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "pytest", *WARM])
+    context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run"])
     return context
 
 

@@ -12,25 +12,18 @@ import torch
 from megatronish import comm
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.config.config import Config
-from megatronish.config.dump import resolved, to_toml
-from megatronish.data.blend import Dataset
-from megatronish.data.datasets import Datasets, build_datasets
-from megatronish.data.loader import micro_batches
+from megatronish.config.dump import to_toml
 from megatronish.errors import UserError
-from megatronish.flops import model_flops_per_token, peak_tflops
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh, leave
-from megatronish.model.batch import MicroBatch
-from megatronish.optim.batch_size import BatchSizeSchedule
-from megatronish.optim.learning_rate import build_schedule
-from megatronish.tokenizer import build_tokenizer
 from megatronish.train.board import Board
 from megatronish.train.engine import Engine
 from megatronish.train.evaluate import Evaluate
 from megatronish.train.folder import differences, locked, make_writable, refuse_other_run
 from megatronish.train.generate import encode_prompt
+from megatronish.train.job import Job
 from megatronish.train.keep import Save, resume
-from megatronish.train.log import Log, ProgressBar, Speed
+from megatronish.train.log import Log, ProgressBar
 from megatronish.train.opening import first_lines
 from megatronish.train.plot import plot_run
 from megatronish.train.stop import Stopper
@@ -86,44 +79,25 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
     )
-    tokenizer = build_tokenizer(config.data)
+    job = Job.open(config, mesh)
     if config.log.sample_prompt is not None and not config.data.mock_data:
-        encode_prompt(tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
-    vocab_size = config.data.vocab_size or tokenizer.vocab_size
-    datasets = build_datasets(
-        config.data,
-        seq_length=config.training.seq_length,
-        seed=config.training.seed,
-        vocab_size=vocab_size,
-        eod=tokenizer.eod,
-    )
+        encode_prompt(job.tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
-    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    say(first_lines(config, vocab_size=vocab_size, device=device_name, notes=notes))
-    engine = Engine.build(
-        mesh,
-        model=config.model,
-        parallel=config.parallel,
-        training=config.training,
-        optimizer=config.optimizer,
-        vocab_size=vocab_size,
-    )
-    facts = {"config": resolved(config), "vocab_size": vocab_size, "data": datasets.train.identity}
-    progress = _begin(config, engine, facts, say)
-    batch_sizes = BatchSizeSchedule.of(config.training.rampup_batch_size, global_batch_size=config.global_batch_size)
-    num_steps = config.training.train_iters or batch_sizes.num_steps(config.training.train_samples or 0)
-    if progress.step >= num_steps:
-        say(f"finished already: {progress.step} steps of {num_steps} are done")
+    say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
+    engine = job.build_engine()
+    progress = _begin(job, engine, say)
+    if progress.step >= job.num_steps:
+        say(f"finished already: {progress.step} steps of {job.num_steps} are done")
         return
     board = stack.enter_context(Board(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
     trainer = Trainer(
         engine=engine,
-        schedule=build_schedule(config.optimizer, config.training, global_batch_size=config.global_batch_size),
-        batch_sizes=batch_sizes,
-        num_steps=num_steps,
-        prepare=_batches_of(config, mesh, datasets.train, tokenizer.eod),
+        schedule=job.schedule,
+        batch_sizes=job.batch_sizes,
+        num_steps=job.num_steps,
+        prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=_hooks(config, engine, datasets, tokenizer.eod, vocab_size, stopper, board, facts, device_name),
+        hooks=_hooks(job, engine, stopper, board),
         progress=progress,
     )
     if mesh.is_main:
@@ -131,14 +105,17 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     trainer.run()
     if mesh.is_main:
         plot_run(config.run_dir)
-    if trainer.stop_reason is not None and trainer.progress.step < num_steps:
-        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
+    if trainer.stop_reason is not None and trainer.progress.step < job.num_steps:
+        say(
+            f"stopped after step {trainer.progress.step} of {job.num_steps}: {trainer.stop_reason}; "
+            "start again to go on"
+        )
     comm.barrier(mesh.world)
 
 
-def _begin(config: Config, engine: Engine, facts: dict[str, Any], say: Callable[[str], None]) -> Progress:
+def _begin(job: Job, engine: Engine, say: Callable[[str], None]) -> Progress:
     """Go on from the run's own newest checkpoint, else start from --load, else from nothing."""
-    keep, own = config.checkpoint, config.save_dir
+    keep, own, facts = job.config.checkpoint, job.config.save_dir, job.facts
     if engine.mesh.is_main:
         remove_leftovers(own)
     comm.barrier(engine.mesh.world)
@@ -174,36 +151,19 @@ def _begin(config: Config, engine: Engine, facts: dict[str, Any], say: Callable[
     return progress
 
 
-def _hooks(
-    config: Config,
-    engine: Engine,
-    datasets: Datasets,
-    eod: int,
-    vocab_size: int,
-    stopper: Stopper,
-    board: Board,
-    facts: dict[str, Any],
-    device_name: str,
-) -> list[Hook]:
+def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board) -> list[Hook]:
     """In their order: who decides to stop comes first, who saves comes last."""
-    mesh, log, training = engine.mesh, config.log, config.training
+    config, mesh, datasets = job.config, job.mesh, job.datasets
+    log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
     extras = {
         **({"params_norm": engine.params_norm} if log.log_params_norm else {}),
         **({"num_zeros": lambda: float(engine.num_zeros())} if log.log_num_zeros_in_grad else {}),
     }
-    speed = Speed(
-        seq_length=training.seq_length,
-        model_flops_per_token=model_flops_per_token(
-            config.model, vocab_size=vocab_size, seq_length=training.seq_length
-        ),
-        num_devices=mesh.world.size,
-        peak_tflops=log.peak_tflops_per_device or peak_tflops(device_name, "bf16" if training.bf16 else "fp32"),
-    )
     hooks: list[Hook] = [
         stopper,
         Log(
-            speed=speed,
+            speed=job.speed,
             interval=log.log_interval,
             board_interval=log.tensorboard_log_interval,
             file=folder and folder / "metrics.jsonl",
@@ -216,8 +176,8 @@ def _hooks(
     if training.eval_iters > 0:
         hooks.append(
             Evaluate(
-                {name: _evaluation_of(config, mesh, valid, eod) for name, valid in datasets.valid.items()},
-                None if datasets.test is None else _evaluation_of(config, mesh, datasets.test, eod),
+                {name: job.evaluation_of(valid) for name, valid in datasets.valid.items()},
+                None if datasets.test is None else job.evaluation_of(datasets.test),
                 interval=training.eval_interval,
                 num_batches=training.eval_iters,
                 file=folder and folder / "evaluations.jsonl",
@@ -230,37 +190,10 @@ def _hooks(
             interval=config.checkpoint.save_interval,
             stopper=stopper,
             with_optimizer=not config.checkpoint.no_save_optim,
-            facts=facts,
+            facts=job.facts,
         )
     )
     return hooks
-
-
-def _batches_of(config: Config, mesh: Mesh, dataset: Dataset, eod: int) -> Callable[[int, int], list[MicroBatch]]:
-    """(consumed samples, global batch size) -> this rank's micro-batches."""
-    data = config.data
-
-    def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        return micro_batches(
-            dataset,
-            consumed_samples=consumed_samples,
-            global_batch_size=global_batch_size,
-            micro_batch_size=config.training.micro_batch_size,
-            dp_rank=mesh.dp.rank,
-            dp_size=mesh.dp.size,
-            eod=eod,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        )
-
-    return prepare
-
-
-def _evaluation_of(config: Config, mesh: Mesh, dataset: Dataset, eod: int) -> Callable[[int], list[MicroBatch]]:
-    """Evaluation batch number -> this rank's micro-batches."""
-    prepare, size = _batches_of(config, mesh, dataset, eod), config.global_batch_size
-    return lambda number: prepare(number * size, size)
 
 
 def _say_nothing(*_: Any) -> None:

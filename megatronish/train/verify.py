@@ -19,15 +19,11 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.config.config import Config
-from megatronish.data.datasets import build_datasets
-from megatronish.data.loader import micro_batches
 from megatronish.launch.local import run_local_ranks
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh, leave
-from megatronish.optim.batch_size import BatchSizeSchedule
-from megatronish.optim.learning_rate import build_schedule
-from megatronish.tokenizer import build_tokenizer
 from megatronish.train.engine import Engine
+from megatronish.train.job import Job
 from megatronish.train.trainer import Progress, Trainer
 
 TOLERANCE = 1e-5
@@ -73,37 +69,15 @@ class Recorder:
 def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> int:
     """Train a few steps on one rank and leave `trace_RANK.json` in `folder`."""
     mesh = Mesh.start(config.layout, rank=place.rank, init_method=place.rendezvous)
-    tokenizer = build_tokenizer(config.data)
-    vocab_size, training, data = config.data.vocab_size or tokenizer.vocab_size, config.training, config.data
-    datasets = build_datasets(
-        data, seq_length=training.seq_length, seed=training.seed, vocab_size=vocab_size, eod=tokenizer.eod
-    )
-    engine = Engine.build(
-        mesh,
-        model=config.model,
-        parallel=config.parallel,
-        training=training,
-        optimizer=config.optimizer,
-        vocab_size=vocab_size,
-    )
+    job = Job.open(config, mesh)
+    engine = job.build_engine()
     recorder = Recorder(engine.model, mesh)
     trainer = Trainer(
         engine=engine,
-        schedule=build_schedule(config.optimizer, training, global_batch_size=config.global_batch_size),
-        batch_sizes=BatchSizeSchedule.of(training.rampup_batch_size, global_batch_size=config.global_batch_size),
+        schedule=job.schedule,
+        batch_sizes=job.batch_sizes,
         num_steps=num_steps,
-        prepare=lambda consumed, size: micro_batches(
-            datasets.train,
-            consumed_samples=consumed,
-            global_batch_size=size,
-            micro_batch_size=training.micro_batch_size,
-            dp_rank=mesh.dp.rank,
-            dp_size=mesh.dp.size,
-            eod=tokenizer.eod,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        ),
+        prepare=job.batches_of(job.datasets.train),
         num_ahead=0,
         hooks=(),
         progress=Progress(),
