@@ -18,8 +18,10 @@ setup(
     install_requires=[
         "torch>=2.11",
         "numpy>=2.0",
+        "einops>=0.8",
         "sentencepiece>=0.2",
         "tokenizers>=0.20",
+        "safetensors>=0.4",  # for the conversion of checkpoints, which is to come
         "tensorboard>=2.16",
         "tqdm>=4.66",
         "matplotlib>=3.8",

@@ -1,7 +1,9 @@
 """Checkpoints: of any layout into any other bit by bit, and whole at whatever moment a run is killed."""
 
+import errno
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,6 +21,7 @@ from megatronish.checkpoint.folder import find_checkpoint, read_state, remove_le
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.config.read import read_config
+from megatronish.errors import RunError
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh, leave
 from megatronish.sharding import Piece
@@ -281,6 +284,36 @@ def test_a_save_killed_at_any_point_leaves_the_checkpoint_before_or_the_new_one(
     assert len(found) > 15
     arrived = found.index(2.0)
     assert found == [before] * arrived + [2.0] * (len(found) - arrived)
+
+
+def save_on_a_full_disk(place: Place, folder: Path, fails_at: int) -> tuple[str, float | None, list[str]]:
+    """What the save says whose write number `fails_at` finds no room, what is loaded then, and what is left."""
+    save_value(folder, 1.0)
+    count, sync = itertools.count(1), os.fsync
+
+    def no_room(descriptor: int) -> None:
+        if next(count) == fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    os.fsync = no_room
+    try:
+        save_value(folder, 2.0)
+    except RunError as error:
+        return str(error), saved_value(folder), sorted(path.name for path in folder.iterdir())
+    finally:
+        os.fsync = sync
+    raise AssertionError
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, fails_at: int) -> None:
+    ((sentence, value, left),) = run_ranks(1, save_on_a_full_disk, tmp_path, fails_at)
+    assert re.match(
+        r"the checkpoint of step 4 could not be written to .*: No space left on device\. Those before", sentence
+    )
+    assert value == 1.0
+    assert left == ["latest", "step_00000004"]
 
 
 def kill_all_at(event: str, text: str, occurrence: int) -> None:

@@ -130,6 +130,16 @@ def test_identity_tells_what_samples_are_equal(prefix: Path, tmp_path: Path) -> 
     assert open_samples(prefix).identity == all_samples[0].identity
 
 
+def test_other_text_of_the_same_lengths_has_another_identity_and_the_same_order(prefix: Path, tmp_path: Path) -> None:
+    shutil.copy(f"{prefix}.idx", tmp_path / "other.idx")
+    tokens = bytearray(Path(f"{prefix}.bin").read_bytes())
+    tokens[-2] ^= 1
+    (tmp_path / "other.bin").write_bytes(tokens)
+    one, other = open_samples(prefix), open_samples(tmp_path / "other")
+    assert one.identity != other.identity
+    assert (take(one, 20) != take(other, 20)).sum() <= 2
+
+
 def test_the_cache_gives_the_same_samples(prefix: Path, tmp_path: Path) -> None:
     count = 2 * open_samples(prefix).num_samples
     reference = take(open_samples(prefix), count)

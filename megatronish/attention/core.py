@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 
@@ -39,8 +40,8 @@ def attention(
     `visible` None means plain causal. SDPA (flash attention) does the work; with dropout the probabilities are made
     explicit, because SDPA draws its masks from the global generator.
     """
-    seq_length, batch, heads, head_size = q.shape
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    seq_length, _, heads, head_size = q.shape
+    q, k, v = (rearrange(x, "s b n h -> b n s h") for x in (q, k, v))
     grouped = k.shape[1] != heads
     if dropout is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped)
@@ -52,4 +53,4 @@ def attention(
         scores = (q @ k.transpose(-2, -1)).float() * (1.0 / math.sqrt(head_size))
         probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out = dropout(probabilities).to(v.dtype) @ v
-    return out.permute(2, 0, 1, 3).reshape(seq_length, batch, heads * head_size)
+    return rearrange(out, "b n s h -> s b (n h)")

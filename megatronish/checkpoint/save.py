@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.checkpoint.folder import partial_name_of, publish, remove_leftovers
+from megatronish.checkpoint.folder import name_of, partial_name_of, publish, remove_leftovers
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
+from megatronish.errors import RunError
 from megatronish.mesh.groups import Mesh
 from megatronish.optim.optimizer import Optimizer
 from megatronish.sharding import Sharding
@@ -55,17 +56,26 @@ def _global_tensors(
 def save_checkpoint(
     folder: Path, *, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any], mesh: Mesh
 ) -> Path:
-    """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path."""
+    """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path.
+
+    RunError if the disk is full or fails: what was written of it is removed, the checkpoints before it stay.
+    """
     partial = folder / partial_name_of(step)
     if mesh.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     comm.barrier(mesh.world)
-    write_tensors(partial, tensors, alone=mesh.world.size == 1)
-    # dcp.save ends with a collective: when rank 0 returns, every rank's file is synced.
-    if mesh.is_main:
-        publish(partial, step=step, state=state)
+    try:
+        write_tensors(partial, tensors, alone=mesh.world.size == 1)
+        # dcp.save ends with a collective: when rank 0 returns, every rank's file is synced.
+        if mesh.is_main:
+            publish(partial, step=step, state=state)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(
+            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. Those before "
+            "it are whole; make room there and start again, or name another place with --save"
+        ) from error
     comm.barrier(mesh.world)
-    return folder / f"step_{step:08d}"
+    return folder / name_of(step)

@@ -141,4 +141,6 @@ class _plain_errors:  # noqa: N801 (reads as a statement)
                 raise first from error
             if isinstance(first, pickle.UnpicklingError) or "PytorchStreamReader" in str(first):
                 raise DamagedError(self.folder, "what its files hold are no tensors") from error
+            if isinstance(first, OSError):
+                raise first from error
             raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error

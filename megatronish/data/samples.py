@@ -70,7 +70,8 @@ class GPTSamples:
                 "give it more data, a larger part of --split or none (for example --split 1,0,0), or a shorter sequence"
             )
         facts = (FORMAT, file.identity, first_document, end_document, seq_length, seed)
-        self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
+        self._order_identity = _hash(facts)
+        self.identity = _hash((self._order_identity, file.content))
         self._epochs: dict[int, Epoch] = {}
         self.sample(0)  # so that data of another tokenizer shows at the start
 
@@ -113,7 +114,7 @@ class GPTSamples:
         """An epoch's three arrays end to end, from the cache or for it."""
         if self._cache_folder is None:
             return self._build(number)
-        path = self._cache_folder / f"{self.identity[:32]}-{number:05d}.epoch"
+        path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
         found = _read(path, size=size)
         if found is not None:
             return found
@@ -133,8 +134,12 @@ class GPTSamples:
 
     def _order(self, of: str, number: int, *, size: int) -> NDArray[np.int64]:
         """A permutation. Sorted raw draws, because numpy promises those, and not `permutation`, over its versions."""
-        stream = numpy_stream(self._seed, "data", self.identity, of, number)
+        stream = numpy_stream(self._seed, "data", self._order_identity, of, number)
         return stream.bit_generator.random_raw(size).argsort(kind="stable")
+
+
+def _hash(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _read(path: Path, *, size: int) -> NDArray[np.int64] | None:
