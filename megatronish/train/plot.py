@@ -5,10 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
-
-matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -34,6 +31,7 @@ def plot_run(run_dir: Path) -> Path:
         axes.plot(*zip(*points, strict=True), marker="o", label=f"{name} ({points[-1][1]:.3f})")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=run_dir.resolve().name)
     axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     path = run_dir / "loss.png"
     aside = path.with_name(f".loss.{os.getpid()}.png")

@@ -25,7 +25,6 @@ from megatronish.train.job import Job
 from megatronish.train.keep import Save, resume
 from megatronish.train.log import Log, ProgressBar
 from megatronish.train.opening import first_lines
-from megatronish.train.plot import plot_run
 from megatronish.train.stop import Stopper
 from megatronish.train.trainer import Hook, Progress, Trainer
 
@@ -104,6 +103,9 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         (config.run_dir / "config.toml").write_text(to_toml(config))
     trainer.run()
     if mesh.is_main:
+        # matplotlib takes a second to import: the others, and the start, need not wait for it.
+        from megatronish.train.plot import plot_run
+
         plot_run(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < job.num_steps:
         say(
