@@ -96,6 +96,10 @@ def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
+            # Indentation in a few pieces, so that a small model need not count spaces; short ones, so that it sees each
+            # often enough to learn it in minutes.
+            allow_whitespace_only_pieces=True,
+            max_sentencepiece_length=6,
             max_sentence_length=1 << 24,
             unk_id=0,
             eos_id=1,

@@ -25,7 +25,7 @@ from megatronish.model.gpt import GPT, MakeBlock
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.run import Boundary, Executor
-from megatronish.pipeline.schedule import SCHEDULES, looped
+from megatronish.pipeline.schedule import SCHEDULES, Action, looped
 from megatronish.pipeline.split import layers_of_stage
 from megatronish.sharding import Sharding, collect_shardings, initialize
 
@@ -179,7 +179,7 @@ class Engine:
     def _counted(self) -> list[torch.Tensor]:
         return [bucket.flat for bucket in self.buckets.buckets if bucket.counted]
 
-    def _actions(self, num_microbatches: int) -> list:
+    def _actions(self, num_microbatches: int) -> list[Action]:
         plan = SCHEDULES[self.schedule](num_stages=self.mesh.pp.size, num_microbatches=num_microbatches)
         return plan[self.mesh.pp.rank]
 
