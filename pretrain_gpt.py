@@ -31,6 +31,9 @@ def main(argv: list[str]) -> int:
         if is_main(place):
             print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def is_main(place: Place | None) -> bool:

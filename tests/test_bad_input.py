@@ -119,6 +119,7 @@ def test_another_model_data_or_seed_is_refused_with_both_values(tmp_path: Path, 
         "--hidden-size 48": "model.hidden_size was 24 and is 48",
         "--seed 7": "training.seed was 1234 and is 7",
         "--seq-length 8": "training.seq_length was 16 and is 8",
+        "--eod-mask-loss": "data.eod_mask_loss was False and is True",
         "--vocab-size 102": "the vocabulary was 101 and is 102",
     }
     for flags, sentence in others.items():
@@ -163,6 +164,7 @@ class Hostile:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     r"state.json cannot be read \(No such file": lambda folder: (folder / "state.json").unlink(),
+    "state.json lacks config, vocab_size": lambda folder: (folder / "state.json").write_text("{}"),
     r"state.json cannot be read \(": lambda folder: cut(folder / "state.json"),
     "__0_0.distcp is missing": lambda folder: (folder / "__0_0.distcp").unlink(),
     r"__0_0.distcp has \d+ bytes instead of \d+": lambda folder: cut(folder / "__0_0.distcp"),

@@ -95,7 +95,10 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
 @pytest.mark.parametrize("prompt", [PROMPT, ""])
 def test_a_run_ends_with_a_sample(tmp_path: Path, data: str, prompt: str) -> None:
     argv = [*tiny(tmp_path / "run", f"{FLAGS} --sample-tokens 5", data=data), "--sample-prompt", prompt]
-    ended = call_main(argv)
+    stopped = call_main(argv)
+    assert "stopped after step 3" in stopped.output
+    assert "a sample after" not in stopped.output
+    ended = call_main([*tiny(tmp_path / "run", f"{FLAGS} --sample-tokens 5 --train-iters 3", data=data), *argv[-2:]])
     assert ended.status == 0, ended
     assert f"\na sample after step 3, from {prompt!r}:\n\n{prompt}" in ended.output
 

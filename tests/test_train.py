@@ -24,6 +24,7 @@ from ranks import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatronish.train.engine import Engine
+from megatronish.train.folder import locked
 from megatronish.train.plot import read_lines
 
 # What Megatron-LM prints, up to where it ends and we go on.
@@ -196,7 +197,9 @@ def test_of_two_starts_one_wins_and_saves_and_leaves_when_told(tmp_path: Path) -
                           {one.process.exitcode, other.process.exitcode} != {None}, timeout=30)  # fmt: skip
         winner, loser = (other, one) if one.process.exitcode is not None else (one, other)
         assert loser.wait() == 2, loser.told
-        assert f"run_dir={run_dir} is in use by process" in loser.errors and "choose another --run-dir" in loser.errors
+        assert (
+            f"--run-dir {run_dir} is in use by process" in loser.errors and "choose another --run-dir" in loser.errors
+        )
         assert "Traceback" not in loser.errors
         assert wait_until(lambda: _has(winner, run_dir, 2), timeout=30)
 
@@ -209,7 +212,7 @@ def test_of_two_starts_one_wins_and_saves_and_leaves_when_told(tmp_path: Path) -
         assert winner.wait() == 0, winner.told
         assert winner.is_gone()
     last = max(steps_of(run_dir))
-    assert f"stopped after step {last} of 100000: SIGTERM arrived; start again to go on" in winner.output
+    assert f"stopped after step {last} of 100000: SIGTERM or Ctrl-C asked for it; start again to go on" in winner.output
     assert checkpoints_of(run_dir) == ["latest", f"step_{saved:08d}", f"step_{last:08d}"]
     train_on_ranks([*argv, "--exit-interval", "1"], world_size=2)
     assert max(steps_of(run_dir)) == last + 1
@@ -249,3 +252,32 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_message(tmp_path: Path) -> No
     assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2] and text.endswith("}\n")
     train_on_ranks(argv, world_size=2)
     assert sorted(steps_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, 2), (2, 4)])
+def test_samples_end_a_run_whose_batch_was_changed(tmp_path: Path, first: int, then: int) -> None:
+    def part(batch: int, *flags: str) -> list[str]:
+        words = tiny(tmp_path / "run", f"--global-batch-size {batch} --train-samples 24 --eval-iters 0")
+        return [*(word for word in words if word not in ("--train-iters", "6")), *flags]
+
+    train_on_ranks(part(first, "--exit-interval", "4"))
+    train_on_ranks(part(then))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["consumed_samples"] for line in lines] == [
+        *range(first, 4 * first + 1, first),
+        *range(4 * first + then, 25, then),
+    ]
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with locked(shared, flag="--save"):
+        ended = call_main(tiny(tmp_path / "run", f"--save {shared}"))
+    assert ended.status == 2
+    assert re.search(rf"--save {shared} is in use by process \d+ on .*; .* choose another --save", ended.errors)
+
+
+def test_a_backend_that_torch_does_not_know_is_told_with_those_it_knows(tmp_path: Path) -> None:
+    ended = call_main(tiny(tmp_path / "run", "--distributed-backend carrier-pigeon"))
+    assert ended.status == 2
+    assert re.search("distributed_backend=carrier-pigeon is none that this torch knows; it knows .*gloo", ended.errors)

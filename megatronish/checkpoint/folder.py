@@ -73,6 +73,8 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
     """
     folder = folder_of(load)
     if folder == load.parent:
+        if step is not None and load.name != name_of(step):
+            raise UserError(f"{load} is one step's folder and ckpt_step={step} asks for another; name {folder} instead")
         return load
     checkpoints = steps_in(folder)
     if step is not None:

@@ -26,8 +26,8 @@ class ParallelConfig:
     """Start each gradient bucket's all-reduce during the last backward pass."""
     ddp_bucket_size: int = 8_000_000
     """Elements of one gradient bucket."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl on CUDA, gloo on CPU."""
+    distributed_backend: str = "auto"
+    """auto: nccl on CUDA, gloo on CPU; or any that torch.distributed knows, a plug-in's too."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer than this ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

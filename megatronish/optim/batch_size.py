@@ -70,6 +70,14 @@ class BatchSizeSchedule:
                 break
         return consumed
 
+    def num_steps_left(self, consumed_samples: int, samples: int) -> int:
+        """Whole steps from `consumed_samples` on that fit into `samples` in all, whatever batches came before."""
+        steps = 0
+        while consumed_samples < self.ramp_samples and consumed_samples + self.at(consumed_samples) <= samples:
+            consumed_samples += self.at(consumed_samples)
+            steps += 1
+        return steps + max(samples - consumed_samples, 0) // self.at(consumed_samples)
+
     def num_steps(self, samples: int) -> int:
         """Whole steps that fit into `samples`: those of --train-samples. What is left over is not trained on."""
         total = 0

@@ -10,8 +10,14 @@ from typing import Any
 
 from megatronish.errors import UserError
 
-# What may differ between a run and its continuation: everything but these.
-FIXED_TRAINING = ("seq_length", "seed")
+# What may differ between a run and its continuation: everything but [model] and these.
+FIXED = (
+    "training.seq_length",
+    "training.seed",
+    "data.reset_position_ids",
+    "data.reset_attention_mask",
+    "data.eod_mask_loss",
+)
 NAMES_OF_DATA = ("data.data_path", "data.train_data_path", "data.split", "data.mock_data")
 
 
@@ -27,17 +33,17 @@ def make_writable(folder: Path, *, flag: str) -> None:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(folder: Path, *, flag: str) -> Iterator[None]:
     """Hold the folder while a run lives in it; the lock goes with the process, however that ends."""
-    make_writable(run_dir, flag="--run-dir")
-    with (run_dir / ".lock").open("a+") as file:
+    make_writable(folder, flag=flag)
+    with (folder / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise UserError(
-                f"run_dir={run_dir} is in use by {holder}; wait for that run or end it, or choose another --run-dir"
+                f"{flag} {folder} is in use by {holder}; wait for that run or end it, or choose another {flag}"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -62,10 +68,12 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     problems = [
         f"{name} was {before} and is {after}"
         for name, (before, after) in changed.items()
-        if name.startswith("model.") or name in {f"training.{field}" for field in FIXED_TRAINING}
+        if name.startswith("model.") or name in FIXED
     ]
     if saved["vocab_size"] != now["vocab_size"]:
         problems.append(f"the vocabulary was {saved['vocab_size']} and is {now['vocab_size']}")
+    if saved["eod"] != now["eod"]:
+        problems.append(f"the token that ends a document was {saved['eod']} and is {now['eod']}")
     if saved["data"] != now["data"]:
         named = [f"{name} was {a} and is {b}" for name, (a, b) in changed.items() if name in NAMES_OF_DATA]
         # What the data are depends on the sequence length, the seed and the vocabulary too.
@@ -73,5 +81,5 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     if problems:
         raise UserError(
             f"this run was begun with something else: {'; '.join(problems)}. Continue it with what it was begun with, "
-            "choose another --run-dir for a new run, or add --finetune to take its weights alone"
+            "or choose another --run-dir for a new run; with --load and --finetune that takes the weights of this one"
         )

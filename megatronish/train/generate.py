@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.checkpoint.folder import find_checkpoint, read_state
+from megatronish.checkpoint.folder import DamagedError, find_checkpoint
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors
 from megatronish.config.data import DataConfig
@@ -19,6 +19,7 @@ from megatronish.model.gpt import GPT
 from megatronish.sharding import collect_shardings
 from megatronish.streams import torch_stream
 from megatronish.tokenizer import Tokenizer
+from megatronish.train.keep import read_run
 
 
 class Trained(NamedTuple):
@@ -35,9 +36,12 @@ def load_model(load: Path, *, step: int | None = None) -> Trained:
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
     if checkpoint is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    state = read_state(checkpoint)
+    state = read_run(checkpoint)
     config = state["config"]
-    model_config = ModelConfig(**config["model"])
+    try:
+        model_config, data_config = ModelConfig(**config["model"]), _data_config(config["data"])
+    except TypeError as error:
+        raise DamagedError(checkpoint, f"its config is not one of this version ({error})") from error
     seq_length = config["training"]["seq_length"]
     model = GPT(
         model_config,
@@ -47,7 +51,7 @@ def load_model(load: Path, *, step: int | None = None) -> Trained:
     mesh = Mesh.start()
     tensors = model_tensors(dict(model.named_parameters()), collect_shardings(model), mesh)
     load_tensors(checkpoint, tensors, mesh=mesh)
-    return Trained(model.eval(), _data_config(config["data"]), seq_length, state["step"])
+    return Trained(model.eval(), data_config, seq_length, state["step"])
 
 
 def _data_config(saved: dict[str, Any]) -> DataConfig:

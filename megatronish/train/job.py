@@ -11,6 +11,7 @@ from megatronish.config.dump import resolved
 from megatronish.data.blend import Dataset
 from megatronish.data.datasets import Datasets, build_datasets
 from megatronish.data.loader import micro_batches
+from megatronish.errors import RunError
 from megatronish.flops import model_flops_per_token, peak_tflops
 from megatronish.mesh.groups import Mesh
 from megatronish.model.batch import MicroBatch
@@ -19,6 +20,7 @@ from megatronish.optim.learning_rate import Schedule, build_schedule
 from megatronish.tokenizer import Tokenizer, build_tokenizer
 from megatronish.train.engine import Engine
 from megatronish.train.log import Speed
+from megatronish.train.trainer import Progress
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Job:
             "config": resolved(self.config),
             "vocab_size": self.vocab_size,
             "data": self.datasets.train.identity,
+            "eod": self.tokenizer.eod,
         }
 
     @property
@@ -66,11 +69,13 @@ class Job:
             self.config.training.rampup_batch_size, global_batch_size=self.config.global_batch_size
         )
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
+    def num_steps(self, progress: Progress) -> int:
+        """The run's last step; of --train-samples counted from where it stands, as batches may have changed."""
         training = self.config.training
-        return training.train_iters or self.batch_sizes.num_steps(training.train_samples or 0)
+        if training.train_iters:
+            return training.train_iters
+        left = self.batch_sizes.num_steps_left(progress.consumed_samples, training.train_samples or 0)
+        return progress.step + left
 
     @property
     def schedule(self) -> Schedule:
@@ -96,14 +101,22 @@ class Job:
     def build_engine(self) -> Engine:
         """This rank's share of the model, initialised."""
         config = self.config
-        return Engine.build(
-            self.mesh,
-            model=config.model,
-            parallel=config.parallel,
-            training=config.training,
-            optimizer=config.optimizer,
-            vocab_size=self.vocab_size,
-        )
+        try:
+            return Engine.build(
+                self.mesh,
+                model=config.model,
+                parallel=config.parallel,
+                training=config.training,
+                optimizer=config.optimizer,
+                vocab_size=self.vocab_size,
+            )
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            raise RunError(
+                f"the model's share of a rank does not fit into its memory ({str(error).splitlines()[0]}); spread it "
+                "further with --tp and --pp, or make it smaller"
+            ) from error
 
     def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:
         """(consumed samples, global batch size) -> this rank's micro-batches of that step."""

@@ -7,12 +7,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.folder import read_state
+from megatronish.checkpoint.folder import DamagedError, read_state
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors, save_checkpoint
 from megatronish.train.engine import Engine
 from megatronish.train.stop import Stopper
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
+
+FACTS = ("config", "vocab_size", "data", "eod")
+POSITION = ("step", "consumed_samples", "optimizer_steps")
 
 
 class Save(Hook):
@@ -57,6 +60,15 @@ class Save(Hook):
             tqdm.write(f" saved {path} in {time.perf_counter() - start:.1f} s")
 
 
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """The state of a run's checkpoint; DamagedError if it is not that of a run."""
+    state = read_state(checkpoint)
+    missing = [name for name in (*FACTS, *POSITION) if name not in state]
+    if missing:
+        raise DamagedError(checkpoint, f"state.json lacks {', '.join(missing)}")
+    return state
+
+
 def resume(
     engine: Engine,
     *,
@@ -69,7 +81,7 @@ def resume(
 
     `check` is shown the checkpoint's state before anything is changed, and raises UserError if it will not do.
     """
-    state = read_state(checkpoint)
+    state = read_run(checkpoint)
     check(state)
     optimizer = engine.optimizer
     tensors = model_tensors(optimizer.masters, engine.shardings, engine.mesh)

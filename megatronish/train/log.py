@@ -47,10 +47,11 @@ class Log(Hook):
         board_interval: int,
         file: Path | None,
         board: Board,
+        device: torch.device,
         extras: dict[str, Callable[[], float]],
     ) -> None:
         self.speed, self.interval, self.board_interval = speed, interval, board_interval
-        self.file, self.board, self.extras = file, board, extras
+        self.file, self.board, self.device, self.extras = file, board, device, extras
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """One step's lines."""
@@ -77,7 +78,7 @@ class Log(Hook):
             "consumed_samples": record.consumed_samples,
             "step_seconds": record.seconds,
             **rates,
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": peak_memory_bytes(self.device),
             **extras,
         }
         with file.open("a") as lines:
@@ -95,8 +96,8 @@ class Log(Hook):
             "throughput": rates["model_tflops_per_device"],
             **{name.replace("_", "-"): value for name, value in extras.items()},
         }
-        if torch.cuda.is_available():
-            stats = torch.cuda.memory_stats()
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats(self.device)
             points["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
             points["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
             points["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
@@ -146,9 +147,9 @@ def console_line(record: StepRecord, num_steps: int, rates: dict[str, float | No
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {' | '.join(parts)} |"
 
 
-def peak_memory_bytes() -> int:
-    """The most that the main rank has held: allocated on its GPU, or resident if it has none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that the main rank has held: allocated on its GPU, or resident if it runs on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

@@ -15,7 +15,7 @@ from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
 from megatronish.errors import UserError
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import Mesh, leave
+from megatronish.mesh.groups import Mesh, choose_backend, leave
 from megatronish.train.board import Board
 from megatronish.train.engine import Engine
 from megatronish.train.evaluate import Evaluate
@@ -34,7 +34,9 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
     device = choose_device(config.parallel.device, place)
     with ExitStack() as stack:
         if place.rank == 0:
-            stack.enter_context(locked(config.run_dir))
+            stack.enter_context(locked(config.run_dir, flag="--run-dir"))
+            if not config.save_dir.resolve().is_relative_to(config.run_dir.resolve()):
+                stack.enter_context(locked(config.save_dir, flag="--save"))
             make_writable(config.save_dir, flag="--save")
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
         mesh = Mesh.start(
@@ -42,7 +44,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
             rank=place.rank,
             init_method=place.rendezvous,
             device=device,
-            backend=_backend(config.parallel.distributed_backend, device),
+            backend=choose_backend(config.parallel.distributed_backend, device),
             timeout_minutes=config.parallel.distributed_timeout_minutes,
         )
         stack.callback(leave)
@@ -65,13 +67,6 @@ def choose_device(wanted: str, place: Place) -> torch.device:
     return device
 
 
-def _backend(wanted: str, device: torch.device) -> str:
-    """Beside nccl there is always gloo, for what lives on the CPU."""
-    if wanted == "gloo" or device.type == "cpu":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl"
-
-
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
     stopper = Stopper(
         mesh.world,
@@ -85,15 +80,16 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
     engine = job.build_engine()
     progress = _begin(job, engine, say)
-    if progress.step >= job.num_steps:
-        say(f"finished already: {progress.step} steps of {job.num_steps} are done")
+    num_steps = job.num_steps(progress)
+    if progress.step >= num_steps:
+        say(f"finished already: {progress.step} steps of {num_steps} are done")
         return
     board = stack.enter_context(Board(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
     trainer = Trainer(
         engine=engine,
         schedule=job.schedule,
         batch_sizes=job.batch_sizes,
-        num_steps=job.num_steps,
+        num_steps=num_steps,
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
         hooks=_hooks(job, engine, stopper, board),
@@ -107,11 +103,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         from megatronish.train.plot import plot_run
 
         plot_run(config.run_dir)
-    if trainer.stop_reason is not None and trainer.progress.step < job.num_steps:
-        say(
-            f"stopped after step {trainer.progress.step} of {job.num_steps}: {trainer.stop_reason}; "
-            "start again to go on"
-        )
+    if trainer.stop_reason is not None and trainer.progress.step < num_steps:
+        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
     comm.barrier(mesh.world)
 
 
@@ -170,6 +163,7 @@ def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board) -> list[Hoo
             board_interval=log.tensorboard_log_interval,
             file=folder and folder / "metrics.jsonl",
             board=board,
+            device=mesh.device,
             extras=extras,
         ),
     ]

@@ -14,7 +14,11 @@ from megatronish import comm
 from megatronish.mesh.groups import Axis
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
-REASONS = {1: "SIGTERM arrived", 2: "the time of --exit-duration-in-mins is over", 3: "--exit-interval is reached"}
+REASONS = {
+    1: "SIGTERM or Ctrl-C asked for it",
+    2: "the time of --exit-duration-in-mins is over",
+    3: "--exit-interval is reached",
+}
 
 
 class Stopper(Hook):
