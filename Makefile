@@ -86,7 +86,7 @@ demo/python_text_document.idx: demo/python.jsonl demo/tokenizer.model | $(READY)
 		--tokenizer-type sentencepiece --tokenizer-model demo/tokenizer.model --append-eod --workers 2
 
 demo/quick.jsonl: | $(READY)
-	$(RUN) tools/collect_corpus.py --output $@ --max-bytes 1000000
+	$(RUN) tools/collect_corpus.py --output $@ --max-bytes 3000000
 
 demo/quick_text_document.idx: demo/quick.jsonl | $(READY)
 	$(RUN) tools/preprocess_data.py --input $< --output-prefix demo/quick --tokenizer-type bytes --append-eod
