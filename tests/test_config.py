@@ -16,7 +16,7 @@ from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import ALIASES, FIELDS, with_fields
 from megatronish.config.flags import DIFFERENCES, KNOWN, flags_markdown
-from megatronish.config.ranges import RANGES
+from megatronish.config.ranges import LARGEST, RANGES
 from megatronish.config.read import ConfigError, read_config
 
 ROOT = Path(__file__).parent.parent
@@ -212,6 +212,15 @@ def test_a_bad_file_is_told(tmp_path: Path, text: str, sentence: str) -> None:
     assert sentence in "\n".join(problems(toml(tmp_path, text)))
 
 
+@pytest.mark.parametrize(
+    "section", ["[model]\nnum_layers = true", "[model]\nnum_layers = [[1]]", "[log]\nnum_layers = 3"]
+)
+def test_a_value_of_the_file_that_does_not_fit_is_told_once(tmp_path: Path, section: str) -> None:
+    words = small("--mock-data")[2:]  # without --num-layers 12
+    (sentence,) = problems([*words, *toml(tmp_path, f"{section}\n")])
+    assert "num_layers" in sentence
+
+
 def test_a_single_dash_makes_no_flag() -> None:
     assert problems(small("--mock-data", "-tp", "2")) == ["-tp is not a flag; did you mean --tp?"]
 
@@ -239,7 +248,11 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         ("--pp 5", r"^num_layers=12 must be divisible by pipeline_model_parallel_size=5; use .* 1, 2, 3, 4, 6 or 12"),
         ("--cp 2", r"^context_parallel_size=2 is not there yet; use 1"),
-        (f"--num-layers {10**400} --pp 7", r"^num_layers=10+ must be divisible by"),
+        (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
+        (f"--hidden-size {10**400}", r"^hidden_size=10+ must be at most 2147483647; change --hidden-size"),
+        (f"--seed {10**19}", r"^seed=10+ must be at most 9223372036854775807; the default is 1234"),
+        ("--sample-prompt a\udcff", r"^'a\\udcff' is not UTF-8 text, as a config must be; type it anew"),
+        ("--run-dir=x\udcff", r"^'--run-dir=x\\udcff' is not UTF-8 text"),
         ("--tp 0", r"^tensor_model_parallel_size=0 must be at least 1; the default is 1"),
         ("--hidden-size 100", r"^hidden_size=100 must be divisible by num_attention_heads=12"),
         (
@@ -303,10 +316,11 @@ def test_each_rule_is_told_by_value_rule_and_remedy(words: str, sentence: str) -
     assert re.search(sentence, told), told
 
 
-def test_every_number_has_one_range() -> None:
-    ranged = [name for entry in RANGES for name in entry.fields.split()]
-    numbers = [field.name for field in FIELDS.values() if field.type in (int, float)]
-    assert sorted(ranged) == sorted(numbers)
+def test_every_number_has_one_range_and_every_whole_one_a_largest() -> None:
+    for ranges, types in ((RANGES, (int, float)), (LARGEST, (int,))):
+        ranged = [name for entry in ranges for name in entry.fields.split()]
+        numbers = [field.name for field in FIELDS.values() if field.type in types]
+        assert sorted(ranged) == sorted(numbers)
 
 
 # files

@@ -145,6 +145,16 @@ def test_mock_data_needs_no_file() -> None:
     assert datasets.train.sample(3).shape == (S + 1,)
 
 
+def test_the_default_split_leaves_out_what_is_too_small(tmp_path: Path) -> None:
+    datasets = build(data_path=(write(tmp_path / "a", first=0),))
+    assert (list(datasets.valid), datasets.test) == (["validation"], None)
+    small = write(tmp_path / "small", first=0, documents=1)
+    datasets = build(data_path=(small,))
+    assert (datasets.valid, datasets.test) == ({}, None)
+    with pytest.raises(ValueError, match=r"the training data of .* is 10 tokens in 1 of its 1 documents"):
+        build(data_path=(write(tmp_path / "smaller", first=0, documents=1, length=10),))
+
+
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", first=0)
     with pytest.raises(ValueError, match="give --data-path or --train-data-path, or use --mock-data"):
@@ -154,4 +164,4 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--split 0,1,0 leaves nothing to train on"):
         build(data_path=(prefix,), split="0,1,0")
     with pytest.raises(ValueError, match=r"the test data of .* is 0 tokens in 0 of its 40 documents"):
-        build(data_path=(prefix,), split="969,30,1")
+        build(data_path=(prefix,), split="970,29,1")

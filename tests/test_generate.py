@@ -1,5 +1,6 @@
 """Text from a checkpoint of any layout: the same by the same seed, and greedy text is what the model likes best."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def test_greedy_text_is_what_the_whole_model_finds_likeliest(
     # As likely is only the likeliest.
     assert written(capsys, trained, num_tokens=8, top_k=1) == expected
     assert written(capsys, trained, num_tokens=8, top_p=1e-6) == expected
+    for temperature in (1e-42, 1e-300):
+        assert written(capsys, trained, num_tokens=8, temperature=temperature) == expected
     # One process, trained alike, has learned the same.
     train_on_ranks(tiny(tmp_path / "one", FLAGS, data=data))
     assert written(capsys, tmp_path / "one", num_tokens=8, temperature=0.0) == expected
@@ -85,8 +88,12 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
         (Arguments(load=tmp_path / "none"), f"{tmp_path}/none holds no checkpoint"),
         (Arguments(load=trained, ckpt_step=4), "ckpt_step=4 is not in .*; the steps there: 3"),
         (Arguments(load=trained, prompt="\ud800"), "the prompt '.ud800' cannot be turned into tokens"),
-        (Arguments(load=trained, temperature=-1.0), "temperature=-1.0 .* must not be negative"),
-        (Arguments(load=trained, top_p=0.0), "top_p=0.0 must be above 0"),
+        (Arguments(load=trained, temperature=-1.0), "--temperature -1.0 must be a number from 0 on"),
+        (Arguments(load=trained, temperature=math.nan), "--temperature nan must be a number from 0 on"),
+        (Arguments(load=trained, temperature=math.inf), "--temperature inf must be a number from 0 on"),
+        (Arguments(load=trained, top_p=0.0), "--top-p 0.0 must be above 0"),
+        (Arguments(load=trained, top_p=math.nan), "--top-p nan must be above 0"),
+        (Arguments(load=trained, top_k=-1), "--top-k -1 and --num-tokens 200 must not be negative"),
     ):
         with pytest.raises(UserError, match=sentence):
             main(arguments)

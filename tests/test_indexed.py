@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatronish.data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, token_dtype
+from megatronish.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "indexed_fixture.json").read_text())
 
@@ -156,11 +157,26 @@ def test_foreign_files_are_named(tmp_path: Path) -> None:
         IndexedTokens(tmp_path / "a")
 
 
-def test_pointers_that_jump_are_refused(tmp_path: Path) -> None:
+# The fixture's .idx: after 34 bytes int32 lengths 3 2 1 3, int64 pointers 0 6 10 12, int64 document indices 0 1 2 2 4.
+@pytest.mark.parametrize(
+    ("place", "format_", "value", "told"),
+    [
+        (34, "<i", -1, "a sequence of -1 tokens and is damaged"),
+        (34, "<i", 4, "pointers that do not follow from its lengths"),
+        (34 + 16 + 8, "<q", 2, "pointers that do not follow from its lengths"),
+        (34 + 48, "<q", 1, "document indices that do not rise from 0 to its 4 sequences"),
+        (34 + 48 + 8, "<q", 10**6, "document indices that do not rise from 0 to its 4 sequences"),
+        (34 + 48 + 8, "<q", -1, "document indices that do not rise from 0 to its 4 sequences"),
+        (34 + 48 + 32, "<q", 3, "document indices that do not rise from 0 to its 4 sequences"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(
+    tmp_path: Path, place: int, format_: str, value: int, told: str
+) -> None:
     write_fixture(tmp_path / "a")
     path = idx_path(tmp_path / "a")
     whole = bytearray(path.read_bytes())
-    whole[34 + 16 + 8] = 2
+    struct.pack_into(format_, whole, place, value)
     path.write_bytes(whole)
-    with pytest.raises(ValueError, match="pointers that do not follow from its lengths"):
-        IndexedTokens(tmp_path / "a").document_starts()
+    with pytest.raises(UserError, match=rf"a\.idx has {told}.*; copy both files again or run tools"):
+        IndexedTokens(tmp_path / "a")

@@ -147,6 +147,14 @@ def test_the_tool_tells_what_it_did_and_how_it_ended(tmp_path: Path) -> None:
     for arguments, message in [
         (("--input", bad, *options, "--strict"), f"error: {bad}:2: "),
         (("--input", tmp_path / "none", *options), "none is not a file; check the path"),
+        (
+            ("--input", good, *options, "--workers", 10**11),
+            "--workers 100000000000 must be at least 1 and at most 1024",
+        ),
+        (
+            ("--input", good, *options[2:], "--output-prefix", good / "x"),
+            f"--output-prefix {good}/x cannot be written: {good}: File exists; choose another",
+        ),
         (("--input", good, "--output-prefix", tmp_path / "p"), "needs the tokenizer's file"),
         (("--input", good, "--output-prefix", tmp_path / "p", "--tokenizer-type", "Best"), "Best is not known"),
     ]:
@@ -154,6 +162,22 @@ def test_the_tool_tells_what_it_did_and_how_it_ended(tmp_path: Path) -> None:
         assert failed.status == 2
         assert message in failed.stderr
         assert "Traceback" not in failed.stderr
+
+
+def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "x.jsonl", ["x" * 5000] * 20)
+    options = f"--input {source} --output-prefix {tmp_path}/p --tokenizer-type bytes"
+    for limit, when in (("64", "in the middle"), ("0", "at the end, of what is buffered")):
+        command = f"ulimit -f {limit}; exec {sys.executable} {ROOT}/tools/preprocess_data.py {options}"
+        done = subprocess.run(
+            ["sh", "-c", command], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1, when
+        assert (
+            f"error: {tmp_path}/p_text_document.bin and its .idx cannot be written: File too large; make" in done.stderr
+        )
+        assert "Traceback" not in done.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Write text with a trained model: one process, from a checkpoint of any layout."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,13 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Print the prompt and what follows."""
-    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1 or arguments.top_k < 0 or arguments.num_tokens < 0:
+    if not 0 <= arguments.temperature < math.inf:
+        raise UserError(f"--temperature {arguments.temperature} must be a number from 0 on; for example 0.8")
+    if not 0 < arguments.top_p <= 1:
+        raise UserError(f"--top-p {arguments.top_p} must be above 0 and at most 1; for example 0.95")
+    if arguments.top_k < 0 or arguments.num_tokens < 0:
         raise UserError(
-            f"temperature={arguments.temperature} and top_k={arguments.top_k} and num_tokens={arguments.num_tokens} "
-            f"must not be negative, and top_p={arguments.top_p} must be above 0 and at most 1"
+            f"--top-k {arguments.top_k} and --num-tokens {arguments.num_tokens} must not be negative; use 0 or more"
         )
     trained = load_model(arguments.load, step=arguments.ckpt_step)
     tokenizer = build_tokenizer(trained.data)

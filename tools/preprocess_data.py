@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from megatronish.config.data import DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
-from megatronish.data.preprocess import Summary, WorkerDiedError, preprocess
-from megatronish.errors import UserError
+from megatronish.data.preprocess import Summary, preprocess
+from megatronish.errors import RunError, UserError
 from megatronish.tokenizer import build_tokenizer
 
 MAX_BAD_LINES_TOLD = 20
@@ -114,5 +114,5 @@ if __name__ == "__main__":
         main(tyro.cli(Arguments))
     except UserError as error:
         sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
-    except (WorkerDiedError, OSError) as error:
+    except (RunError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -21,7 +21,7 @@ class DataConfig:
     multiple_validation_sets: bool = False
     """Evaluate each prefix of --valid-data-path by itself instead of blending them."""
     split: str = "969,30,1"
-    """Parts of --data-path for training, validation and test."""
+    """Parts of --data-path for training, validation, test. At the default, the last two are left out if too small."""
     mock_data: bool = False
     """Train on made-up tokens that can be learned; needs no file and no tokenizer."""
     data_cache_path: str | None = None

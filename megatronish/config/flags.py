@@ -164,6 +164,11 @@ DIFFERENCES: dict[str, str] = {
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",
 }
 
+_TWICE = (
+    "any | Given twice with different values it is an error; Megatron-LM takes the last. So to change what a launch "
+    "script sets, replace the flag there instead of adding another at the end."
+)
+
 _STATUSES = {"means": "Other names", "idle": "Accepted and idle", "refused": "Refused"}
 
 _INTRODUCTION = """# Flags
@@ -183,10 +188,8 @@ def flags_markdown() -> str:
         meanings = _meanings(section_type)
         rows = [_field_row(field, meanings[field.name]) for field in FIELDS.values() if field.section == section]
         parts.append(_table(f"## [{section}]", "flag | default | meaning", rows))
-    differing = [f"{FIELDS[name].flag}` | {text}" for name, text in DIFFERENCES.items()]
-    parts.append(
-        _table("## Where a flag differs from Megatron-LM", "flag | difference", [f"`{row}" for row in differing])
-    )
+    differing = [f"`{FIELDS[name].flag}` | {text}" for name, text in DIFFERENCES.items()]
+    parts.append(_table("## Where a flag differs from Megatron-LM", "flag | difference", [_TWICE, *differing]))
     for status, title in _STATUSES.items():
         rows = []
         for name, known in KNOWN.items():

@@ -61,6 +61,35 @@ RANGES = (
     ),
 )
 
+# More is a slip of the finger, over which some loop would count for hours or some product overflow.
+LARGEST = (
+    Range(
+        "must be at most 100000",
+        lambda value: value <= 100_000,
+        """
+        num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size context_parallel_size
+        """,
+    ),
+    Range(
+        f"must be at most {2**31 - 1}",
+        lambda value: value < 2**31,
+        """
+        hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups max_position_embeddings
+        rope_original_max_positions window_size make_vocab_size_divisible_by seq_length micro_batch_size
+        global_batch_size vocab_size sample_tokens num_workers
+        """,
+    ),
+    Range(
+        f"must be at most {2**63 - 1}",
+        lambda value: value < 2**63,
+        """
+        ddp_bucket_size train_iters train_samples exit_interval eval_interval eval_iters lr_decay_iters lr_decay_samples
+        lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples save_interval ckpt_step log_interval
+        tensorboard_log_interval seed
+        """,
+    ),
+)
+
 
 def out_of_range(config: Config, *, unsound: Collection[str]) -> Iterator[tuple[str, str]]:
     """(field, sentence) for each field that is missing or out of range."""
@@ -70,7 +99,7 @@ def out_of_range(config: Config, *, unsound: Collection[str]) -> Iterator[tuple[
         if name not in unsound and values.get(name, field.default) == field.default:
             values.pop(name, None)
             yield name, f"{name} is not given; set it in [{field.section}] of the config file, or add {field.flag}"
-    for rule, test, fields in RANGES:
+    for rule, test, fields in (*RANGES, *LARGEST):
         for name in fields.split():
             if name in values and not (test(values[name]) and values[name] != math.inf):
                 default = FIELDS[name].default

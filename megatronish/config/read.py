@@ -60,7 +60,8 @@ def read_config(argv: Sequence[str], *, world_size: int | None = None) -> ReadCo
     values, misfits = _values(merged.settings)
     settled = settle({name: merged.settings[name] for name in values}, values)
     config = with_fields(Config(), **{name: values[name] for name in settled.settings})
-    config, derived_notes, derived_problems = _derive(config, path=path, world_size=world_size, unsound=misfits)
+    unsound = {*misfits, *file.unsound}
+    config, derived_notes, derived_problems = _derive(config, path=path, world_size=world_size, unsound=unsound)
     problems = [
         *file.problems,
         *line.flags.problems,
@@ -68,7 +69,7 @@ def read_config(argv: Sequence[str], *, world_size: int | None = None) -> ReadCo
         *misfits.values(),
         *settled.problems,
         *derived_problems,
-        *broken_rules(config, unsound=misfits),
+        *broken_rules(config, unsound=unsound),
         *missing_files(config.data),
     ]
     if problems:
@@ -81,7 +82,7 @@ def read_config(argv: Sequence[str], *, world_size: int | None = None) -> ReadCo
 def _read_file(path: Path | None) -> Settings | str:
     """The file's settings, or why it cannot be read."""
     if path is None:
-        return Settings([], [], [])
+        return Settings([], [], [], set())
     try:
         return read_file(path)
     except FileNotFoundError:

@@ -27,6 +27,7 @@ class Settings(NamedTuple):
     settings: list[Setting]
     notes: list[str]
     problems: list[str]
+    unsound: set[str]  # fields that a problem is about, so that no other needs to be
 
 
 class CommandLine(NamedTuple):
@@ -40,7 +41,12 @@ class CommandLine(NamedTuple):
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Each flag with the values that follow it. Values that start with a dash are written --flag=value."""
     config_files: list[str] = []
-    flags = Settings([], [], [])
+    flags = Settings([], [], [], set())
+    flags.problems.extend(
+        f"{word!r} is not UTF-8 text, as a config must be; type it anew, or rename what it names"
+        for word in argv
+        if not _is_text(word)
+    )
     wants_help = False
     for flag, values in _chunks(argv):
         name = flag.lstrip("-").replace("_", "-")
@@ -62,7 +68,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 def read_file(path: Path) -> Settings:
     """The settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
-    found = Settings([], [], [])
+    found = Settings([], [], [], set())
     for section, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
         if not isinstance(entries, dict):
             _stray(found, section)
@@ -82,13 +88,16 @@ def _read_entry(found: Settings, *, section: str, key: str, value: Any) -> None:
     spelled = f"[{section}] {key} = {str(value).lower() if isinstance(value, bool) else value}"
     if field is not None and field.section != section:
         found.problems.append(f"[{section}] {key} belongs in [{field.section}]; move it there")
+        found.unsound.add(field.name)
         return
     name = key.replace("_", "-")
     values = tuple(value) if isinstance(value, list) else (value,)
     if field is not None and isinstance(value, bool) != (field.type is bool):
         found.problems.append(f"{spelled}: {field.name} must be {field.wants}")
+        found.unsound.add(field.name)
     elif not all(isinstance(part, str | int | float) for part in values):
         found.problems.append(f"{spelled}: {key} must be {field.wants if field else 'a plain value'}")
+        found.unsound.update({field.name} if field else ())
     elif isinstance(value, bool):
         _understand(found, name=name if value else f"no-{name}", values=(), spelled=spelled, typed=False)
     else:
@@ -99,6 +108,15 @@ def _stray(found: Settings, key: str) -> None:
     field = FIELDS.get(ALIASES.get(key, key))
     where = f"[{field.section}]" if field else f"one of the sections {', '.join(SECTIONS)}"
     found.problems.append(f"{key} stands outside of any section; move it into {where}")
+
+
+def _is_text(word: str) -> bool:
+    """Bytes that are no UTF-8 come from the shell as lone surrogates."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _chunks(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:

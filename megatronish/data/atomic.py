@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -38,8 +39,9 @@ class AtomicFile:
             self._temporary.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
-        self.file.close()
+        """Leave nothing behind, unless it is committed."""
+        with suppress(OSError):  # a full disk refuses what is still buffered, too
+            self.file.close()
         self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> "AtomicFile":
@@ -48,9 +50,10 @@ class AtomicFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.commit()
-        else:
+        try:
+            if kind is None:
+                self.commit()
+        finally:
             self.discard()
 
 

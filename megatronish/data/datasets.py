@@ -1,16 +1,21 @@
 """Which data sets does a config ask for? Training, validation, test; each a file, a blend of files, or mock data."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatronish.config.data import DataConfig, parse_blend, parse_split
 from megatronish.data.blend import Blend, Dataset
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.mock import MockSamples
-from megatronish.data.samples import GPTSamples
+from megatronish.data.samples import GPTSamples, TooSmallError
 from megatronish.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 WHOLE = (0.0, 1.0)
 
 
@@ -79,13 +84,13 @@ def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: 
     multiple = data.multiple_validation_sets
     if data.data_path:
         train, valid, test = parse_split(data.split)
-        until = train + valid
+        paths, until = data.data_path, train + valid
         if train == 0:
             raise UserError(f"--split {data.split} leaves nothing to train on; for example 969,30,1")
         return Datasets(
-            train=make.blend(data.data_path, name="training", part=(0.0, train)),
-            valid=make.valid(data.data_path, multiple=multiple, part=(train, until)) if valid else {},
-            test=make.blend(data.data_path, name="test", part=(until, 1.0)) if test else None,
+            train=make.blend(paths, name="training", part=(0.0, train)),
+            valid=_part(lambda: make.valid(paths, multiple=multiple, part=(train, until)), data) or {} if valid else {},
+            test=_part(lambda: make.blend(paths, name="test", part=(until, 1.0)), data) if test else None,
         )
     if not data.train_data_path:
         raise UserError("there is no data to train on; give --data-path or --train-data-path, or use --mock-data")
@@ -94,6 +99,17 @@ def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: 
         valid=make.valid(data.valid_data_path, multiple=multiple) if data.valid_data_path else {},
         test=make.blend(data.test_data_path, name="test") if data.test_data_path else None,
     )
+
+
+def _part(make: Callable[[], T], data: DataConfig) -> T | None:
+    """What the user did not ask for, by writing a split, may be left out where it is too small for one sample."""
+    try:
+        return make()
+    except TooSmallError as error:
+        if data.split != DataConfig.split:
+            raise
+        logger.warning("left out: %s", error)
+        return None
 
 
 def _mock(*, seq_length: int, seed: int, vocab_size: int, eod: int) -> Datasets:

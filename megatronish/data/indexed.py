@@ -20,7 +20,8 @@ import hashlib
 import shutil
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatronish.data.atomic import AtomicFile
-from megatronish.errors import UserError
+from megatronish.errors import RunError, UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -59,7 +60,7 @@ NUM_PIECES, PIECE_BYTES = 256, 4096
 
 
 class IndexedTokens:
-    """A .bin/.idx pair, mapped into memory. UserError if either file is missing, foreign or truncated."""
+    """A .bin/.idx pair, mapped into memory. UserError if either file is missing, foreign, truncated or damaged."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -75,6 +76,7 @@ class IndexedTokens:
         self.pointers = self._index[arrays : arrays + 8 * num_sequences].view("<i8")
         arrays += 8 * num_sequences
         self.document_indices = self._index[arrays : arrays + 8 * num_indices].view("<i8")
+        self._check_index(index)
         self.tokens = self._map_tokens(bin_path(prefix))
 
     def _read_header(self, path: Path) -> tuple[int, int]:
@@ -97,6 +99,19 @@ class IndexedTokens:
                 f"{path} has {size} bytes but its header tells {expected}: it is truncated or damaged; {REMEDY}"
             )
         return num_sequences, num_indices
+
+    def _check_index(self, path: Path) -> None:
+        lengths, documents = self.sequence_lengths, self.document_indices
+        if (lengths < 0).any():
+            raise UserError(f"{path} has a sequence of {lengths.min()} tokens and is damaged; {REMEDY}")
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        if not np.array_equal(self.pointers, starts * self.dtype.itemsize):
+            raise UserError(f"{path} has pointers that do not follow from its lengths and is damaged; {REMEDY}")
+        if documents[0] != 0 or documents[-1] != len(lengths) or (documents[1:] < documents[:-1]).any():
+            raise UserError(
+                f"{path} has document indices that do not rise from 0 to its {len(lengths)} sequences and is damaged; "
+                f"{REMEDY}"
+            )
 
     def _map_tokens(self, path: Path) -> NDArray[Any]:
         size = path.stat().st_size
@@ -151,11 +166,8 @@ class IndexedTokens:
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def document_starts(self) -> NDArray[np.int64]:
-        """int64 [documents + 1]: `document_start` of all. UserError if the tokens do not lie one after another."""
-        starts = np.zeros(len(self) + 1, np.int64)
-        np.cumsum(self.sequence_lengths, out=starts[1:])
-        if not np.array_equal(self.pointers, starts[:-1] * self.dtype.itemsize):
-            raise UserError(f"{idx_path(self.prefix)} has pointers that do not follow from its lengths; {REMEDY}")
+        """int64 [documents + 1]: `document_start` of all."""
+        starts = np.append(self.pointers // self.dtype.itemsize, self.num_tokens)
         return starts[self.document_indices]
 
 
@@ -172,6 +184,7 @@ class IndexedWriter:
     """Writes a .bin/.idx pair, a document after another; it has its name only after `finalize`.
 
     Memory: 12 bytes a document. As a context it is finalized at the end, or leaves nothing behind after an exception.
+    RunError if the disk is full or fails; OSError if it cannot even begin.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
@@ -202,7 +215,7 @@ class IndexedWriter:
                 f"{prefix} holds {other.dtype} tokens and cannot be merged into {self.prefix} of {self.dtype}; "
                 "preprocess both with the same tokenizer"
             )
-        with bin_path(prefix).open("rb") as file:
+        with bin_path(prefix).open("rb") as file, _writing(bin_path(self.prefix)):
             shutil.copyfileobj(file, self._bin.file, 1 << 22)
         self._index(np.asarray(other.sequence_lengths), np.diff(other.document_indices))
 
@@ -216,7 +229,8 @@ class IndexedWriter:
             )
         if len(lengths) and lengths.max() > LARGEST_LENGTH:
             raise UserError(f"a document of {lengths.max()} tokens is longer than {LARGEST_LENGTH}; cut it in pieces")
-        self._bin.file.write(tokens.astype(self.dtype).tobytes())
+        with _writing(bin_path(self.prefix)):
+            self._bin.file.write(tokens.astype(self.dtype).tobytes())
         self._index(lengths, sequences)
 
     def _index(self, lengths: NDArray[Any], sequences: NDArray[Any]) -> None:
@@ -229,7 +243,7 @@ class IndexedWriter:
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], out=pointers[1:])
         pointers *= self.dtype.itemsize
-        with AtomicFile(idx_path(self.prefix)) as index:
+        with _writing(bin_path(self.prefix)), AtomicFile(idx_path(self.prefix)) as index:
             documents = np.frombuffer(self._documents, np.int64)
             index.file.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(documents)))
             for values in (lengths.astype("<i4", copy=False), pointers, documents.astype("<i8", copy=False)):
@@ -247,7 +261,17 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finalize()
-        else:
+        try:
+            if kind is None:
+                self.finalize()
+        finally:
             self.discard()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """RunError in place of what the disk says, which names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; make room first") from error

@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.indexed import IndexedWriter, token_dtype
-from megatronish.errors import UserError
+from megatronish.errors import RunError, UserError
 
 BATCH_BYTES = 1 << 18
+MAX_WORKERS = 1024
 
 
 class Encoder(Protocol):
@@ -83,7 +84,7 @@ class Summary:
         return f"{done}{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s | {self.bad_lines:,} bad lines"
 
 
-class WorkerDiedError(RuntimeError):
+class WorkerDiedError(RunError):
     """A worker process ended in the middle of its work."""
 
 
@@ -102,8 +103,8 @@ def preprocess(
     """Write `<output_prefix>_<key>_document.bin/.idx` for each key from JSON lines, plain or .gz.
 
     `on_progress` hears after each batch how much is done and how many bytes of the files it took. Nothing is left under
-    the final names unless all went well. UserError for bad input (with `strict`, any bad line), WorkerDiedError for a
-    worker that was killed.
+    the final names unless all went well. UserError for bad input (with `strict`, any bad line) and a prefix that cannot
+    be written, WorkerDiedError for a worker that was killed, RunError for a disk that is full or fails.
     """
     _check(inputs, json_keys=json_keys, workers=workers)
     job = Job(tokenizer, tuple(json_keys), append_eod)
@@ -111,8 +112,7 @@ def preprocess(
     batches = (batch for path in inputs for batch in read_batches(Path(path)))
     with ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
-        prefixes = [f"{output_prefix}_{key}_document" for key in json_keys]
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
+        writers = [stack.enter_context(_open_writer(output_prefix, key, dtype=dtype)) for key in json_keys]
         for encoded in stack.enter_context(closing(_encode_all(batches, job, workers=workers))):
             for message in encoded.bad_lines:
                 if strict:
@@ -139,8 +139,17 @@ def _check(inputs: Sequence[str | Path], *, json_keys: Sequence[str], workers: i
             raise UserError(f"--input {path} is not a file; check the path")
     if len(set(json_keys)) != len(json_keys) or not json_keys:
         raise UserError(f"--json-keys {' '.join(json_keys)} must be different keys, at least one; for example text")
-    if workers < 1:
-        raise UserError(f"--workers {workers} must be at least 1")
+    if not 1 <= workers <= MAX_WORKERS:
+        raise UserError(f"--workers {workers} must be at least 1 and at most {MAX_WORKERS}; use as many as CPU cores")
+
+
+def _open_writer(output_prefix: str, key: str, *, dtype: np.dtype[Any]) -> IndexedWriter:
+    try:
+        return IndexedWriter(f"{output_prefix}_{key}_document", dtype=dtype)
+    except OSError as error:
+        raise UserError(
+            f"--output-prefix {output_prefix} cannot be written: {error.filename}: {error.strerror}; choose another"
+        ) from error
 
 
 def read_batches(path: Path) -> Iterator[Batch]:

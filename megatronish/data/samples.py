@@ -31,6 +31,10 @@ FORMAT = "megatronish samples 1"
 EPOCHS_IN_MEMORY = 2
 
 
+class TooSmallError(UserError):
+    """Not one sample."""
+
+
 class Epoch(NamedTuple):
     """One pass over the documents."""
 
@@ -64,7 +68,7 @@ class GPTSamples:
         num_tokens = file.document_start(end_document) - file.document_start(first_document)
         self.num_samples = (num_tokens - 1) // seq_length
         if self.num_samples < 1:
-            raise UserError(
+            raise TooSmallError(
                 f"the {name} data of {file.prefix} is {num_tokens} tokens in {end_document - first_document} of its "
                 f"{file.num_documents} documents, fewer than the {seq_length + 1} of one sample (--seq-length + 1); "
                 "give it more data, a larger part of --split or none (for example --split 1,0,0), or a shorter sequence"

@@ -107,7 +107,8 @@ def next_logits(model: GPT, tokens: Sequence[int]) -> Tensor:
 def _choose(logits: Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
     if temperature == 0.0:
         return int(logits.argmax())
-    probabilities = (logits / temperature).softmax(-1)
+    # The largest becomes 0, and fp64 holds any temperature: nothing is infinity minus infinity, or 0 over 0.
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)
     values, order = probabilities.sort(descending=True)
     # Keep the likeliest tokens whose sum before each is below top_p: never none.
     kept = values.cumsum(-1) - values < top_p
