@@ -157,6 +157,20 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> N
     assert steps_of(run_dir) == steps_of(tmp_path / "at once")
 
 
+def test_a_run_killed_before_its_ending_gets_it_at_the_next_start(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    train_on_ranks(tiny(run_dir, "--eval-iters 1"))
+    ending = read_lines(run_dir / "evaluations.jsonl")
+    (run_dir / "loss.png").unlink()
+    (run_dir / "evaluations.jsonl").unlink()
+    for _ in range(2):
+        assert "finished already: 6 steps of 6" in train_on_ranks(tiny(run_dir, "--eval-iters 1 --tp 2"), world_size=2)
+        again = read_lines(run_dir / "evaluations.jsonl")
+        assert [line["name"] for line in again] == [line["name"] for line in ending if line["step"] == 6]
+        assert (run_dir / "loss.png").exists()
+    assert max(steps_of(run_dir)) == 6
+
+
 def test_the_batch_grows_and_samples_count_the_run(tmp_path: Path) -> None:
     """12 samples in twos, then fours: 8 steps make 20. A resume in the midst of it changes nothing."""
     flags = "--rampup-batch-size 2 2 12 --train-samples 21 --lr-warmup-samples 4"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatronish import comm
-from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
+from megatronish.checkpoint.folder import STATE, find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
 from megatronish.errors import UserError
@@ -83,7 +83,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
-        return
+        if _has_its_ending(config, mesh):
+            return
     board = stack.enter_context(Board(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
     trainer = Trainer(
         engine=engine,
@@ -106,6 +107,14 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
     comm.barrier(mesh.world)
+
+
+def _has_its_ending(config: Config, mesh: Mesh) -> bool:
+    """Whether the curve is younger than the last checkpoint. Killed between the two, a run lacks an evaluation."""
+    curve, checkpoint, has = config.run_dir / "loss.png", find_checkpoint(config.save_dir), False
+    if mesh.is_main and curve.exists() and checkpoint is not None:
+        has = curve.stat().st_mtime >= (checkpoint / STATE).stat().st_mtime
+    return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
 
 
 def _begin(job: Job, engine: Engine, say: Callable[[str], None]) -> Progress:
