@@ -3,10 +3,11 @@
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatronish.errors import UserError
 
@@ -40,15 +41,23 @@ def locked(folder: Path, *, flag: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
             raise UserError(
-                f"{flag} {folder} is in use by {holder}; wait for that run or end it, or choose another {flag}"
+                f"{flag} {folder} is in use by {_holder(file)}; wait for that run or end it, or choose another {flag}"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
         file.flush()
         yield
+
+
+def _holder(file: TextIO) -> str:
+    """Who holds a lock. It writes its name just after taking it, so a start at the same moment waits for that."""
+    for _ in range(20):
+        file.seek(0)
+        if name := file.read().strip():
+            return name
+        time.sleep(0.05)
+    return "another process"
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

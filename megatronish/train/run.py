@@ -31,7 +31,6 @@ from megatronish.train.trainer import Hook, Progress, Trainer
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
     """Be one rank of the run that `config` describes; the exit status."""
-    device = choose_device(config.parallel.device, place)
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
@@ -39,17 +38,24 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
                 stack.enter_context(locked(config.save_dir, flag="--save"))
             make_writable(config.save_dir, flag="--save")
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
-        mesh = Mesh.start(
-            config.layout,
-            rank=place.rank,
-            init_method=place.rendezvous,
-            device=device,
-            backend=choose_backend(config.parallel.distributed_backend, device),
-            timeout_minutes=config.parallel.distributed_timeout_minutes,
-        )
+        mesh = start_mesh(config, place)
         stack.callback(leave)
         _train(config, notes, mesh, stack)
     return 0
+
+
+def start_mesh(config: Config, place: Place) -> Mesh:
+    """The mesh of `config`, on this rank's device."""
+    parallel = config.parallel
+    device = choose_device(parallel.device, place)
+    return Mesh.start(
+        config.layout,
+        rank=place.rank,
+        init_method=place.rendezvous,
+        device=device,
+        backend=choose_backend(parallel.distributed_backend, device),
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:

@@ -21,10 +21,10 @@ from megatronish import comm
 from megatronish.config.config import Config
 from megatronish.launch.local import run_local_ranks
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import Mesh, choose_backend, leave
+from megatronish.mesh.groups import Mesh, leave
 from megatronish.train.engine import Engine
 from megatronish.train.job import Job
-from megatronish.train.run import choose_device
+from megatronish.train.run import start_mesh
 from megatronish.train.trainer import Progress, Trainer
 
 TOLERANCE = 1e-5
@@ -69,14 +69,7 @@ class Recorder:
 
 def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> int:
     """Train a few steps on one rank and leave `trace_RANK.json` in `folder`."""
-    device = choose_device(config.parallel.device, place)
-    mesh = Mesh.start(
-        config.layout,
-        rank=place.rank,
-        init_method=place.rendezvous,
-        device=device,
-        backend=choose_backend(config.parallel.distributed_backend, device),
-    )
+    mesh = start_mesh(config, place)
     job = Job.open(config, mesh)
     engine = job.build_engine()
     recorder = Recorder(engine.model, mesh)
