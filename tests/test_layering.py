@@ -37,7 +37,9 @@ MAY_USE_TORCH_DISTRIBUTED = ("mesh/groups.py", "comm.py", "launch/", "checkpoint
 WITHOUT_TORCH = (
     "config/*.py",
     "mesh/layout.py",
+    "pipeline/plan.py",
     "pipeline/schedule.py",
+    "pipeline/schedules/*.py",
     "pipeline/simulate.py",
     "pipeline/draw.py",
     "pipeline/split.py",

@@ -143,12 +143,12 @@ def serial(num_positions: int, num_microbatches: int) -> tuple[float, list[Tenso
 SIZES = [(1, 3), (2, 1), (2, 5), (3, 2), (4, 1), (4, 6)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
 def test_a_pipeline_computes_what_one_process_does_and_holds_what_the_plan_says(
     schedule: str, num_stages: int, num_microbatches: int
 ) -> None:
-    plan = SCHEDULES[schedule](num_stages=num_stages, num_microbatches=num_microbatches)
+    plan = SCHEDULES[schedule].plan(num_stages=num_stages, num_microbatches=num_microbatches)
     expected, gradients = serial(num_stages, num_microbatches)
     answers = run_ranks(num_stages, execute, plan, 1, num_microbatches, True, 1)
     assert answers[-1].total == pytest.approx(expected, rel=1e-6)
@@ -162,7 +162,7 @@ def test_a_pipeline_computes_what_one_process_does_and_holds_what_the_plan_says(
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_evaluation_is_forward_alone_and_keeps_nothing(num_stages: int) -> None:
-    plan = SCHEDULES["1f1b"](num_stages=num_stages, num_microbatches=5)
+    plan = SCHEDULES["1f1b"].plan(num_stages=num_stages, num_microbatches=5)
     answers = run_ranks(num_stages, execute, plan, 1, 5, False, 2)
     assert answers[-1].total == pytest.approx(serial(num_stages, 5)[0], rel=1e-6)
     for seen in answers:
@@ -170,7 +170,7 @@ def test_evaluation_is_forward_alone_and_keeps_nothing(num_stages: int) -> None:
 
 
 def test_a_step_leaves_the_lines_ready_for_the_next() -> None:
-    plan = SCHEDULES["1f1b"](num_stages=3, num_microbatches=4)
+    plan = SCHEDULES["1f1b"].plan(num_stages=3, num_microbatches=4)
     once = run_ranks(3, execute, plan, 1, 4, True, 1)
     twice = run_ranks(3, execute, plan, 1, 4, True, 2)
     for one, two in zip(once, twice, strict=True):

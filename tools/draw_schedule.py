@@ -69,7 +69,7 @@ def main() -> int:
     except ValueError as error:
         print(f"draw_schedule: {error}", file=sys.stderr)
         return 2
-    plan = SCHEDULES[arguments.schedule](num_stages=arguments.stages, num_microbatches=arguments.microbatches)
+    plan = SCHEDULES[arguments.schedule].plan(num_stages=arguments.stages, num_microbatches=arguments.microbatches)
     costs = Costs(arguments.forward, arguments.backward, arguments.weight, arguments.transfer)
     simulation = simulate(plan, costs=costs)
     print(report(simulation))

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from megatronish.pipeline.schedule import Action
+from megatronish.pipeline.plan import Action
 
 ROUNDING = 1e-9  # of a tick: sums of costs like 0.1 must not fall into the cell before
 

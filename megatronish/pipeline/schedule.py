@@ -1,74 +1,73 @@
-"""In which order does each pipeline stage work? Schedules as plain data.
+"""Which schedules are there? The table of --pipeline-schedule.
 
-A plan is a list of actions for each stage: forward (F), backward (B) or weight gradient (W) of one micro-batch
-through one of the stage's model chunks. Nothing here computes, waits or sends: `simulate` times a plan on paper and
-`run` carries it out on ranks, both with one loop for every schedule. So a new schedule is a generator below and a
-line in `SCHEDULES`.
-
-The model is cut into positions, first layers first. A `Placement` says where each position sits: with one chunk a
-stage, position p is stage p; interleaving goes round the stages again for the second chunk; a zero-bubble V comes
-back the way it went. A plan with W actions splits the backward: its B yields the input gradient alone. In a plan
-without them B is the whole backward.
+A new schedule is a file in schedules/ and a line in `SCHEDULES`: `simulate`, `run`, the drawings and the tests take
+it from here.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
 
-Kind = Literal["F", "B", "W"]
+from megatronish.errors import UserError
+from megatronish.pipeline.plan import Action, Kind, Place, Placement, Plan, looped, v_shaped
+from megatronish.pipeline.schedules.gpipe import gpipe
+from megatronish.pipeline.schedules.interleaved import interleaved
+from megatronish.pipeline.schedules.one_f_one_b import one_f_one_b
+from megatronish.pipeline.schedules.zb_h1 import zb_h1
+from megatronish.pipeline.schedules.zb_v import zb_v
 
+__all__ = ["RECEIVES_AHEAD", "SCHEDULES", "Action", "Kind", "Place", "Placement", "Plan", "Schedule", "looped"]
 
-class Action(NamedTuple):
-    """One piece of work of one stage."""
-
-    kind: Kind
-    chunk: int
-    micro_batch: int
-
-
-class Place(NamedTuple):
-    """Where a piece of the model sits."""
-
-    stage: int
-    chunk: int
+RECEIVES_AHEAD = 1
+"""How many actions before the one that needs it a receive is posted."""
 
 
-Plan = list[list[Action]]
-"""The actions of each stage, in order."""
+@dataclass(frozen=True)
+class Schedule:
+    """An order of work and a placement that belong together."""
 
-Placement = list[Place]
-"""The place of each model position, first layers first."""
+    name: str
+    generate: Callable[..., Plan]
+    placement: Callable[..., Placement]
+    num_chunks: int | None
+    """The chunks of a stage; None where any number will do."""
+    has_weight_gradients: bool
+    """Whether its plans have W actions, which need layers that can split their backward."""
+
+    def plan(self, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Plan:
+        """The actions of every stage: a pure function, so that each rank computes it for itself."""
+        chunks = self._checked(num_stages, num_chunks)
+        if num_microbatches < 1:
+            raise UserError(f"num_microbatches={num_microbatches} must be at least 1")
+        return self.generate(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
+
+    def place(self, *, num_stages: int, num_chunks: int | None = None) -> Placement:
+        """The place of every position of the model."""
+        return self.placement(num_stages=num_stages, num_chunks=self._checked(num_stages, num_chunks))
+
+    def _checked(self, num_stages: int, num_chunks: int | None) -> int:
+        """The number of chunks, by default the schedule's own (1 where any will do)."""
+        if num_stages < 1:
+            raise UserError(f"num_stages={num_stages} must be at least 1")
+        chunks = num_chunks if num_chunks is not None else self.num_chunks or 1
+        if self.num_chunks not in (None, chunks):
+            others = ", ".join(name for name, other in SCHEDULES.items() if other.num_chunks in (None, chunks))
+            raise UserError(
+                f"schedule {self.name} has num_chunks={self.num_chunks} a stage, not {chunks}; "
+                f"use {self.num_chunks}, or one of {others} for {chunks}"
+            )
+        if chunks < 1:
+            raise UserError(f"num_chunks={chunks} must be at least 1")
+        return chunks
 
 
-def looped(*, num_stages: int, num_chunks: int = 1) -> Placement:
-    """Positions go round the stages, once for each chunk (arXiv:2104.04473, section 2.2)."""
-    return [Place(stage, chunk) for chunk in range(num_chunks) for stage in range(num_stages)]
-
-
-def gpipe(*, num_stages: int, num_microbatches: int) -> Plan:
-    """All forwards, then all backwards: GPipe of Huang et al. 2019 (arXiv:1811.06965, fig. 2).
-
-    Every stage holds num_microbatches live activations.
-    """
-    micro_batches = range(num_microbatches)
-    actions = [Action("F", 0, i) for i in micro_batches] + [Action("B", 0, i) for i in micro_batches]
-    return [list(actions) for _ in range(num_stages)]
-
-
-def one_f_one_b(*, num_stages: int, num_microbatches: int) -> Plan:
-    """1F1B of Narayanan et al. 2021 (arXiv:2104.04473, fig. 4).
-
-    Stage s holds at most min(num_stages - s, num_microbatches) live activations.
-    """
-    forwards = [Action("F", 0, i) for i in range(num_microbatches)]
-    backwards = [Action("B", 0, i) for i in range(num_microbatches)]
-    plan = []
-    for stage in range(num_stages):
-        live = min(num_stages - stage, num_microbatches)
-        steady = num_microbatches - live
-        pairs = zip(backwards[:steady], forwards[live:], strict=True)
-        plan.append(forwards[:live] + [action for pair in pairs for action in pair] + backwards[steady:])
-    return plan
-
-
-SCHEDULES: dict[str, Callable[..., Plan]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-"""The schedules of --pipeline-schedule. All take num_stages and num_microbatches."""
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", gpipe, looped, num_chunks=1, has_weight_gradients=False),
+        Schedule("1f1b", one_f_one_b, looped, num_chunks=1, has_weight_gradients=False),
+        Schedule("interleaved", interleaved, looped, num_chunks=None, has_weight_gradients=False),
+        Schedule("zb-h1", zb_h1, looped, num_chunks=1, has_weight_gradients=True),
+        Schedule("zb-v", zb_v, v_shaped, num_chunks=2, has_weight_gradients=True),
+    )
+}
+"""The schedules of --pipeline-schedule."""

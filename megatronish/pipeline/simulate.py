@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatronish.pipeline.draw import Timed, draw, label
-from megatronish.pipeline.schedule import Action, Kind, Place, Placement, Plan, looped
+from megatronish.pipeline.plan import Action, Kind, Place, Placement, Plan, looped, routes
+from megatronish.pipeline.schedule import RECEIVES_AHEAD
 
 
 class Costs(NamedTuple):
@@ -99,50 +100,62 @@ def refuse_hang(plan: Plan, placement: Placement) -> None:
         raise ValueError(f"schedule hangs at tick {tick}:\n{draw(timeline, until=tick + 1)}")
 
 
-def _neighbour(stage: int, action: Action, placement: Placement, *, step: int) -> tuple[int, Action] | None:
-    """(stage, action) that this one gets its input from (step -1) or sends its output to (step +1)."""
-    direction = {"F": step, "B": -step, "W": 0}[action.kind]
-    position = placement.index(Place(stage, action.chunk)) + direction
-    if not direction or not 0 <= position < len(placement):
-        return None
-    place = placement[position]
-    return place.stage, action._replace(chunk=place.chunk)
-
-
 def _times(
     plan: Plan, placement: Placement, durations: dict[Kind, float], transfer: float, *, waiting_sends: bool = False
 ) -> list[list[Timed]]:
     """Times of all actions that can ever start: shorter rows than the plan's where it hangs."""
+    network = Network(plan, placement)
     ends: dict[tuple[int, Action], float] = {}
     timeline: list[list[Timed]] = [[] for _ in plan]
     progress = True
     while progress:
         progress = False
         for stage, (row, done) in enumerate(zip(plan, timeline, strict=True)):
-            for action in row[len(done) :]:
+            while len(done) < len(row):
+                action = row[len(done)]
                 start = done[-1].end if done else 0.0
-                if cause := _neighbour(stage, action, placement, step=-1):
+                if cause := network.source(stage, action):
                     if cause not in ends:
                         break
                     start = max(start, ends[cause] + (transfer if cause[0] != stage else 0.0))
-                if waiting_sends and not _can_send(stage, action, plan, timeline, placement):
+                if waiting_sends and not network.send(stage, action, timeline):
                     break
-                done.append(Timed(action, start, start + durations[action.kind]))
-                ends[stage, action] = done[-1].end
+                end = ends[stage, action] = start + durations[action.kind]
+                done.append(Timed(action, start, end))
                 progress = True
     return timeline
 
 
-def _can_send(stage: int, action: Action, plan: Plan, timeline: list[list[Timed]], placement: Placement) -> bool:
-    """Whether the stage's last send in this action's direction has a receive posted: its receiver is an action away."""
-    if not _neighbour(stage, action, placement, step=1):
+class Network:
+    """Who hears from whom under a placement, and which sends are on their way."""
+
+    def __init__(self, plan: Plan, placement: Placement) -> None:
+        self._routes = routes(placement)
+        self._order = {(stage, action): index for stage, row in enumerate(plan) for index, action in enumerate(row)}
+        self._last: dict[tuple[int, Kind, bool], tuple[int, int]] = {}  # of a line: the receiver, what it needs it for
+
+    def source(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """The stage and the action that this one gets its input from."""
+        place = self._routes[action.kind, Place(stage, action.chunk)].source
+        return place and (place.stage, action._replace(chunk=place.chunk))
+
+    def target(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """The stage and the action that this one's output goes to."""
+        place = self._routes[action.kind, Place(stage, action.chunk)].target
+        return place and (place.stage, action._replace(chunk=place.chunk))
+
+    def send(self, stage: int, action: Action, timeline: list[list[Timed]]) -> bool:
+        """Take the action's line for what it sends, if the last send on it has a receive posted."""
+        target = self.target(stage, action)
+        if target is None or target[0] == stage:
+            return True
+        line = (stage, action.kind, target[0] > stage)
+        if line in self._last:
+            receiver, index = self._last[line]
+            if len(timeline[receiver]) < index - RECEIVES_AHEAD:
+                return False
+        self._last[line] = target[0], self._order[target]
         return True
-    for done in reversed(timeline[stage]):
-        receiver = _neighbour(stage, done.action, placement, step=1)
-        if done.action.kind == action.kind and receiver and receiver[0] != stage:
-            other, awaited = receiver
-            return len(timeline[other]) >= plan[other].index(awaited) - 1
-    return True
 
 
 def _peak_live(row: list[Action], *, released_by: Kind) -> int:

@@ -180,7 +180,7 @@ class Engine:
         return [bucket.flat for bucket in self.buckets.buckets if bucket.counted]
 
     def _actions(self, num_microbatches: int) -> list[Action]:
-        plan = SCHEDULES[self.schedule](num_stages=self.mesh.pp.size, num_microbatches=num_microbatches)
+        plan = SCHEDULES[self.schedule].plan(num_stages=self.mesh.pp.size, num_microbatches=num_microbatches)
         return plan[self.mesh.pp.rank]
 
     def _sum_over_ranks(self, total: torch.Tensor) -> float:
