@@ -246,8 +246,66 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--tp 8",
             r"^num_attention_heads=12 must be divisible by tensor_model_parallel_size=8; use .* 1, 2, 3, 4, 6 or",
         ),
-        ("--pp 5", r"^num_layers=12 must be divisible by pipeline_model_parallel_size=5; use .* 1, 2, 3, 4, 6 or 12"),
-        ("--cp 2", r"^context_parallel_size=2 is not there yet; use 1"),
+        ("--pp 16", r"^num_layers=12 is less than pipeline_model_parallel_size=16: .*; use --pp 12 or fewer"),
+        ("--pp 8 --pipeline-schedule zb-v", r"^num_layers=12 is less than .*=8 x 2 chunks: .*; use --pp 6 or fewer"),
+        ("--pipeline-schedule interleaved", r"^pipeline_schedule=interleaved needs several chunks a stage; add --num"),
+        (
+            "--pp 2 --pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2",
+            r"^pipeline_schedule=zb-h1 has one chunk a stage, .*; use --pipeline-schedule interleaved",
+        ),
+        (
+            "--pp 2 --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
+            r"^pipeline_schedule=zb-v has two chunks .*; leave the virtual stages out",
+        ),
+        (
+            "--pp 2 --num-layers-per-virtual-pipeline-stage 4",
+            r"^num_layers=12 must be divisible by .*=2 x num_layers_per_virtual_pipeline_stage=4; use --num-virtual",
+        ),
+        (
+            "--pp 2 --num-layers-per-virtual-pipeline-stage 3 --num-virtual-stages-per-pipeline-rank 2",
+            r"contradicts .*: both say how many chunks a stage holds; leave one of them out",
+        ),
+        (
+            "--pp 3 --decoder-first-pipeline-num-layers 11",
+            r"^decoder_first_pipeline_num_layers=11 leave 1 of num_layers=12 to the other 2 stages .*; use smaller",
+        ),
+        (
+            "--pp 2 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 5",
+            r"^decoder_first_.*=6 and decoder_last_.*=5 must add up to num_layers=12; leave one of them out",
+        ),
+        ("--decoder-last-pipeline-num-layers 4", r"^decoder_last_.*=4 needs pipeline_model_parallel_size > 1; add --pp"),
+        (
+            "--pp 2 --pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1",
+            r"^decoder_first_.*=1 is less than the 2 chunks of that stage: .*; use 2 or more",
+        ),
+        (
+            "--pp 2 --pipeline-split auto --decoder-first-pipeline-num-layers 5",
+            r"contradicts .*: layers are shared out by hand or by weight; leave one of them out",
+        ),
+        ("--cp 3", r"^seq_length=64 must be divisible by 2 x context_parallel_size=3, .* = 6; use --seq-length 66"),
+        (
+            "--cp 2 --tp 12 --sequence-parallel",
+            r"^seq_length=64 must be divisible by both 2 x .*=2 and .*=12 = 24; use --seq-length 72, or leave --seq",
+        ),
+        (
+            "--cp 8 --tp 3 --cp-comm-type a2a",
+            r"^cp_comm_type=a2a trades .*=12 / .*=3 = 4 must be divisible by context_parallel_size=8; use .* p2p",
+        ),
+        ("--cp 2 --cp-comm-type all_gather", r"cp_comm_type must be one of p2p or a2a"),
+        (
+            "--recompute-granularity selective --recompute-method block",
+            r"^recompute_method=block belongs to full recomputation, not to recompute_granularity=selective; add --rec",
+        ),
+        ("--recompute-num-layers 2", r"^recompute_num_layers=2 belongs to full .*; add --recompute-granularity full"),
+        (
+            "--recompute-granularity full --distribute-saved-activations",
+            r"^distribute_saved_activations .*size, which is 1; add --tp 2, or leave it out",
+        ),
+        (
+            "--tp 2 --sequence-parallel --recompute-granularity full --distribute-saved-activations",
+            r"^distribute_saved_activations .*, which --sequence-parallel does already; leave one",
+        ),
+        ("--cpu-offloading", r"is refused: use --recompute-granularity full --offload-saved-activations"),
         (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
         (f"--hidden-size {10**400}", r"^hidden_size=10+ must be at most 2147483647; change --hidden-size"),
         (f"--seed {10**19}", r"^seed=10+ must be at most 9223372036854775807; the default is 1234"),
@@ -463,3 +521,15 @@ def test_the_page_of_flags_is_current() -> None:
 def test_field_names_are_unique_over_the_sections() -> None:
     assert len(FIELDS) == sum(len(dataclasses.fields(getattr(Config(), f.name))) for f in dataclasses.fields(Config))
     assert not set(ALIASES) & set(FIELDS)
+
+
+def test_what_megatron_scripts_say_of_pipelines_and_recomputation_is_understood() -> None:
+    words = small("--mock-data", "--pp", "2", "--recompute-activations", "--cp", "2", "--cp-comm-type", "p2p")
+    config = read_config([*words, "--num-layers-per-virtual-pipeline-stage", "3"]).config
+    assert config.recompute.recompute_granularity == "selective"
+    assert (config.parallel.schedule, config.parallel.num_chunks(12)) == ("interleaved", 2)
+    assert read_config(small("--mock-data", "--num-virtual-stages-per-pipeline-rank", "1")).config.parallel == dataclasses.replace(
+        read_config(small("--mock-data")).config.parallel, num_virtual_stages_per_pipeline_rank=1
+    )
+    any_number = small("--mock-data", "--pp", "5", "--decoder-first-pipeline-num-layers", "1")
+    assert read_config(any_number).config.parallel.schedule == "1f1b"

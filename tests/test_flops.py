@@ -16,7 +16,7 @@ from megatronish.flops import (
 )
 from megatronish.memory import Memory, activation_bytes_per_token, expected_memory, format_bytes, memory_table
 from megatronish.mesh.layout import Layout
-from megatronish.model.gpt import GPT
+from megatronish.model.gpt import GPT, Chunk
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
 LLAMA3_8B = ModelConfig(
@@ -69,9 +69,7 @@ def test_the_count_of_a_stage_is_the_real_stages(name: str) -> None:
             model,
             vocab_size=50,
             num_positions=model.max_position_embeddings or 16,
-            layers=layers,
-            is_first=is_first,
-            is_last=is_last,
+            chunks=[Chunk(layers, is_first, is_last)],
         )
         counted = parameters_of_stage(
             model, vocab_size=50, seq_length=16, num_layers=len(layers), is_first=is_first, is_last=is_last

@@ -56,7 +56,7 @@ def test_greedy_text_is_what_the_whole_model_finds_likeliest(
             ids = torch.tensor([tokens])
             places = torch.arange(len(tokens))[None]
             batch = MicroBatch(ids, ids, torch.ones_like(ids, dtype=torch.bool), places, torch.zeros(1).long())
-            tokens.append(int(model.logits(model.hidden(None, batch, step=None)[0])[-1, 0, :300].argmax()))
+            tokens.append(int(model.logits(model.hidden(None, batch, step=None))[-1, 0, :300].argmax()))
     assert list(generate(model, prompt, num_tokens=8, seq_length=16, eod=None, temperature=0)) == tokens[4:]
     expected = BytesTokenizer().decode(tokens) + "\n"
     assert written(capsys, trained, num_tokens=8, temperature=0.0) == expected

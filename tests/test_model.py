@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatronish.attention.core import attention, visibility
 from megatronish.config.model import ModelConfig
 from megatronish.model.batch import MicroBatch
-from megatronish.model.gpt import GPT
+from megatronish.model.gpt import GPT, Chunk
 from megatronish.model.rope import Rotation, rotate
 from megatronish.sharding import collect_shardings, initialize
 
@@ -97,7 +97,7 @@ def batch_of(*, documents: bool = False, seed: int = 0) -> MicroBatch:
 @torch.no_grad()
 def logits_of(model: GPT, batch: MicroBatch) -> Tensor:
     """[B, S, V], padding cut off."""
-    x, _ = model.hidden(None, batch, step=None)
+    x = model.hidden(None, batch, step=None)
     return model.logits(x).transpose(0, 1)[..., :VOCABULARY]
 
 
@@ -364,9 +364,8 @@ def test_pieces_of_a_model_in_a_row_are_the_model() -> None:
     values = dict(whole.named_parameters())
     x: Tensor | None = None
     for layers, is_first, is_last in (([0], True, False), ([1], False, True)):
-        piece = GPT(
-            GPT2, vocab_size=VOCABULARY, num_positions=S, layers=layers, is_first=is_first, is_last=is_last, seed=5
-        )
+        chunks = [Chunk(layers, is_first, is_last)]
+        piece = GPT(GPT2, vocab_size=VOCABULARY, num_positions=S, chunks=chunks, seed=5)
         piece.load_state_dict({name: values[name] for name, _ in piece.named_parameters()})
         x = piece(x, batch, step=None)
     assert x is not None

@@ -4,23 +4,15 @@ A rule names the fields it reads. It is asked only when each of them is sound by
 so that no rule repeats what is known and none has to fear a zero.
 """
 
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Collection
 
+from megatronish.config.check_parallel import MESH, PARALLEL_RULES
 from megatronish.config.config import Config
 from megatronish.config.data import parse_blend, parse_split
-from megatronish.config.fields import FIELDS, one_of
+from megatronish.config.fields import one_of
 from megatronish.config.ranges import out_of_range
+from megatronish.config.rules import LARGEST_NAMED, Rule, divide
 from megatronish.config.settle import SAMPLES, STEPS
-
-LARGEST_NAMED = 4096  # a remedy names fitting sizes up to this
-
-
-class Rule(NamedTuple):
-    """A rule over several fields: None, or what is wrong."""
-
-    fields: tuple[str, ...]
-    complaint: Callable[[Config], str | None]
 
 
 def problems(config: Config, *, unsound: Collection[str] = ()) -> list[str]:
@@ -31,22 +23,11 @@ def problems(config: Config, *, unsound: Collection[str] = ()) -> list[str]:
     return [*found.values(), *filter(None, complaints)]
 
 
-def _divide(name: str, number: int, by_name: str, by: int) -> str | None:
-    """The complaint of a size that is not cut evenly."""
-    if number % by == 0:
-        return None
-    sizes = [size for size in range(1, min(number, LARGEST_NAMED) + 1) if number % size == 0]
-    fitting = (
-        one_of(sizes) if len(sizes) <= 12 and number <= LARGEST_NAMED else f"{', '.join(map(str, sizes[:12]))}, ..."
-    )
-    return f"{name}={number} must be divisible by {by_name}={by}; use {FIELDS[by_name].flag} {fitting}"
-
-
 def _heads_of_hidden(config: Config) -> str | None:
     model = config.model
     if model.kv_channels is not None:
         return None
-    return _divide("hidden_size", model.hidden_size, "num_attention_heads", model.num_attention_heads)
+    return divide("hidden_size", model.hidden_size, "num_attention_heads", model.num_attention_heads)
 
 
 def _key_value_heads(config: Config) -> str | None:
@@ -59,46 +40,7 @@ def _key_value_heads(config: Config) -> str | None:
             f"num_query_groups={groups} needs group_query_attention (Megatron-LM would ignore it in silence); "
             "add --group-query-attention, or leave it out"
         )
-    return _divide("num_attention_heads", heads, "num_query_groups", groups)
-
-
-def _heads_over_tp(config: Config) -> str | None:
-    tp = config.parallel.tensor_model_parallel_size
-    return _divide("num_attention_heads", config.model.num_attention_heads, "tensor_model_parallel_size", tp)
-
-
-def _key_value_heads_over_tp(config: Config) -> str | None:
-    tp = config.parallel.tensor_model_parallel_size
-    if config.model.num_kv_heads == config.model.num_attention_heads:
-        return None
-    return _divide("num_query_groups", config.model.num_kv_heads, "tensor_model_parallel_size", tp)
-
-
-def _ffn_over_tp(config: Config) -> str | None:
-    model = config.model
-    if model.ffn_size < 1:
-        return f"ffn_hidden_size derived from hidden_size={model.hidden_size} is 0; add --ffn-hidden-size"
-    tp = config.parallel.tensor_model_parallel_size
-    return _divide("ffn_hidden_size", model.ffn_size, "tensor_model_parallel_size", tp)
-
-
-def _layers_over_pp(config: Config) -> str | None:
-    pp = config.parallel.pipeline_model_parallel_size
-    complaint = _divide("num_layers", config.model.num_layers, "pipeline_model_parallel_size", pp)
-    return f"{complaint} (uneven stages are not there yet)" if complaint else None
-
-
-def _sequence_over_tp(config: Config) -> str | None:
-    if not config.parallel.sequence_parallel:
-        return None
-    tp = config.parallel.tensor_model_parallel_size
-    complaint = _divide("seq_length", config.training.seq_length, "tensor_model_parallel_size", tp)
-    return f"{complaint}, or leave --sequence-parallel out" if complaint else None
-
-
-def _no_context_parallel(config: Config) -> str | None:
-    cp = config.parallel.context_parallel_size
-    return f"context_parallel_size={cp} is not there yet; use 1" if cp > 1 else None
+    return divide("num_attention_heads", heads, "num_query_groups", groups)
 
 
 def _positions(config: Config) -> str | None:
@@ -294,12 +236,6 @@ def _tokenizer(config: Config) -> str | None:
     return None
 
 
-def _backend(config: Config) -> str | None:
-    if config.parallel.distributed_backend == "nccl" and config.parallel.device == "cpu":
-        return "distributed_backend=nccl needs CUDA, but device=cpu; use --distributed-backend gloo, or --device cuda"
-    return None
-
-
 def _starting_point(config: Config) -> str | None:
     if config.checkpoint.finetune and config.checkpoint.load is None:
         return (
@@ -308,20 +244,13 @@ def _starting_point(config: Config) -> str | None:
     return None
 
 
-_TP = "tensor_model_parallel_size"
-MESH = ("data_parallel_size", _TP, "pipeline_model_parallel_size", "context_parallel_size")
 _BATCH = (*MESH, "global_batch_size", "micro_batch_size")
 _ROPE = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow")
 
 RULES = (
+    *PARALLEL_RULES,
     Rule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
     Rule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
-    Rule(("num_attention_heads", _TP), _heads_over_tp),
-    Rule(("num_attention_heads", "num_query_groups", "group_query_attention", _TP), _key_value_heads_over_tp),
-    Rule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
-    Rule(("num_layers", "pipeline_model_parallel_size"), _layers_over_pp),
-    Rule(("seq_length", "sequence_parallel", _TP), _sequence_over_tp),
-    Rule(("context_parallel_size",), _no_context_parallel),
     Rule(("max_position_embeddings", "seq_length", "position_embedding_type"), _positions),
     Rule(("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"), _rope_head),
     Rule(("rope_scaling_type", "position_embedding_type", *_ROPE), _rope_scaling),
@@ -337,6 +266,5 @@ RULES = (
     Rule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
     Rule(("split",), _split),
     Rule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
-    Rule(("distributed_backend", "device"), _backend),
     Rule(("finetune", "load"), _starting_point),
 )

@@ -7,6 +7,7 @@ from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.run import CheckpointConfig, LogConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.mesh.layout import Layout
@@ -18,6 +19,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

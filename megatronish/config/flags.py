@@ -41,10 +41,7 @@ def _refused(text: str, num_values: int = 0, harmless: tuple[str, ...] = ()) -> 
 _ONE_IMPLEMENTATION = "there is one implementation, in torch"
 _FUSION = "which operations are fused is decided at run time and told in the first lines of a run"
 _NO_LOSS_SCALE = "fp32 and bf16 need no loss scale"
-_RECOMPUTE = (
-    "recomputation is not there yet; leave it out, and save memory by a smaller --micro-batch-size, --tp or --pp"
-)
-_VIRTUAL = "interleaved stages are not there yet; leave it out, --pipeline-schedule 1f1b is used"
+_SPLIT = "use --pipeline-split auto, which weighs the embedding and the head by what they cost"
 _WANDB = "Weights & Biases is not there yet; leave it out, `wandb sync` reads the TensorBoard files of the run folder"
 _PROFILE = "profiling is not there yet; leave it out"
 _REMOVED = "Megatron-LM removed it"
@@ -58,8 +55,10 @@ KNOWN: dict[str, Known] = {
     "apply-query-key-layer-scaling": _idle("it only moves fp16 rounding; the softmax is computed in fp32"),
     "attention-softmax-in-fp32": _idle("the softmax is always computed in fp32"),
     # parallel
-    "num-layers-per-virtual-pipeline-stage": _refused(_VIRTUAL, 1),
-    "num-virtual-stages-per-pipeline-rank": _refused(_VIRTUAL, 1, ("1",)),
+    "account-for-embedding-in-pipeline-split": _refused(_SPLIT),
+    "account-for-loss-in-pipeline-split": _refused(_SPLIT),
+    "microbatch-group-size-per-virtual-pipeline-stage": _refused("it is the number of stages here; leave it out", 1),
+    "hierarchical-context-parallel-sizes": _refused("use --cp-comm-type p2p or a2a alone, and leave it out", 2),
     "expert-model-parallel-size": _refused("experts are not there yet; use 1, or leave it out", 1, ("1",)),
     "use-distributed-optimizer": _refused(
         "it is not there yet: every data-parallel rank keeps the whole optimizer state; leave it out, use --tp or --pp"
@@ -90,10 +89,10 @@ KNOWN: dict[str, Known] = {
     "grad-reduce-in-bf16": _refused("gradients are reduced in fp32; leave it out"),
     "fp32-residual-connection": _refused("it is not there yet; leave it out, or train in fp32 without --bf16"),
     # recomputation and fusion
-    "recompute-activations": _refused(_RECOMPUTE),
-    "recompute-granularity": _refused(_RECOMPUTE, 1),
-    "recompute-method": _refused(_RECOMPUTE, 1),
-    "recompute-num-layers": _refused(_RECOMPUTE, 1),
+    "recompute-activations": _means("recompute_granularity", "selective"),
+    "recompute-modules": _refused("selective recomputes the core of attention; leave it out", 1, ("core_attn",)),
+    "cpu-offloading": _refused("use --recompute-granularity full --offload-saved-activations"),
+    "cpu-offloading-num-layers": _refused("use --recompute-granularity full --offload-saved-activations", 1),
     "no-masked-softmax-fusion": _idle(_FUSION),
     "no-bias-gelu-fusion": _idle(_FUSION),
     "no-bias-swiglu-fusion": _idle(_FUSION),
@@ -143,7 +142,7 @@ KNOWN: dict[str, Known] = {
     "batch-size": _refused(f"{_REMOVED}; use --micro-batch-size", 1),
     "model-parallel-size": _refused(f"{_REMOVED}; use --tensor-model-parallel-size", 1),
     "warmup": _refused(f"{_REMOVED}; use --lr-warmup-fraction", 1),
-    "checkpoint-activations": _refused(f"{_REMOVED}; {_RECOMPUTE}"),
+    "checkpoint-activations": _refused(f"{_REMOVED}; use --recompute-granularity full"),
 }
 
 # Where a flag of the same name starts from another value, or reads its value otherwise, than in Megatron-LM.
@@ -160,6 +159,10 @@ DIFFERENCES: dict[str, str] = {
     "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either.",
     "openai_gelu": "Megatron-LM's default activation is the exact GELU without its bias-GELU fusion and the tanh form "
     "with it; here it is exact unless this flag is given.",
+    "cp_comm_type": "Megatron-LM has all_gather and a2a+p2p, too, and a value for each layer; here one of p2p and a2a.",
+    "recompute_method": "No default in Megatron-LM, which wants it with full; here uniform.",
+    "recompute_num_layers": "No default in Megatron-LM, which wants it with full; here 1.",
+    "pipeline_schedule": "Not in Megatron-LM, where the schedule follows from virtual stages alone.",
     "window_size": "Counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1` here.",
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",
 }

@@ -18,10 +18,22 @@ class ParallelConfig:
     """dp: copies of the model. Derived: all ranks / (tp pp cp), or 1 on a plain start."""
     context_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--cp"])] = 1
     """cp: ranks that share one sequence."""
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
+    """How attention sees the whole sequence: p2p sends keys and values round a ring, a2a trades sequence for heads."""
     sequence_parallel: bool = False
     """Norms, dropout and the residual stream hold 1/tp of the sequence (needs tp > 1)."""
-    pipeline_schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forward and backward passes over the stages."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = None
+    """Order of the passes over the stages. Derived: interleaved where virtual stages are asked for, else 1f1b."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Interleave: each stage holds several chunks of so many layers."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Interleave: each stage holds so many chunks."""
+    pipeline_split: Literal["even", "auto"] = "even"
+    """even: equal stages, as far as they can be; auto: the slowest stage is as fast as can be, head counted."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first stage; the others share the rest."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage; the others share the rest."""
     overlap_grad_reduce: bool = True
     """Start each gradient bucket's all-reduce during the last backward pass."""
     ddp_bucket_size: int = 8_000_000
@@ -37,3 +49,20 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model: tp * pp * cp."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def schedule(self) -> str:
+        """The schedule by name: interleaved is what virtual stages mean."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        several = (self.num_virtual_stages_per_pipeline_rank or 1) > 1
+        return "interleaved" if several or self.num_layers_per_virtual_pipeline_stage is not None else "1f1b"
+
+    def num_chunks(self, num_layers: int) -> int:
+        """Pieces of the model that each pipeline stage holds."""
+        if self.schedule == "zb-v":
+            return 2
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            layers_of_a_round = self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage
+            return max(1, num_layers // layers_of_a_round)
+        return self.num_virtual_stages_per_pipeline_rank or 1

@@ -27,6 +27,8 @@ RANGES = (
         num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
         max_position_embeddings rope_original_max_positions window_size make_vocab_size_divisible_by
         tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size context_parallel_size
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank recompute_num_layers
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         ddp_bucket_size seq_length micro_batch_size global_batch_size train_iters train_samples
         exit_interval eval_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         save_interval log_interval tensorboard_log_interval sample_tokens vocab_size
@@ -68,6 +70,8 @@ LARGEST = (
         lambda value: value <= 100_000,
         """
         num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size context_parallel_size
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank recompute_num_layers
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         """,
     ),
     Range(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from megatronish.config.check import MESH
 from megatronish.config.check import problems as broken_rules
+from megatronish.config.check_parallel import MESH
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, read_fields, with_fields
 from megatronish.config.files import missing_files
@@ -155,6 +155,7 @@ def _derive(config: Config, *, path: Path | None, world_size: int | None, unsoun
         notes.append(
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
+    config = with_fields(config, pipeline_schedule=config.parallel.schedule)
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)

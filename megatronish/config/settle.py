@@ -28,6 +28,16 @@ RIVALS = (
     Rivals(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Rivals(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
     Rivals(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
+    Rivals(
+        ("num_layers_per_virtual_pipeline_stage",),
+        ("num_virtual_stages_per_pipeline_rank",),
+        "both say how many chunks a stage holds",
+    ),
+    Rivals(
+        ("pipeline_split",),
+        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "layers are shared out by hand or by weight",
+    ),
     Rivals(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
 )
 

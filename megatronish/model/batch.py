@@ -1,6 +1,6 @@
 """What is one micro-batch? The tensors that data hands to the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,12 +20,29 @@ class MicroBatch:
     loss_mask: Tensor  # bool [B, S], True where the prediction counts
     position_ids: Tensor  # int64 [B, S]
     sample_ids: Tensor  # int64 [B]
-    document_ids: Tensor | None = None  # int64 [B, S], equal within a document, rising along the sequence
+    document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
 
     @property
     def num_loss_tokens(self) -> int:
         """Predictions that count in the loss."""
         return int(self.loss_mask.sum())
+
+    def at(self, places: Tensor) -> "MicroBatch":
+        """The micro-batch of a cp rank that holds these places [s] of the sequence.
+
+        Document ids stay whole: attention needs those of the keys that other ranks hold.
+        """
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[:, places]
+
+        return replace(
+            self,
+            tokens=cut(self.tokens),
+            labels=cut(self.labels),
+            loss_mask=cut(self.loss_mask),
+            position_ids=cut(self.position_ids),
+        )
 
     def to(self, device: torch.device) -> "MicroBatch":
         """A copy on `device`."""

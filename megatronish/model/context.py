@@ -1,6 +1,7 @@
 """What may a layer ask about the forward pass it is part of?"""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,13 +25,23 @@ class Context:
 
     batch: MicroBatch
     positions: Tensor
+    recompute_attention: bool
     rotation: Rotation | None
     visible: Tensor | None
     dropout: Dropout | None
 
 
 def make_context(
-    config: ModelConfig, batch: MicroBatch, *, tp: Axis, sequence_parallel: bool, seed: int, step: int | None
+    config: ModelConfig,
+    batch: MicroBatch,
+    *,
+    tp: Axis,
+    cp: Axis,
+    cp_comm_type: Literal["p2p", "a2a"],
+    sequence_parallel: bool,
+    recompute_attention: bool,
+    seed: int,
+    step: int | None,
 ) -> Context:
     """The context of a micro-batch; `step` None means evaluation, without dropout."""
     device = batch.tokens.device
@@ -41,6 +52,7 @@ def make_context(
     masked = windowed or batch.document_ids is not None
     return Context(
         batch=batch,
+        recompute_attention=recompute_attention,
         positions=comm.piece_of(positions, tp) if sequence_parallel else positions,
         rotation=rotation(config, batch.position_ids) if config.position_embedding_type == "rope" else None,
         visible=visibility(seq_length, window_size=config.window_size, document_ids=batch.document_ids, device=device)

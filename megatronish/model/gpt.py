@@ -7,7 +7,7 @@ carry the names they have in the whole model, whatever piece they are in.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from megatronish.mesh.groups import Axis
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context, make_context
+from megatronish.model.recompute import Recompute, recompute
 from megatronish.sharding import Sharding
 
 MakeBlock = Callable[..., nn.Module]
@@ -47,8 +48,18 @@ class Embedding(nn.Module):
         )
 
 
+class Chunk(NamedTuple):
+    """Consecutive layers; with the embedding if they start the model, with the loss if they end it."""
+
+    layers: Sequence[int]
+    is_first: bool
+    is_last: bool
+
+
 class GPT(nn.Module):
-    """Layers `layers` of a GPT; with the embedding if they start the model, with the loss if they end it.
+    """The chunks of a GPT that one rank holds: by default one, the whole.
+
+    Chunks that start and end the model on one rank share a tied embedding.
 
     `make_block(config, layer=…, tp=…, sequence_parallel=…)` makes one layer: a module (x [S, B, D], context) -> x.
     """
@@ -60,36 +71,41 @@ class GPT(nn.Module):
         vocab_size: int,
         num_positions: int,
         tp: Axis | None = None,
+        cp: Axis | None = None,
+        cp_comm_type: Literal["p2p", "a2a"] = "p2p",
         sequence_parallel: bool = False,
-        layers: Sequence[int] | None = None,
-        is_first: bool = True,
-        is_last: bool = True,
+        chunks: Sequence[Chunk] | None = None,
         seed: int = 0,
+        recompute: Recompute | None = None,
         make_block: MakeBlock = TransformerBlock,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.seed = config, vocab_size, seed
         self.tp = tp = tp or Axis("tp")
+        self.cp, self.cp_comm_type = cp or Axis("cp"), cp_comm_type
+        self.recompute = recompute or Recompute()
         # Cutting the sequence over one rank is not cutting it.
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
-        self.is_first, self.is_last = is_first, is_last
+        self.chunks = chunks or (Chunk(range(config.num_layers), True, True),)
+        self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         std = config.init_method_std
         padded = config.padded_vocab_size(vocab_size, tp.size)
         shared: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel}
         make_tokens = partial(
             VocabParallelEmbedding, vocab_size, padded, config.hidden_size, init_std=std, tied=config.tied, **shared
         )
-        if is_first:
+        if self.is_first:
             learned = config.position_embedding_type == "learned_absolute"
             positions = (
                 PositionEmbedding(num_positions, config.hidden_size, init_std=std, **shared) if learned else None
             )
             self.embedding = Embedding(config, tokens=make_tokens(), positions=positions)
-        elif is_last and config.tied:
+        elif self.is_last and config.tied:
             self.embedding = Embedding(config, tokens=make_tokens(), positions=None)
-        numbers = range(config.num_layers) if layers is None else layers
-        self.layers = nn.ModuleDict({str(n): make_block(config, layer=n, **shared) for n in numbers})
-        if is_last:
+        self.layers = nn.ModuleDict(
+            {str(n): make_block(config, layer=n, **shared) for chunk in self.chunks for n in chunk.layers}
+        )
+        if self.is_last:
             self.final_norm = Norm(
                 config.hidden_size,
                 kind=config.normalization,
@@ -100,30 +116,43 @@ class GPT(nn.Module):
             if not config.tied:
                 self.head = Head(config.hidden_size, vocab_size, padded, init_std=std, **shared)
 
-    def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None) -> Tensor:
-        """x [S, B, D] from the piece before (None for the first) -> [S, B, D], or the loss of the last piece.
+    def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None, chunk: int = 0) -> Tensor:
+        """x [S, B, D] from the chunk before (None for the first) -> [S, B, D], or the loss of the last chunk.
 
         The loss is the *sum* over the predictions that count, a scalar in fp32. `step` None means evaluation.
         """
-        x, _ = self.hidden(x, batch, step=step)
-        if not self.is_last:
+        x = self.hidden(x, batch, step=step, chunk=chunk)
+        if not self.chunks[chunk].is_last:
             return x
         losses = vocab_parallel_cross_entropy(
             self.logits(x), batch.labels.t().contiguous(), vocab_size=self.vocab_size, tp=self.tp
         )
         return (losses * batch.loss_mask.t()).sum()
 
-    def hidden(self, x: Tensor | None, batch: MicroBatch, *, step: int | None) -> tuple[Tensor, Context]:
+    def hidden(self, x: Tensor | None, batch: MicroBatch, *, step: int | None, chunk: int = 0) -> Tensor:
         """Everything before the final norm."""
         context = make_context(
-            self.config, batch, tp=self.tp, sequence_parallel=self.sequence_parallel, seed=self.seed, step=step
+            self.config,
+            batch,
+            tp=self.tp,
+            cp=self.cp,
+            cp_comm_type=self.cp_comm_type,
+            sequence_parallel=self.sequence_parallel,
+            recompute_attention=self.recompute.granularity == "selective",
+            seed=self.seed,
+            step=step,
         )
         if x is None:
             x = self.embedding(context)
-        for layer in self.layers.values():
-            x = layer(x, context)
-        assert x is not None
-        return x, context
+        for layers, again in self.recompute.groups([str(n) for n in self.chunks[chunk].layers]):
+            run = partial(self._through, layers, context)
+            x = recompute(run, x, how=self.recompute) if again else run(x)
+        return x
+
+    def _through(self, layers: Sequence[str], context: Context, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = self.layers[layer](x, context)
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""

@@ -21,7 +21,7 @@ from megatronish.errors import RunError
 from megatronish.mesh.groups import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
-from megatronish.model.gpt import GPT, MakeBlock
+from megatronish.model.gpt import GPT, Chunk, MakeBlock
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.run import Boundary, Executor
@@ -78,9 +78,13 @@ class Engine:
                 num_positions=model.max_position_embeddings or training.seq_length,
                 tp=mesh.tp,
                 sequence_parallel=sequence_parallel,
-                layers=layers_of_stage(num_layers=model.num_layers, num_stages=mesh.pp.size, stage=mesh.pp.rank),
-                is_first=mesh.pp.is_first,
-                is_last=mesh.pp.is_last,
+                chunks=[
+                    Chunk(
+                        layers_of_stage(num_layers=model.num_layers, num_stages=mesh.pp.size, stage=mesh.pp.rank),
+                        mesh.pp.is_first,
+                        mesh.pp.is_last,
+                    )
+                ],
                 seed=training.seed,
                 make_block=make_block,
             )
@@ -113,7 +117,7 @@ class Engine:
                 backward=mesh.backward,
                 boundary=boundary,
             ),
-            schedule=parallel.pipeline_schedule,
+            schedule=parallel.schedule,
             clip_grad=optimizer.clip_grad,
             check_finite=training.check_for_nan_in_loss_and_grad,
         )

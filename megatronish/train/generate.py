@@ -100,7 +100,7 @@ def next_logits(model: GPT, tokens: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(tokens)])
     positions = torch.arange(ids.shape[1])[None]
     batch = MicroBatch(ids, ids, torch.ones_like(ids, dtype=torch.bool), positions, torch.zeros(1, dtype=torch.int64))
-    x, _ = model.hidden(None, batch, step=None)
+    x = model.hidden(None, batch, step=None)
     return model.logits(x[-1:])[0, 0, : model.vocab_size].float()
 
 

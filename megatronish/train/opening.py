@@ -31,7 +31,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     lines = [
         f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
         + (", sequence parallel" if parallel.sequence_parallel else "")
-        + (f", {parallel.pipeline_schedule} with {num_microbatches} micro-batches" if layout.pp > 1 else ""),
+        + (f", {parallel.schedule} with {num_microbatches} micro-batches" if layout.pp > 1 else ""),
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{'bf16 with fp32 masters' if training.bf16 else 'fp32'}",
         "attention: "
@@ -58,7 +58,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
                 sequence_parallel=parallel.sequence_parallel,
                 bf16=training.bf16,
                 optimizer=config.optimizer.optimizer,
-                schedule=parallel.pipeline_schedule,
+                schedule=parallel.schedule,
             )
         ),
         *(f"note: {note}" for note in notes),

@@ -1,0 +1,184 @@
+"""Can a model of this shape be spread over this mesh in this way?"""
+
+import math
+
+from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS
+from megatronish.config.rules import Rule, divide
+
+
+def _heads_over_tp(config: Config) -> str | None:
+    tp = config.parallel.tensor_model_parallel_size
+    return divide("num_attention_heads", config.model.num_attention_heads, "tensor_model_parallel_size", tp)
+
+
+def _key_value_heads_over_tp(config: Config) -> str | None:
+    tp = config.parallel.tensor_model_parallel_size
+    if config.model.num_kv_heads == config.model.num_attention_heads:
+        return None
+    return divide("num_query_groups", config.model.num_kv_heads, "tensor_model_parallel_size", tp)
+
+
+def _ffn_over_tp(config: Config) -> str | None:
+    model = config.model
+    if model.ffn_size < 1:
+        return f"ffn_hidden_size derived from hidden_size={model.hidden_size} is 0; add --ffn-hidden-size"
+    tp = config.parallel.tensor_model_parallel_size
+    return divide("ffn_hidden_size", model.ffn_size, "tensor_model_parallel_size", tp)
+
+
+def _multiple(config: Config, of: int, why: str) -> str | None:
+    """The complaint of a sequence that is not cut evenly."""
+    length = config.training.seq_length
+    if length % of == 0:
+        return None
+    return f"seq_length={length} must be divisible by {why} = {of}; use --seq-length {-(-length // of) * of}"
+
+
+def _sequence_over_cp(config: Config) -> str | None:
+    cp = config.parallel.context_parallel_size
+    why = f"2 x context_parallel_size={cp}, as each rank takes one piece from the front and one from the back,"
+    return _multiple(config, 2 * cp, why) if cp > 1 else None
+
+
+def _sequence_over_tp(config: Config) -> str | None:
+    cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    if not config.parallel.sequence_parallel or _sequence_over_cp(config):
+        return None
+    cut = f"tensor_model_parallel_size={tp}"
+    pieces = tp
+    if cp > 1:
+        pieces = math.lcm(2 * cp, cp * tp)
+        cut = f"both 2 x context_parallel_size={cp} and context_parallel_size x {cut}"
+    complaint = _multiple(config, pieces, cut)
+    return f"{complaint}, or leave --sequence-parallel out" if complaint else None
+
+
+def _heads_over_cp(config: Config) -> str | None:
+    cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads
+    if cp == 1 or config.parallel.cp_comm_type != "a2a" or heads % tp or heads // tp % cp == 0:
+        return None
+    return (
+        f"cp_comm_type=a2a trades sequence for heads: num_attention_heads={heads} / tensor_model_parallel_size={tp} "
+        f"= {heads // tp} must be divisible by context_parallel_size={cp}; use --cp-comm-type p2p, which cuts no heads"
+    )
+
+
+def _interleaving(config: Config) -> str | None:
+    parallel = config.parallel
+    schedule, pp = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size
+    layers, chunk = config.model.num_layers, parallel.num_layers_per_virtual_pipeline_stage
+    asked = chunk is not None or parallel.num_virtual_stages_per_pipeline_rank is not None
+    if schedule == "interleaved" and not asked:
+        return (
+            "pipeline_schedule=interleaved needs several chunks a stage; add --num-virtual-stages-per-pipeline-rank 2, "
+            "or --num-layers-per-virtual-pipeline-stage"
+        )
+    if schedule not in ("interleaved", "zb-v") and parallel.num_chunks(layers) > 1:
+        return (
+            f"pipeline_schedule={schedule} has one chunk a stage, but virtual stages are asked for; "
+            "use --pipeline-schedule interleaved, or leave the virtual stages out"
+        )
+    if schedule == "zb-v" and asked:
+        return "pipeline_schedule=zb-v has two chunks a stage in any case; leave the virtual stages out"
+    if chunk is not None and layers % (pp * chunk):
+        return (
+            f"num_layers={layers} must be divisible by pipeline_model_parallel_size={pp} x "
+            f"num_layers_per_virtual_pipeline_stage={chunk}; use --num-virtual-stages-per-pipeline-rank, "
+            "which cuts any number of layers"
+        )
+    return None
+
+
+def _layers_over_stages(config: Config) -> str | None:
+    """Each chunk needs a layer, and stages whose layers are given leave the others theirs."""
+    if _interleaving(config):
+        return None
+    parallel, layers = config.parallel, config.model.num_layers
+    chunks, pp = parallel.num_chunks(layers), parallel.pipeline_model_parallel_size
+    each = "each of them needs a layer"
+    positions = f"pipeline_model_parallel_size={pp}" + (f" x {chunks} chunks" if chunks > 1 else "")
+    if layers < pp * chunks:
+        remedy = f"use --pp {layers // chunks} or fewer" if layers >= chunks else "use --pipeline-schedule 1f1b"
+        return f"num_layers={layers} is less than {positions}: {each}; {remedy}, or more layers"
+    given = {
+        name: value
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        if (value := getattr(parallel, name)) is not None
+    }
+    for name, value in given.items():
+        if pp == 1 and value != layers:
+            return f"{name}={value} needs pipeline_model_parallel_size > 1; add --pp 2, or leave it out"
+        if value < chunks:
+            return f"{name}={value} is less than the {chunks} chunks of that stage: {each}; use {chunks} or more"
+    if pp == 1 or not given:
+        return None
+    left, others = layers - sum(given.values()), pp - len(given)
+    told = " and ".join(f"{name}={value}" for name, value in given.items())
+    if others == 0:
+        return f"{told} must add up to num_layers={layers}; leave one of them out" if left else None
+    if left < others * chunks:
+        return (
+            f"{told} leave {max(left, 0)} of num_layers={layers} to the other {others} stages of {chunks} "
+            f"chunk{'s' if chunks > 1 else ''}: {each}; use smaller ones"
+        )
+    return None
+
+
+def _recompute(config: Config) -> str | None:
+    recompute, parallel = config.recompute, config.parallel
+    granularity, told = recompute.recompute_granularity, f"recompute_granularity={recompute.recompute_granularity}"
+    if granularity != "full":
+        for name, idle in (
+            ("recompute_method", "uniform"),
+            ("recompute_num_layers", 1),
+            ("distribute_saved_activations", False),
+            ("offload_saved_activations", False),
+        ):
+            if (value := getattr(recompute, name)) != idle:
+                return (
+                    f"{name}={str(value).lower()} belongs to full recomputation, not to {told.lower()}; "
+                    f"add --recompute-granularity full, or leave {FIELDS[name].flag} out"
+                )
+    if recompute.distribute_saved_activations:
+        rule = "distribute_saved_activations shares them over tensor_model_parallel_size"
+        if parallel.tensor_model_parallel_size == 1:
+            return f"{rule}, which is 1; add --tp 2, or leave it out"
+        if parallel.sequence_parallel:
+            return f"{rule}, which --sequence-parallel does already; leave one of them out"
+    return None
+
+
+def _backend(config: Config) -> str | None:
+    if config.parallel.distributed_backend == "nccl" and config.parallel.device == "cpu":
+        return "distributed_backend=nccl needs CUDA, but device=cpu; use --distributed-backend gloo, or --device cuda"
+    return None
+
+
+_TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
+_CP = "context_parallel_size"
+MESH = ("data_parallel_size", _TP, _PP, _CP)
+_CHUNKS = ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "distribute_saved_activations",
+    "offload_saved_activations",
+)
+
+PARALLEL_RULES = (
+    Rule(("num_attention_heads", _TP), _heads_over_tp),
+    Rule(("num_attention_heads", "num_query_groups", "group_query_attention", _TP), _key_value_heads_over_tp),
+    Rule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
+    Rule(("seq_length", _CP), _sequence_over_cp),
+    Rule(("seq_length", "sequence_parallel", _TP, _CP), _sequence_over_tp),
+    Rule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
+    Rule(("num_layers", _PP, *_CHUNKS), _interleaving),
+    Rule(("num_layers", _PP, *_CHUNKS, *_STAGES), _layers_over_stages),
+    Rule((*_RECOMPUTE, _TP, "sequence_parallel"), _recompute),
+    Rule(("distributed_backend", "device"), _backend),
+)

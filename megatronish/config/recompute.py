@@ -1,0 +1,20 @@
+"""What is kept for the backward, and what is computed again?"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activations traded for time."""
+
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """selective: attention's core is computed again; full: whole layers are."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Of full. uniform: all layers, in groups that keep one input each; block: the first layers of each chunk."""
+    recompute_num_layers: int = 1
+    """Layers of a group (uniform), or computed again in each chunk (block)."""
+    distribute_saved_activations: bool = False
+    """The kept inputs of full recomputation are shared by the ranks of tp."""
+    offload_saved_activations: bool = False
+    """The kept inputs of full recomputation wait in the CPU's memory."""
