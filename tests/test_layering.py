@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
     "pipeline/schedule.py",
     "pipeline/schedules/*.py",
     "pipeline/simulate.py",
+    "pipeline/timeline.py",
     "pipeline/draw.py",
     "pipeline/split.py",
     "optim/learning_rate.py",

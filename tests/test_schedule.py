@@ -15,7 +15,6 @@ from megatronish.pipeline.schedule import SCHEDULES
 from megatronish.pipeline.schedules.gpipe import gpipe
 from megatronish.pipeline.schedules.one_f_one_b import one_f_one_b
 from megatronish.pipeline.simulate import Costs, simulate
-from megatronish.pipeline.split import layers_of_stage
 
 SIZES = list(product(range(1, 9), range(1, 17)))
 ROOT = Path(__file__).parent.parent
@@ -136,21 +135,6 @@ def test_a_plan_that_misses_repeats_or_reorders_is_refused(plan: Plan, message: 
 def test_an_action_of_a_chunk_that_the_stage_does_not_hold_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stage 0 has B0b, but the stage holds chunks \[0\]"):
         simulate(plan_of("F0a B0a F0b B0b", "F0a B0a F0b B0b"), placement=[Place(0, 0), Place(1, 0), Place(1, 1)])
-
-
-def test_layers_are_split_evenly_and_in_order() -> None:
-    for num_layers, num_stages in product(range(1, 25), range(1, 9)):
-        if num_layers % num_stages == 0:
-            parts = [layers_of_stage(num_layers=num_layers, num_stages=num_stages, stage=s) for s in range(num_stages)]
-            assert [layer for part in parts for layer in part] == list(range(num_layers))
-            assert {len(part) for part in parts} == {num_layers // num_stages}
-
-
-def test_an_uneven_split_of_layers_is_refused_with_what_fits() -> None:
-    with pytest.raises(ValueError, match=r"num_layers=12 must be divisible by .*=8; use one of 1, 2, 3, 4, 6, 12"):
-        layers_of_stage(num_layers=12, num_stages=8, stage=0)
-    with pytest.raises(ValueError, match="stage=2 is outside"):
-        layers_of_stage(num_layers=12, num_stages=2, stage=2)
 
 
 def test_a_plan_is_drawn_into_a_png(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import tyro
 
 from megatronish.pipeline.draw import draw
 from megatronish.pipeline.schedule import SCHEDULES
-from megatronish.pipeline.simulate import Costs, Simulation, simulate
+from megatronish.pipeline.simulate import Costs, simulate
+from megatronish.pipeline.timeline import TimedPlan
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def refuse_arguments(arguments: Arguments) -> None:
             raise ValueError(f"{name}={getattr(arguments, name)} must not be negative; it is a time")
 
 
-def report(simulation: Simulation) -> str:
+def report(simulation: TimedPlan) -> str:
     """The drawing and the numbers."""
     rows = [f"{'':9}{'start':>10}{'end':>10}{'peak live activations':>24}"]
     for stage, (row, live) in enumerate(zip(simulation.timeline, simulation.peak_live, strict=True)):

@@ -1,48 +1,48 @@
 """What does a plan look like? Actions over time as text, a row for each stage."""
 
-from typing import NamedTuple
+from statistics import median
 
-from megatronish.pipeline.plan import Action
+from megatronish.pipeline.timeline import Timed, Timeline, chunks_of, label
 
 ROUNDING = 1e-9  # of a tick: sums of costs like 0.1 must not fall into the cell before
 
 
-class Timed(NamedTuple):
-    """An action with its time on paper."""
-
-    action: Action
-    start: float
-    end: float
-
-
-def label(action: Action, *, num_chunks: int = 1) -> str:
-    """F0, or F0a for its first chunk where there are several."""
-    chunk = chr(ord("a") + action.chunk) if num_chunks > 1 else ""
-    return f"{action.kind}{action.micro_batch}{chunk}"
+def tick_of(timeline: Timeline) -> float:
+    """The time of the shortest kind of action: of its median, for those of a real run are not equally long."""
+    durations: dict[str, list[float]] = {}
+    for timed in (timed for row in timeline for timed in row if timed.end > timed.start):
+        durations.setdefault(timed.action.kind, []).append(timed.end - timed.start)
+    return min((median(times) for times in durations.values()), default=1.0)
 
 
-def draw(timeline: list[list[Timed]], *, until: float | None = None) -> str:
+def draw(timeline: Timeline, *, until: float | None = None) -> str:
     """A row for each stage and a column for each tick, the shortest action's length; `--` goes on with an action.
 
-    The drawing ends at `until`, by default when the last action ends.
+    The drawing ends at `until`, by default when the last action ends. Of a real run, every action has a column: a very
+    short one pushes the next to the right.
     """
-    actions = [timed for row in timeline for timed in row]
-    tick = min((timed.end - timed.start for timed in actions if timed.end > timed.start), default=1.0)
-    until = max((timed.end for timed in actions), default=0.0) if until is None else until
-    num_chunks = 1 + max((timed.action.chunk for timed in actions), default=0)
-    width = 2 + max((len(label(timed.action, num_chunks=num_chunks)) for timed in actions), default=2)
+    until = max((timed.end for row in timeline for timed in row), default=0.0) if until is None else until
+    tick, num_chunks = tick_of(timeline), chunks_of(timeline)
+    rows = [_cells(row, tick=tick, until=until, num_chunks=num_chunks) for row in timeline]
+    width = 2 + max((len(text) for cells in rows for text in cells), default=2)
     margin = len(str(len(timeline) - 1))
+    return "\n".join(
+        f"stage {stage:>{margin}}:" + "".join(f"{text:>{width}}" for text in cells) for stage, cells in enumerate(rows)
+    )
+
+
+def _cells(row: list[Timed], *, tick: float, until: float, num_chunks: int) -> list[str]:
+    """The texts of a stage's columns."""
 
     def cell(time: float) -> int:
         return int(time / tick + ROUNDING)
 
-    lines = []
-    for stage, row in enumerate(timeline):
-        cells = ["."] * cell(until)
-        for timed in row:
-            for column in range(cell(timed.start), cell(timed.end)):
-                cells[column] = "--"
-            if timed.end > timed.start:
-                cells[cell(timed.start)] = label(timed.action, num_chunks=num_chunks)
-        lines.append(f"stage {stage:>{margin}}:" + "".join(f"{text:>{width}}" for text in cells))
-    return "\n".join(lines)
+    cells = ["."] * cell(until)
+    free = 0
+    for timed in row:
+        if timed.end > timed.start:
+            first = max(free, cell(timed.start))
+            free = first + 1
+            last = max(free, cell(timed.end))
+            cells[first:last] = [label(timed.action, num_chunks=num_chunks)] + ["--"] * (last - free)
+    return cells

@@ -3,45 +3,69 @@
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from megatronish.pipeline.draw import Timed
-from megatronish.pipeline.simulate import Simulation
+from megatronish.pipeline.draw import tick_of
+from megatronish.pipeline.plan import Action
+from megatronish.pipeline.timeline import Timed, TimedPlan, chunk_letter, chunks_of
 
-COLOURS = {"F": "#5b8bd0", "B": "#79c27a", "W": "#f0c75e"}
+COLOURS = {"F": "#4a7fcb", "B": "#58ad5f", "W": "#e9b33f"}
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
+PALER = 0.6  # of the distance to white, for each later chunk
 LARGEST_WIDTH = 40.0  # inches
+LARGEST_FONT, SMALLEST_FONT = 8.0, 3.0  # points; a number that would be smaller is left out
 
 
-def draw_png(simulation: Simulation, path: Path, *, title: str) -> None:
+def draw_png(timed_plan: TimedPlan, path: Path, *, title: str, time: str = "time", inches_a_tick: float = 0.3) -> None:
     """Stages as rows, time to the right, micro-batch numbers in the boxes, later chunks paler."""
-    actions = [timed for row in simulation.timeline for timed in row]
-    stages = range(len(simulation.timeline))
-    tick = min((timed.end - timed.start for timed in actions if timed.end > timed.start), default=1.0)
-    width = min(2 + 0.3 * simulation.makespan / tick, LARGEST_WIDTH)
-    figure = Figure(figsize=(max(width, 6), 1.5 + 0.4 * len(stages)), layout="constrained")
+    timeline, stages = timed_plan.timeline, range(len(timed_plan.timeline))
+    width = max(min(2 + inches_a_tick * timed_plan.makespan / tick_of(timeline), LARGEST_WIDTH), 6)
+    figure = Figure(figsize=(width, 1.5 + 0.4 * len(stages)), layout="constrained")
     axes = figure.add_subplot()
-    for stage, row in enumerate(simulation.timeline):
+    points_a_time = 72 * (width - 1) / (timed_plan.makespan or 1)
+    for stage, row in enumerate(timeline):
         for timed in row:
-            _draw_action(axes, stage, timed)
-    kinds = [kind for kind in NAMES if any(timed.action.kind == kind for timed in actions)]
-    patches = [Patch(facecolor=COLOURS[kind], edgecolor="white", label=NAMES[kind]) for kind in kinds]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    axes.set_title(f"{title}: bubble rate {simulation.bubble_rate:.1%}")
+            _draw_action(axes, stage, timed, points=points_a_time * (timed.end - timed.start))
+    figure.legend(handles=_legend(timed_plan), loc="outside lower center", ncols=6, frameon=False)
+    axes.set_title(f"{title}: bubble rate {timed_plan.bubble_rate:.1%}")
     axes.set_yticks([stage + 0.5 for stage in stages], [f"stage {stage}" for stage in stages])
-    axes.set_xlabel("time")
-    axes.set_xlim(0, simulation.makespan or 1)
+    axes.set_xlabel(time)
+    axes.set_xlim(0, timed_plan.makespan or 1)
     axes.set_ylim(len(stages), 0)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
-def _draw_action(axes: Axes, stage: int, timed: Timed) -> None:
-    """A box with the micro-batch's number."""
-    alpha = 0.55 ** min(timed.action.chunk, 3)
-    box = Rectangle((timed.start, stage), timed.end - timed.start, 1, alpha=alpha)
-    box.set(facecolor=COLOURS[timed.action.kind], edgecolor="white")
+def _legend(timed_plan: TimedPlan) -> list[Patch]:
+    """A patch for each kind in each chunk."""
+    num_chunks = chunks_of(timed_plan.timeline)
+    kinds = {timed.action.kind for row in timed_plan.timeline for timed in row}
+    return [
+        Patch(
+            facecolor=_colour(Action(kind, chunk, 0)),
+            label=NAMES[kind] + (f", chunk {chunk_letter(chunk)}" if num_chunks > 1 else ""),
+        )
+        for chunk in range(num_chunks)
+        for kind in ("F", "B", "W")
+        if kind in kinds
+    ]
+
+
+def _draw_action(axes: Axes, stage: int, timed: Timed, *, points: float) -> None:
+    """A box, so many points wide, with the micro-batch's number."""
+    box = Rectangle((timed.start, stage), timed.end - timed.start, 1, linewidth=0.5)
+    box.set(facecolor=_colour(timed.action), edgecolor="white")
     axes.add_patch(box)
-    if timed.end > timed.start:
+    number = str(timed.action.micro_batch)
+    font = min(LARGEST_FONT, 1.4 * points / len(number))
+    if font >= SMALLEST_FONT:
         middle = (timed.start + timed.end) / 2
-        axes.text(middle, stage + 0.5, str(timed.action.micro_batch), ha="center", va="center", fontsize=8)
+        axes.text(middle, stage + 0.5, number, ha="center", va="center", fontsize=font)
+
+
+def _colour(action: Action) -> tuple[float, float, float]:
+    """The kind's colour, paler for each later chunk."""
+    strength = PALER**action.chunk
+    red, green, blue = (1 - strength * (1 - value) for value in to_rgb(COLOURS[action.kind]))
+    return red, green, blue

@@ -4,43 +4,41 @@ Each stage does its actions in the plan's order, each as soon as what it needs h
 F of a position needs F of the position before it, B needs B of the position after it (and its own F), W its own B.
 That decides every start time, so times are exact, and a hang is a fact: no stage's next action can ever start.
 
-Times suppose that a sender never waits. A hang is looked for under what `run` really does: a receive is posted one
-action early, and a send waits until the last one in its direction is received. So a plan that passes cannot hang there.
+Times suppose that a sender never waits. A hang is looked for under what `run` really does. Stage a sends to stage b on
+the line (kind, b > a); before a new send the last one on that line must be received, and a receive is posted
+RECEIVES_AHEAD actions before the one that needs it. What stays on a stage uses no line. So a plan that passes cannot
+hang there.
 """
 
 from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatronish.pipeline.draw import Timed, draw, label
+from megatronish.pipeline.draw import draw
 from megatronish.pipeline.plan import Action, Kind, Place, Placement, Plan, looped, routes
 from megatronish.pipeline.schedule import RECEIVES_AHEAD
+from megatronish.pipeline.timeline import Timed, TimedPlan, Timeline, label, measure
 
 
 class Costs(NamedTuple):
-    """Times of one micro-batch through one chunk. B of a plan without W takes backward + weight."""
+    """Times of one micro-batch through one chunk, and from one stage to another.
+
+    B of a plan without W takes backward + weight. Schedules with different numbers of chunks compare by the times of
+    a whole stage: `Costs(...).per_chunk(num_chunks)`.
+    """
 
     forward: float = 1.0
     backward: float = 1.0
     weight: float = 1.0
     transfer: float = 0.0
 
-
-class Simulation(NamedTuple):
-    """A plan with times.
-
-    `bubble_rate` is 1 - m (T_F + T_B + T_W) / span, for m micro-batches and the longest span of a stage from its first
-    start to its last end. `peak_live[s]` is the most activations (of one micro-batch in one chunk) that stage s holds
-    at once, from their F until their backward is complete: B, or W in a plan with W.
-    """
-
-    timeline: list[list[Timed]]
-    makespan: float
-    bubble_rate: float
-    peak_live: list[int]
+    def per_chunk(self, num_chunks: int) -> "Costs":
+        """These costs, of a stage, shared by its chunks. A transfer takes as long as before: its tensor is as large."""
+        forward, backward, weight, transfer = self
+        return Costs(forward / num_chunks, backward / num_chunks, weight / num_chunks, transfer)
 
 
-def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | None = None) -> Simulation:
+def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | None = None) -> TimedPlan:
     """Times of every action. ValueError for a plan that is not whole or hangs, a hang with its picture.
 
     `placement` is `looped` over the plan's chunks unless given.
@@ -53,15 +51,7 @@ def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | N
     backward = costs.backward if has_weight else costs.backward + costs.weight
     durations: dict[Kind, float] = {"F": costs.forward, "B": backward, "W": costs.weight}
     refuse_hang(plan, placement)
-    timeline = _times(plan, placement, durations, costs.transfer)
-    span = max(row[-1].end - row[0].start for row in timeline)
-    work = max(sum(durations[action.kind] for action in row) for row in plan)
-    return Simulation(
-        timeline=timeline,
-        makespan=max(row[-1].end for row in timeline),
-        bubble_rate=1 - work / span if span else 0.0,
-        peak_live=[_peak_live(row, released_by="W" if has_weight else "B") for row in plan],
-    )
+    return measure(_times(plan, placement, durations, costs.transfer))
 
 
 def refuse_broken(plan: Plan, placement: Placement) -> None:
@@ -102,11 +92,11 @@ def refuse_hang(plan: Plan, placement: Placement) -> None:
 
 def _times(
     plan: Plan, placement: Placement, durations: dict[Kind, float], transfer: float, *, waiting_sends: bool = False
-) -> list[list[Timed]]:
+) -> Timeline:
     """Times of all actions that can ever start: shorter rows than the plan's where it hangs."""
     network = Network(plan, placement)
     ends: dict[tuple[int, Action], float] = {}
-    timeline: list[list[Timed]] = [[] for _ in plan]
+    timeline: Timeline = [[] for _ in plan]
     progress = True
     while progress:
         progress = False
@@ -124,6 +114,31 @@ def _times(
                 done.append(Timed(action, start, end))
                 progress = True
     return timeline
+
+
+def refuse_crossing(plan: Plan, placement: Placement) -> None:
+    """ValueError where a stage sends in another order than the receiver posts its receives.
+
+    NCCL ignores tags and matches the messages between two ranks by their order.
+    """
+    network = Network(plan, placement)
+    sent: dict[tuple[Kind, int, int], list[Action]] = {}
+    awaited: dict[tuple[Kind, int, int], list[Action]] = {}
+    for stage, row in enumerate(plan):
+        for action in row:
+            if (target := network.target(stage, action)) and target[0] != stage:
+                sent.setdefault((action.kind, stage, target[0]), []).append(target[1])
+            if (source := network.source(stage, action)) and source[0] != stage:
+                awaited.setdefault((action.kind, source[0], stage), []).append(action)
+    num_chunks = 1 + max(place.chunk for place in placement)
+    for (kind, source_stage, target_stage), order in sent.items():
+        for first, other in zip(order, awaited[kind, source_stage, target_stage], strict=True):
+            if first != other:
+                raise ValueError(
+                    f"schedule crosses messages: stage {source_stage} sends what {label(first, num_chunks=num_chunks)} "
+                    f"of stage {target_stage} needs while that waits for {label(other, num_chunks=num_chunks)}; "
+                    "send in the order of receiving"
+                )
 
 
 class Network:
@@ -144,7 +159,7 @@ class Network:
         place = self._routes[action.kind, Place(stage, action.chunk)].target
         return place and (place.stage, action._replace(chunk=place.chunk))
 
-    def send(self, stage: int, action: Action, timeline: list[list[Timed]]) -> bool:
+    def send(self, stage: int, action: Action, timeline: Timeline) -> bool:
         """Take the action's line for what it sends, if the last send on it has a receive posted."""
         target = self.target(stage, action)
         if target is None or target[0] == stage:
@@ -156,12 +171,3 @@ class Network:
                 return False
         self._last[line] = target[0], self._order[target]
         return True
-
-
-def _peak_live(row: list[Action], *, released_by: Kind) -> int:
-    """The most activations that a stage holds at once, in its order of actions."""
-    live = peak = 0
-    for action in row:
-        live += (action.kind == "F") - (action.kind == released_by)
-        peak = max(peak, live)
-    return peak

@@ -1,6 +1,60 @@
-"""Which layers does a model position hold?"""
+"""Which layers does each model position hold?
+
+Layers are dealt one at a time, each to what costs least so far: first to the stages, then a stage's layers to its
+chunks. That makes the slowest stage as fast as it can be, and equal parts where they can be equal. Of stages that cost
+the same, one in the middle of the model takes the layer, because the ends also carry the embedding and the head.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from megatronish.errors import UserError
+from megatronish.pipeline.plan import Placement
+
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+
+class Weights(NamedTuple):
+    """What the ends of the model cost, in layers."""
+
+    embedding: float = 0.0
+    head: float = 0.0
+
+
+def split_layers(
+    *,
+    num_layers: int,
+    placement: Placement,
+    first: int | None = None,
+    last: int | None = None,
+    weights: tuple[float, float] | None = None,
+) -> list[range]:
+    """The layers of every position, first position first; UserError where a position would have none.
+
+    `first` and `last` are the layers of the first and of the last pipeline stage, all chunks together. `weights` are
+    the costs of embedding and head in units of a layer (`Weights`); without them every layer costs the same and the
+    ends cost nothing.
+    """
+    stages = _positions_of_stages(placement)
+    told = _told(first, last, num_stages=len(stages))
+    _refuse_impossible(told, num_layers=num_layers, num_chunks=len(stages[0]), num_stages=len(stages))
+    extra = _ends(len(placement), *(weights or Weights()))
+    inward = [min(position, len(placement) - 1 - position) for position in range(len(placement))]
+    free = [stage for stage in range(len(stages)) if stage not in told]
+    dealt = _deal(
+        num_layers - sum(told.values()),
+        extra=[sum(extra[position] for position in stages[stage]) for stage in free],
+        inward=[min(inward[position] for position in stages[stage]) for stage in free],
+        at_least=len(stages[0]),
+    )
+    sizes = [0] * len(placement)
+    for stage, size in {**told, **dict(zip(free, dealt, strict=True))}.items():
+        positions = stages[stage]
+        parts = _deal(size, extra=[extra[i] for i in positions], inward=[inward[i] for i in positions], at_least=1)
+        for position, part in zip(positions, parts, strict=True):
+            sizes[position] = part
+    return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def layers_of_stage(*, num_layers: int, num_stages: int, stage: int) -> range:
@@ -15,3 +69,62 @@ def layers_of_stage(*, num_layers: int, num_stages: int, stage: int) -> range:
         raise UserError(f"stage={stage} is outside a pipeline of {num_stages} stages; use 0 to {num_stages - 1}")
     size = num_layers // num_stages
     return range(stage * size, (stage + 1) * size)
+
+
+def _deal(num_layers: int, *, extra: Sequence[float], inward: Sequence[int], at_least: int) -> list[int]:
+    """So many layers to each: the next one to what costs least so far, then to what is farthest from the ends."""
+    sizes = [at_least] * len(extra)
+    for _ in range(num_layers - at_least * len(sizes)):
+        sizes[min(range(len(sizes)), key=lambda i: (extra[i] + sizes[i], -inward[i], i))] += 1
+    return sizes
+
+
+def _positions_of_stages(placement: Placement) -> list[list[int]]:
+    """The positions of each stage, first chunk first."""
+    stages: list[list[int]] = [[] for _ in range(1 + max(place.stage for place in placement))]
+    for position, place in enumerate(placement):
+        stages[place.stage].append(position)
+    return stages
+
+
+def _ends(num_positions: int, embedding: float, head: float) -> list[float]:
+    """What each position costs besides its layers."""
+    costs = [0.0] * num_positions
+    costs[0] += embedding
+    costs[-1] += head
+    return costs
+
+
+def _told(first: int | None, last: int | None, *, num_stages: int) -> dict[int, int]:
+    """The layers of the stages whose number is given."""
+    for name, layers in ((FIRST, first), (LAST, last)):
+        if layers is not None and num_stages == 1:
+            raise UserError(
+                f"{name}={layers} needs two pipeline stages or more, not pipeline_model_parallel_size=1; leave it out"
+            )
+    told = {0: first, num_stages - 1: last}
+    return {stage: layers for stage, layers in told.items() if layers is not None}
+
+
+def _refuse_impossible(told: dict[int, int], *, num_layers: int, num_chunks: int, num_stages: int) -> None:
+    """UserError unless the other stages can hold the rest with a layer in each chunk."""
+    chunks = f"{num_chunks} chunks, each with a layer" if num_chunks > 1 else "a layer at least"
+    if num_layers < num_stages * num_chunks:
+        stages = num_layers // num_chunks
+        raise UserError(
+            f"num_layers={num_layers} is less than pipeline_model_parallel_size={num_stages} x {num_chunks} "
+            f"chunk{'s' if num_chunks > 1 else ''} a stage, so a part would have no layer; "
+            + (f"use at most {stages} stages" if stages else "use fewer chunks")
+        )
+    given = " and ".join(f"{LAST if stage else FIRST}={layers}" for stage, layers in told.items())
+    for stage, layers in told.items():
+        if layers < num_chunks:
+            raise UserError(f"{LAST if stage else FIRST}={layers} must be at least {num_chunks}: a stage has {chunks}")
+    rest, others = num_layers - sum(told.values()), num_stages - len(told)
+    if others == 0 and rest != 0:
+        raise UserError(f"{given} must add up to num_layers={num_layers}; change one by {rest:+d}, or leave one out")
+    if rest < others * num_chunks:
+        raise UserError(
+            f"{given} leaves {max(rest, 0)} of num_layers={num_layers} for the other stages, which need "
+            f"{others * num_chunks} (every stage has {chunks}); give the ends fewer"
+        )
