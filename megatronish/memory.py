@@ -7,9 +7,12 @@ parallelism splits 24 and sequence parallelism the rest. Not counted: buffers of
 needs while it runs, and what the allocator and the device's own libraries keep (on CUDA, 1 to 2 GiB).
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from megatronish.config.model import ModelConfig
+from megatronish.config.recompute import RecomputeConfig
 from megatronish.flops import Parameters, parameters_of_stage
 from megatronish.mesh.layout import Layout
 
@@ -29,50 +32,106 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class StageLoad(NamedTuple):
+    """What a pipeline stage holds: the layers of each of its chunks, and of how many micro-batches each chunk keeps
+    activations at the fullest moment of a step."""
+
+    layers: tuple[int, ...]
+    live: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+
+
 def expected_memory(
     model: ModelConfig,
     *,
+    stages: Sequence[StageLoad],
     vocab_size: int,
     seq_length: int,
     micro_batch_size: int,
-    num_microbatches: int,
     layout: Layout,
     sequence_parallel: bool = False,
     bf16: bool = False,
     optimizer: Literal["adam", "sgd"] = "adam",
-    schedule: Literal["gpipe", "1f1b"] = "1f1b",
+    recompute: RecomputeConfig | None = None,
 ) -> list[Memory]:
-    """Bytes on a device of each pipeline stage. `num_microbatches` is that of one rank's step."""
-    num_layers = model.num_layers // layout.pp
+    """Bytes on a device of each pipeline stage."""
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = seq_length * micro_batch_size // layout.cp
     element_bytes = 2 if bf16 else 4
     whole_parts = layout.tp if sequence_parallel else 1
-    layer_bytes = activation_bytes_per_token(
-        model, seq_length=seq_length, element_bytes=element_bytes, tp=layout.tp, sequence_parallel=sequence_parallel
-    )
+    keeping = Keeping(model, seq_length, element_bytes, layout.tp, sequence_parallel, recompute or RecomputeConfig())
     expected = []
-    for stage in range(layout.pp):
-        is_first, is_last = stage == 0, stage == layout.pp - 1
+    for stage in stages:
         held = parameters_of_stage(
             model,
             vocab_size=padded_vocab_size,
             seq_length=seq_length,
-            num_layers=num_layers,
-            is_first=is_first,
-            is_last=is_last,
+            num_layers=sum(stage.layers),
+            is_first=stage.is_first,
+            is_last=stage.is_last,
         )
-        live = num_microbatches if schedule == "gpipe" else min(layout.pp - stage, num_microbatches)
+        kept = sum(live * keeping.kept(layers) for layers, live in zip(stage.layers, stage.live, strict=True))
+        losses = stage.live[-1] if stage.is_last else 0  # the model ends in a stage's last chunk
         # The loss keeps exponentials in fp32, in place of the logits; bf16 logits stand beside them for a moment.
-        logits = (4 * live + (2 if bf16 else 0)) * padded_vocab_size // layout.tp if is_last else 0
+        logits = (4 * losses + (2 if bf16 and stage.is_last else 0)) * padded_vocab_size // layout.tp
         # Inputs of the final norm and of the output layer.
-        head = 2 * model.hidden_size * element_bytes // whole_parts if is_last else 0
+        head = losses * 2 * model.hidden_size * element_bytes // whole_parts
         expected.append(
             _model_state(held, tp=layout.tp, bf16=bf16, optimizer=optimizer)._replace(
-                activations=tokens * live * (num_layers * layer_bytes + head), logits=tokens * logits
+                activations=tokens * (kept + keeping.once(max(stage.layers)) + head), logits=tokens * logits
             )
         )
     return expected
+
+
+class Keeping(NamedTuple):
+    """What the layers of a chunk keep of each token, under recomputation or without."""
+
+    model: ModelConfig
+    seq_length: int
+    element_bytes: int
+    tp: int
+    sequence_parallel: bool
+    recompute: RecomputeConfig
+
+    def kept(self, num_layers: int) -> int:
+        """Bytes a token that wait for the backward."""
+        recompute = self.recompute
+        if recompute.recompute_granularity != "full":
+            return num_layers * self._layer(keeps_attention=recompute.recompute_granularity is None)
+        groups = -(-num_layers // recompute.recompute_num_layers)
+        if recompute.recompute_method == "block":
+            groups = min(recompute.recompute_num_layers, num_layers)
+            return groups * self._input + (num_layers - groups) * self._layer()
+        return groups * self._input
+
+    def once(self, num_layers: int) -> int:
+        """Bytes a token of what is being computed again."""
+        recompute = self.recompute
+        if recompute.recompute_granularity != "full":
+            return 0
+        in_a_group = 1 if recompute.recompute_method == "block" else min(recompute.recompute_num_layers, num_layers)
+        return in_a_group * self._layer()
+
+    @property
+    def _input(self) -> int:
+        """The input of a group of layers."""
+        recompute = self.recompute
+        if recompute.offload_saved_activations:
+            return 0
+        is_shared = self.sequence_parallel or recompute.distribute_saved_activations
+        return self.model.hidden_size * self.element_bytes // (self.tp if is_shared else 1)
+
+    def _layer(self, *, keeps_attention: bool = True) -> int:
+        model = self.model if keeps_attention else replace(self.model, attention_dropout=0.0)
+        return activation_bytes_per_token(
+            model,
+            seq_length=self.seq_length,
+            element_bytes=self.element_bytes,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+        )
 
 
 def activation_bytes_per_token(

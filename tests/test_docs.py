@@ -15,6 +15,7 @@ from megatronish.config.config import Config
 from megatronish.config.read import ConfigError, read_config
 from megatronish.flops import num_parameters
 from megatronish.memory import expected_memory, format_bytes
+from megatronish.pipeline.stages import Stages
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -140,19 +141,20 @@ def test_the_table_has_every_config() -> None:
 
 def fullest_stage(config: Config, vocab_size: int) -> str:
     layout, training = config.layout, config.training
-    stages = expected_memory(
+    stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
+    memory = expected_memory(
         config.model,
         vocab_size=vocab_size,
         seq_length=training.seq_length,
         micro_batch_size=training.micro_batch_size,
-        num_microbatches=config.global_batch_size // (training.micro_batch_size * layout.dp),
+        stages=stages.loads(config.global_batch_size // (training.micro_batch_size * layout.dp)),
         layout=layout,
         sequence_parallel=config.parallel.sequence_parallel,
         bf16=training.bf16,
         optimizer=config.optimizer.optimizer,
-        schedule=config.parallel.pipeline_schedule,
+        recompute=config.recompute,
     )
-    return format_bytes(max(stage.total for stage in stages))
+    return format_bytes(max(stage.total for stage in memory))
 
 
 def test_the_drawn_schedule_is_what_the_tool_draws() -> None:

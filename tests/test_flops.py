@@ -6,6 +6,8 @@ from itertools import product
 import pytest
 
 from megatronish.config.model import ModelConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.recompute import RecomputeConfig
 from megatronish.flops import (
     forward_flops,
     hardware_flops_per_token,
@@ -17,6 +19,7 @@ from megatronish.flops import (
 from megatronish.memory import Memory, activation_bytes_per_token, expected_memory, format_bytes, memory_table
 from megatronish.mesh.layout import Layout
 from megatronish.model.gpt import GPT, Chunk
+from megatronish.pipeline.stages import Stages
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
 LLAMA3_8B = ModelConfig(
@@ -142,8 +145,20 @@ def test_peaks_are_found_by_torchs_name_of_a_device(
 
 
 def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: object) -> list[Memory]:
-    sizes = {"vocab_size": 50257, "seq_length": 1024, "micro_batch_size": 4, "num_microbatches": 8}
-    return expected_memory(model, layout=layout or Layout(), **(sizes | settings))  # type: ignore[arg-type]
+    """`num_microbatches` and the fields of ParallelConfig make the stages' loads."""
+    layout = layout or Layout()
+    num_microbatches = settings.pop("num_microbatches", 8)
+    of_parallel = {name: settings.pop(name) for name in set(ParallelConfig.__annotations__) & set(settings)}
+    parallel = replace(ParallelConfig(pipeline_model_parallel_size=layout.pp), **of_parallel)  # type: ignore[arg-type]
+    stages = Stages.of(parallel, model, vocab_size=50257, seq_length=1024)
+    sizes = {"vocab_size": 50257, "seq_length": 1024, "micro_batch_size": 4, "layout": layout}
+    loads = stages.loads(num_microbatches)  # type: ignore[arg-type]
+    return expected_memory(
+        model,
+        stages=loads,
+        sequence_parallel=parallel.sequence_parallel,
+        **(sizes | settings),  # type: ignore[arg-type]
+    )
 
 
 def test_model_state_takes_16_bytes_a_parameter_in_fp32_and_18_with_bf16() -> None:
@@ -177,7 +192,44 @@ def test_stages_hold_the_live_micro_batches_of_their_schedule() -> None:
     assert one.activations == 4 * expect(layout=Layout(pp=4), num_microbatches=1)[0].activations
     assert one.logits == 0
     assert last.logits == 4 * 50304 * 1024 * 4
-    assert expect(layout=Layout(pp=4), schedule="gpipe")[0].activations == 2 * one.activations
+    assert expect(layout=Layout(pp=4), pipeline_schedule="gpipe")[0].activations == 2 * one.activations
+
+
+def test_chunks_and_put_off_weight_gradients_count() -> None:
+    def most(schedule: str, **settings: object) -> list[int]:
+        gpt = replace(GPT2, num_layers=16)  # two to each half of a stage
+        return [m.activations for m in expect(gpt, layout=Layout(pp=4), pipeline_schedule=schedule, **settings)]
+
+    plain = most("1f1b")
+    # The first stage holds 8 + 3 chunks of half a stage where 1F1B holds 4 stages.
+    assert plain[0] < most("interleaved", num_virtual_stages_per_pipeline_rank=2)[0] < 2 * plain[0]
+    assert max(most("zb-h1")) <= 1.02 * plain[0] and min(most("zb-h1")) > plain[3]
+    assert max(most("zb-v")) <= 1.01 * plain[0]
+
+
+def test_recomputation_keeps_inputs_alone() -> None:
+    gpt = replace(GPT2, attention_dropout=0.0)
+    head = 2 * 768 * 2 * 1024 * 4
+    layer, one_input = 34 * 768 * 1024 * 4, 2 * 768 * 1024 * 4
+    for settings, size in [
+        ({}, 12 * layer),
+        ({"recompute_granularity": "selective"}, 12 * layer),
+        ({"recompute_granularity": "full"}, 12 * one_input + layer),
+        ({"recompute_granularity": "full", "recompute_num_layers": 4}, 3 * one_input + 4 * layer),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4},
+            4 * one_input + 9 * layer,
+        ),
+        ({"recompute_granularity": "full", "offload_saved_activations": True}, layer),
+    ]:
+        (memory,) = expect(gpt, bf16=True, recompute=RecomputeConfig(**settings))  # type: ignore[arg-type]
+        assert memory.activations == size + head
+    dropping = expect(recompute=RecomputeConfig(recompute_granularity="selective"), bf16=True)
+    assert dropping[0].activations == 12 * layer + head
+    shared = RecomputeConfig(recompute_granularity="full", distribute_saved_activations=True)
+    whole = RecomputeConfig(recompute_granularity="full")
+    saved = [expect(gpt, layout=Layout(tp=4), bf16=True, recompute=how)[0].activations for how in (whole, shared)]
+    assert saved[0] - saved[1] == 12 * one_input * 3 // 4
 
 
 def test_more_ranks_never_mean_more_memory_on_one() -> None:

@@ -108,7 +108,7 @@ def _layers_over_stages(config: Config) -> str | None:
         if (value := getattr(parallel, name)) is not None
     }
     for name, value in given.items():
-        if pp == 1 and value != layers:
+        if pp == 1:
             return f"{name}={value} needs pipeline_model_parallel_size > 1; add --pp 2, or leave it out"
         if value < chunks:
             return f"{name}={value} is less than the {chunks} chunks of that stage: {each}; use {chunks} or more"

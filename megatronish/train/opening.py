@@ -8,7 +8,7 @@ import torch
 from megatronish.config.config import Config
 from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
 from megatronish.memory import expected_memory, memory_table
-from megatronish.pipeline.split import layers_of_stage
+from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
 
 
@@ -27,6 +27,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     tokens = config.global_batch_size * training.seq_length
     num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
     flops = tokens * model_flops_per_token(model, vocab_size=vocab_size, seq_length=training.seq_length)
+    stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     dropout = model.attention_dropout > 0
     lines = [
         f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
@@ -42,7 +43,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         )
         + f"; optimizer: torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}",
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
-        + (f" ({_stages(config, vocab_size)})" if layout.pp > 1 else "")
+        + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
         f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
         f"{flops:.3g} model FLOPs",
@@ -53,12 +54,12 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
                 vocab_size=vocab_size,
                 seq_length=training.seq_length,
                 micro_batch_size=training.micro_batch_size,
-                num_microbatches=num_microbatches,
+                stages=stages.loads(num_microbatches),
                 layout=layout,
                 sequence_parallel=parallel.sequence_parallel,
                 bf16=training.bf16,
                 optimizer=config.optimizer.optimizer,
-                schedule=parallel.schedule,
+                recompute=config.recompute,
             )
         ),
         *(f"note: {note}" for note in notes),
@@ -66,18 +67,17 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     return "\n".join(lines)
 
 
-def _stages(config: Config, vocab_size: int) -> str:
-    model, last = config.model, config.layout.pp - 1
+def _stages(config: Config, stages: Stages, vocab_size: int) -> str:
     counts = []
-    for stage in range(config.layout.pp):
-        layers = layers_of_stage(num_layers=model.num_layers, num_stages=last + 1, stage=stage)
+    for stage, load in enumerate(stages.loads(1)):
         held = parameters_of_stage(
-            model,
+            config.model,
             vocab_size=vocab_size,
             seq_length=config.training.seq_length,
-            num_layers=len(layers),
-            is_first=stage == 0,
-            is_last=stage == last,
+            num_layers=sum(load.layers),
+            is_first=load.is_first,
+            is_last=load.is_last,
         )
-        counts.append(f"stage {stage}: {held.total:,}")
+        layers = " + ".join(map(str, load.layers))
+        counts.append(f"stage {stage}: {layers} layers, {held.total:,}")
     return ", ".join(counts)

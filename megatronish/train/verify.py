@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.config.config import Config
+from megatronish.config.recompute import RecomputeConfig
 from megatronish.launch.local import run_local_ranks
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh, leave
@@ -63,6 +64,7 @@ class Recorder:
         sums = torch.stack((values.sum((0, 2)), values.square().sum((0, 2))))
         if self.sequence_is_cut:
             comm.all_reduce(sums, self.mesh.tp)
+        comm.all_reduce(sums, self.mesh.cp)
         for sample, (total, squares) in zip(self.sample_ids, sums.t().tolist(), strict=True):
             self.outputs[f"{self.step}/{layer}/{sample}"] = (total, squares)
 
@@ -135,9 +137,14 @@ def serial(config: Config) -> Config:
         context_parallel_size=1,
         data_parallel_size=1,
         sequence_parallel=False,
+        pipeline_schedule="1f1b",
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
     )
     training = replace(config.training, global_batch_size=config.global_batch_size)
-    return replace(config, parallel=parallel, training=training)
+    return replace(config, parallel=parallel, training=training, recompute=RecomputeConfig())
 
 
 class Verdict(NamedTuple):
