@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from megatronish.data_parallel.buckets import GradientBuckets
+from megatronish.data_parallel.buckets import GradientBuckets, Source
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Axis, Mesh
 from megatronish.mesh.layout import Layout
@@ -83,7 +83,7 @@ def a_step(place: Place, overlap: bool) -> Seen:
         for micro_batch in range(2):
             if micro_batch == 1:
                 during_first = launched()
-                buckets.begin_last_backward()
+                buckets.starting(("B", 0, 1), True)
             middle = model[:2](inputs(place.rank, micro_batch))
             middle.register_hook(lambda _: halfway.append(launched()))
             model[2:](middle).square().sum().backward()
@@ -134,11 +134,11 @@ def ready_in_any_order(place: Place) -> tuple[list[int], dict[str, Tensor]]:
     parameters = zeros(a=2, b=2, c=2, unused=2, d=2)
     buckets = buckets_of(parameters, data=mesh.data, bucket_size=2)
     buckets.zero()
-    buckets.begin_last_backward()
+    buckets.starting(("B", 0, 0), True)
     launched = []
     for name in "abcd" if place.rank == 0 else "dcba":
         buckets.views[name].fill_(ord(name) + place.rank)
-        buckets.mark_ready(name)
+        buckets.delivered(parameters[name])
         launched.append(sum(bucket.reduction is not None for bucket in buckets.buckets))
     buckets.finish()
     return launched, buckets.views
@@ -249,12 +249,12 @@ def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -
     """A tied embedding on a single stage."""
     weight = nn.Parameter(torch.ones(3))
     buckets = buckets_of({"w": weight}, data=Axis("data", 2, 0))  # hooked as among two ranks
-    ready: list[str] = []
-    monkeypatch.setattr(buckets, "mark_ready", ready.append)
+    ready: list[tuple[str, Source]] = []
+    monkeypatch.setattr(buckets, "mark_ready", lambda name, source: ready.append((name, source)))
     buckets.zero()
-    buckets.begin_last_backward()
+    buckets.starting(("B", 0, 0), True)
     (weight * 2 + weight * 3).sum().backward()
-    assert ready == ["w"]
+    assert ready == [("w", (0, "B"))]
     assert buckets.views["w"].tolist() == [5, 5, 5]
 
 

@@ -4,6 +4,9 @@ Two halves make a pair (Shoeybi et al. 2019, arXiv:1909.08053): the first matrix
 each rank computes some of the features; the second by rows of its input, so each rank computes a part of every sum,
 and one reduction finishes them. Under sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) the pair starts
 by gathering the sequence and ends by scattering it again, which moves as many bytes as the reduction did.
+
+Where a layer's `weight_gradients` is set, its backward computes the gradient of its input alone and leaves the weight's
+for later (weight_gradients.py).
 """
 
 from typing import Any
@@ -13,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish import comm
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh.groups import Axis
 from megatronish.sharding import Sharding
+
+ALONE = Axis("alone")
 
 
 class ColumnParallelLinear(nn.Module):
@@ -22,6 +28,8 @@ class ColumnParallelLinear(nn.Module):
 
     `sections` are parts of `out` that are cut one by one, so that a rank's output holds its part of each.
     """
+
+    weight_gradients: WeightGradients | None = None
 
     def __init__(
         self,
@@ -52,11 +60,20 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        return column_parallel(x, self.weight, self.bias, tp=self.tp, sequence_parallel=self.sequence_parallel)
+        return column_parallel(
+            x,
+            self.weight,
+            self.bias,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            weight_gradients=self.weight_gradients,
+        )
 
 
 class RowParallelLinear(nn.Module):
     """[S, B, in/tp] -> [S, B, out] (sequence parallel: [S/tp, B, out]). The bias is added once, after the reduction."""
+
+    weight_gradients: WeightGradients | None = None
 
     def __init__(
         self,
@@ -85,30 +102,56 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
+            return product(x, self.weight, self.bias, self.weight_gradients)
+        y = product(x, self.weight, None, self.weight_gradients)
         y = comm.reduce_scatter_to_sequence(y, self.tp) if self.sequence_parallel else comm.reduce_from(y, self.tp)
         return y if self.bias is None else y + self.bias
 
 
-def column_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: Axis, sequence_parallel: bool) -> Tensor:
+def column_parallel(
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    *,
+    tp: Axis,
+    sequence_parallel: bool,
+    weight_gradients: WeightGradients | None = None,
+) -> Tensor:
     """[S, B, in] (sequence parallel: [S/tp, B, in]), [out/tp, in] -> [S, B, out/tp]."""
-    if tp.size == 1:
+    if tp.size == 1 and weight_gradients is None:
         return F.linear(x, weight, bias)
-    return _ColumnParallel.apply(x, weight, bias, tp, sequence_parallel)
+    return _ColumnParallel.apply(x, weight, bias, tp, sequence_parallel, weight_gradients)
+
+
+def product(
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_gradients: WeightGradients | None = None
+) -> Tensor:
+    """[..., in], [out, in] -> [..., out], of what this rank holds: shared by nobody."""
+    return column_parallel(x, weight, bias, tp=ALONE, sequence_parallel=False, weight_gradients=weight_gradients)
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """The product of a column-parallel layer, written out so that its backward can overlap.
+    """The product of a column-parallel layer, written out so that its backward can overlap and can be split.
 
     The reduction of the input's gradient runs while the weight's gradient is computed. Under sequence parallelism only
-    the rank's own part of the input is kept; the whole is gathered again while the input's gradient is computed.
+    the rank's own part of the input is kept; the whole is gathered again while the input's gradient is computed, or,
+    where the weight's gradient is put off, not before it is needed.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        tp: Axis,
+        sequence_parallel: bool,
+        weight_gradients: WeightGradients | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp, ctx.sequence_parallel, ctx.has_bias = tp, sequence_parallel, bias is not None
+        # The sum is found by the Parameter itself, which under checkpointing the saved tensor is not.
+        ctx.weight_gradients, ctx.parameter = weight_gradients, None if weight_gradients is None else weight
         whole = comm.start_all_gather(x, tp).wait() if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
@@ -116,12 +159,16 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         dy = grads[0].contiguous()
-        gathering = comm.start_all_gather(x, ctx.tp) if ctx.sequence_parallel else comm.Pending(x)
+        gathered_over = ctx.tp if ctx.sequence_parallel else ALONE
+        at_once = ctx.weight_gradients is None
+        gathering = comm.start_all_gather(x, gathered_over) if at_once else None
         dx = dy @ weight
-        whole = gathering.wait()
+        whole = gathering.wait() if gathering else None
         start_reduction = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
         reducing = start_reduction(dx, ctx.tp)
         flat_dy = dy.flatten(0, -2)
-        dweight = flat_dy.t() @ whole.flatten(0, -2)
+        dweight = None if whole is None else flat_dy.t() @ whole.flatten(0, -2)
         dbias = flat_dy.sum(0) if ctx.has_bias else None
-        return reducing.wait(), dweight, dbias, None, None
+        if not at_once:
+            ctx.weight_gradients.put_off(ctx.parameter, dy, x, axis=gathered_over)
+        return reducing.wait(), dweight, dbias, None, None, None

@@ -40,8 +40,8 @@ class Mesh:
     """The axes of this process.
 
     `data` flattens dp and cp: gradients reduce over both. `holders` joins the first and the last stage, which share
-    a tied embedding. `backward` is pp once more, so that gradients travel in a group of their own: NCCL keeps the
-    order within a group, and activations and gradients cross each other.
+    a tied embedding. `lines` are pp four times more, for what travels between stages: by kind (F activations, B their
+    gradients) and whether to a later stage. NCCL matches by order within a group, so no two directions may share one.
     """
 
     layout: Layout
@@ -54,7 +54,7 @@ class Mesh:
     tp: Axis
     data: Axis
     holders: Axis
-    backward: Axis
+    lines: dict[tuple[str, bool], Axis]
 
     @classmethod
     def start(
@@ -101,7 +101,9 @@ class Mesh:
             tp=axis("tp", layout.groups("tp")),
             data=axis("data", layout.groups("dp", "cp")),
             holders=axis("holders", [[stage[0], stage[last]] for stage in stages] if layout.pp > 1 else []),
-            backward=axis("backward", stages),
+            lines={
+                (kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind in "FB" for up in (True, False)
+            },
         )
 
     @property

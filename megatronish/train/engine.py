@@ -113,8 +113,7 @@ class Engine:
             executor=Executor(
                 [stage],
                 looped(num_stages=mesh.pp.size),
-                forward=mesh.pp,
-                backward=mesh.backward,
+                lines=mesh.lines,
                 boundary=boundary,
             ),
             schedule=parallel.schedule,
@@ -140,7 +139,7 @@ class Engine:
             [micro_batch.to(self.mesh.device) for micro_batch in micro_batches],
             step=step,
             loss_scale=1.0 / max(num_tokens, 1),
-            before_last_backward=self.buckets.begin_last_backward,
+            starting=self.buckets.starting,
         )
         self.buckets.finish()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)

@@ -1,0 +1,106 @@
+"""How do tensors get from one stage to another? Activations and their gradients, on lines of one kind and direction.
+
+A transfer of activations (F) or of gradients (B) uses the line of its kind and of its direction, to a later stage or
+to an earlier one. A receive is posted some actions early, so that the tensor can travel while the actions before
+compute. A send is waited for before the next one on its line, so at most one sent tensor a line is kept alive: on
+gloo a send is finished only by its receive, and waiting at once for each would deadlock 1F1B. `simulate` refuses
+plans that hang under exactly these rules.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatronish import comm
+from megatronish.mesh.groups import Axis
+from megatronish.pipeline.plan import Action, Placement
+
+ALONE = Axis("alone")
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses from one position to the next: tensors of one shape [S, B, D] (sequence parallel: [S/tp, B, D]).
+
+    `same_over` is the axis over which all ranks have the same tensor: tp, unless it cuts the sequence. Each of them
+    then sends a slice to its counterpart, which gathers the whole from its own neighbours: scatter-gather of Narayanan
+    et al. 2021 (arXiv:2104.04473, section 4.1). So no byte crosses twice between stages.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    same_over: Axis = ALONE
+
+    @property
+    def cut_over(self) -> Axis:
+        """`same_over`, or nothing where a tensor cannot be cut into equal slices."""
+        return ALONE if self.numel % self.same_over.size else self.same_over
+
+    @property
+    def numel(self) -> int:
+        """Elements of a tensor."""
+        return self.shape[0] * self.shape[1] * self.shape[2]
+
+    def slice_of(self, x: Tensor) -> Tensor:
+        """[S, B, D] -> [S B D / size]: what this rank sends."""
+        return comm.piece_of(x.reshape(-1), self.cut_over)
+
+    def empty_slice(self) -> Tensor:
+        """[S B D / size]: where this rank receives."""
+        return torch.empty(self.numel // self.cut_over.size, dtype=self.dtype, device=self.device)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """[S B D / size] -> [S, B, D]."""
+        return comm.start_all_gather(piece, self.cut_over).wait().view(self.shape)
+
+
+@dataclass
+class Line:
+    """This rank's end of the transfers of one kind in one direction."""
+
+    axis: Axis
+    boundary: Boundary
+    receiving: dict[Action, comm.Pending] = field(default_factory=dict)
+    sending: comm.Pending | None = None
+
+    def post(self, action: Action, *, source: int, tag: int) -> None:
+        """Be ready for what `action` needs."""
+        if action not in self.receiving:
+            buffer = self.boundary.empty_slice()
+            self.receiving[action] = comm.start_receive(buffer, self.axis, source=source, tag=tag)
+
+    def take(self, action: Action) -> Tensor:
+        """What `action` needs, once it is here."""
+        return self.boundary.whole(self.receiving.pop(action).wait())
+
+    def send(self, x: Tensor, *, to: int, tag: int) -> None:
+        """Hand x on."""
+        self.flush()
+        self.sending = comm.start_send(self.boundary.slice_of(x), self.axis, to=to, tag=tag)
+
+    def flush(self) -> None:
+        """Returns once the last send is done."""
+        if self.sending is not None:
+            self.sending.wait()
+            self.sending = None
+
+
+def connect(lines: Mapping[tuple[str, bool], Line], placement: Placement, *, stage: int) -> None:
+    """Make every connection of this rank once, in an order that all ranks share.
+
+    Two NCCL ranks connect at their first transfer, and both wait there for each other. In the midst of a plan, with
+    receives posted before the sends that they depend on, they would wait for ever.
+    """
+    pairs = [(a.stage, b.stage) for a, b in pairwise(placement) if a.stage != b.stage]
+    transfers = [("F", a, b) for a, b in pairs] + [("B", b, a) for a, b in pairs]
+    for kind, source, to in dict.fromkeys(transfers):
+        line = lines[kind, to > source]
+        message = torch.zeros(1, device=line.boundary.device)
+        if stage == source:
+            comm.start_send(message, line.axis, to=to, tag=0).wait()
+        elif stage == to:
+            comm.start_receive(message, line.axis, source=source, tag=0).wait()
