@@ -273,7 +273,10 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--pp 2 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 5",
             r"^decoder_first_.*=6 and decoder_last_.*=5 must add up to num_layers=12; leave one of them out",
         ),
-        ("--decoder-last-pipeline-num-layers 4", r"^decoder_last_.*=4 needs pipeline_model_parallel_size > 1; add --pp"),
+        (
+            "--decoder-last-pipeline-num-layers 4",
+            r"^decoder_last_.*=4 needs pipeline_model_parallel_size > 1; add --pp",
+        ),
         (
             "--pp 2 --pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1",
             r"^decoder_first_.*=1 is less than the 2 chunks of that stage: .*; use 2 or more",
@@ -304,6 +307,14 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         (
             "--tp 2 --sequence-parallel --recompute-granularity full --distribute-saved-activations",
             r"^distribute_saved_activations .*, which --sequence-parallel does already; leave one",
+        ),
+        (
+            "--profile-schedule --profile-step-start 3 --profile-step-end 3",
+            r"^profile_step_end=3 must be greater than profile_step_start=3; use 4 for one step",
+        ),
+        (
+            "--profile-schedule --profile-step-start 11 --profile-step-end 12",
+            r"^profile_step_start=11 is after the last step, train_iters=10; use an earlier one",
         ),
         ("--cpu-offloading", r"is refused: use --recompute-granularity full --offload-saved-activations"),
         (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
@@ -528,7 +539,9 @@ def test_what_megatron_scripts_say_of_pipelines_and_recomputation_is_understood(
     config = read_config([*words, "--num-layers-per-virtual-pipeline-stage", "3"]).config
     assert config.recompute.recompute_granularity == "selective"
     assert (config.parallel.schedule, config.parallel.num_chunks(12)) == ("interleaved", 2)
-    assert read_config(small("--mock-data", "--num-virtual-stages-per-pipeline-rank", "1")).config.parallel == dataclasses.replace(
+    assert read_config(
+        small("--mock-data", "--num-virtual-stages-per-pipeline-rank", "1")
+    ).config.parallel == dataclasses.replace(
         read_config(small("--mock-data")).config.parallel, num_virtual_stages_per_pipeline_rank=1
     )
     any_number = small("--mock-data", "--pp", "5", "--decoder-first-pipeline-num-layers", "1")

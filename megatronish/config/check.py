@@ -161,6 +161,18 @@ def _wsd(config: Config) -> str | None:
     return f"lr_decay_style=WSD needs the length of its last part; add --lr-wsd-decay-{unit}"
 
 
+def _profile(config: Config) -> str | None:
+    log, steps = config.log, config.training.train_iters
+    first, end = log.profile_step_start, log.profile_step_end
+    if not log.profile_schedule:
+        return None
+    if end <= first:
+        return f"profile_step_end={end} must be greater than profile_step_start={first}; use {first + 1} for one step"
+    if steps is not None and first > steps:
+        return f"profile_step_start={first} is after the last step, train_iters={steps}; use an earlier one"
+    return None
+
+
 def _learning_rates(config: Config) -> str | None:
     optimizer = config.optimizer
     for name in ("min_lr", "lr_warmup_init"):
@@ -260,6 +272,7 @@ RULES = (
     Rule((*_BATCH, "train_samples"), _at_least_a_step),
     Rule((*STEPS, *SAMPLES), _warm_up),
     Rule(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), _wsd),
+    Rule(("profile_schedule", "profile_step_start", "profile_step_end", "train_iters"), _profile),
     Rule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),
     Rule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),
     Rule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),

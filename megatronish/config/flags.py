@@ -43,7 +43,6 @@ _FUSION = "which operations are fused is decided at run time and told in the fir
 _NO_LOSS_SCALE = "fp32 and bf16 need no loss scale"
 _SPLIT = "use --pipeline-split auto, which weighs the embedding and the head by what they cost"
 _WANDB = "Weights & Biases is not there yet; leave it out, `wandb sync` reads the TensorBoard files of the run folder"
-_PROFILE = "profiling is not there yet; leave it out"
 _REMOVED = "Megatron-LM removed it"
 
 KNOWN: dict[str, Known] = {
@@ -133,10 +132,8 @@ KNOWN: dict[str, Known] = {
     "wandb-project": _refused(_WANDB, 1, ("",)),
     "wandb-exp-name": _refused(_WANDB, 1, ("",)),
     "wandb-save-dir": _refused(_WANDB, 1, ("",)),
-    "profile": _refused(_PROFILE),
-    "profile-step-start": _refused(_PROFILE, 1),
-    "profile-step-end": _refused(_PROFILE, 1),
-    "profile-ranks": _refused(_PROFILE, 1),
+    "profile": _refused("Nsight's markers are not there; use --profile-schedule, which records the pipeline's actions"),
+    "profile-ranks": _refused("the pipeline of rank 0 is recorded; leave it out", 1, ("0",)),
     "yaml-cfg": _refused("use --config FILE.toml", 1),
     # removed by Megatron-LM itself
     "batch-size": _refused(f"{_REMOVED}; use --micro-batch-size", 1),

@@ -31,6 +31,7 @@ RANGES = (
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         ddp_bucket_size seq_length micro_batch_size global_batch_size train_iters train_samples
         exit_interval eval_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
+        profile_step_start profile_step_end
         save_interval log_interval tensorboard_log_interval sample_tokens vocab_size
         """,
     ),
@@ -89,7 +90,7 @@ LARGEST = (
         """
         ddp_bucket_size train_iters train_samples exit_interval eval_interval eval_iters lr_decay_iters lr_decay_samples
         lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples save_interval ckpt_step log_interval
-        tensorboard_log_interval seed
+        profile_step_start profile_step_end tensorboard_log_interval seed
         """,
     ),
 )

@@ -42,6 +42,12 @@ class LogConfig:
     """Derived: RUN_DIR/tensorboard."""
     tensorboard_log_interval: int = 1
     """Steps between TensorBoard points."""
+    profile_schedule: bool = False
+    """Record what each stage did when, as a picture and a Chrome trace in RUN_DIR/schedule."""
+    profile_step_start: int = 10
+    """First step to be recorded."""
+    profile_step_end: int = 12
+    """First step not to be recorded any more."""
     log_params_norm: bool = False
     """Log the norm of all parameters."""
     log_num_zeros_in_grad: bool = False
