@@ -43,6 +43,7 @@ WITHOUT_TORCH = (
     "pipeline/simulate.py",
     "pipeline/timeline.py",
     "pipeline/draw.py",
+    "pipeline/recorded.py",
     "pipeline/split.py",
     "optim/learning_rate.py",
     "optim/batch_size.py",

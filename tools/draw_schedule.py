@@ -1,19 +1,23 @@
 """What does a pipeline schedule look like, and how much of it is bubble?
 
     python tools/draw_schedule.py --schedule 1f1b --stages 4 --microbatches 8 --png schedule.png
+    python tools/draw_schedule.py --recorded runs/demo/schedule.json --png schedule.png
 
-Prints a row for each stage and a column for each tick (the shortest action), the bubble rate, and the activations that
-each stage holds at most. Costs are times of one micro-batch in one stage, in any unit.
+Prints a row for each stage and a column for each tick (the shortest action), the bubble rate, and the activations (of
+one micro-batch in one chunk) that each stage holds at most. Times are those of one micro-batch in one whole stage, in
+any unit; a chunk takes its share. With --recorded it draws a step as it was, in seconds.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from megatronish.errors import UserError
 from megatronish.pipeline.draw import draw
+from megatronish.pipeline.recorded import Recorded
 from megatronish.pipeline.schedule import SCHEDULES
 from megatronish.pipeline.simulate import Costs, simulate
 from megatronish.pipeline.timeline import TimedPlan
@@ -24,42 +28,67 @@ class Arguments:
     """Draw a pipeline schedule."""
 
     schedule: str = "1f1b"
-    """Which one: gpipe or 1f1b."""
+    """Which one: gpipe, 1f1b, interleaved, zb-h1 or zb-v."""
     stages: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
     """Pipeline stages."""
     microbatches: int = 8
     """Micro-batches of a step."""
+    chunks: int | None = None
+    """Chunks of the model on each stage. By default what the schedule needs, and 2 for interleaved."""
     forward: float = 1.0
     """Time of a forward."""
-    backward: float = 2.0
-    """Time of a backward: of the input gradient alone if --weight is given too."""
-    weight: float = 0.0
-    """Time of a weight gradient."""
+    backward: float = 1.0
+    """Time of a backward as far as its input gradient."""
+    weight: float = 1.0
+    """Time of a weight gradient: a part of the backward except in zb-h1 and zb-v."""
     transfer: float = 0.0
     """Time from one stage to the next."""
+    recorded: Path | None = None
+    """Draw the step in this file, which pretrain_gpt.py --profile-schedule wrote."""
     png: Path | None = None
     """Draw into this file, too."""
 
 
 def refuse_arguments(arguments: Arguments) -> None:
-    """ValueError for what cannot be drawn."""
+    """UserError for what cannot be drawn."""
+    if arguments.recorded and replace(arguments, recorded=None, png=None) != Arguments():
+        raise UserError("--recorded draws a step as it was: leave out all else but --png")
     if arguments.schedule not in SCHEDULES:
-        raise ValueError(f"schedule={arguments.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
+        raise UserError(f"schedule={arguments.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
     for name in ("stages", "microbatches"):
         if getattr(arguments, name) < 1:
-            raise ValueError(f"{name}={getattr(arguments, name)} must be at least 1")
+            raise UserError(f"{name}={getattr(arguments, name)} must be at least 1")
     for name in ("forward", "backward", "weight", "transfer"):
-        if getattr(arguments, name) < 0:
-            raise ValueError(f"{name}={getattr(arguments, name)} must not be negative; it is a time")
+        if not 0 <= getattr(arguments, name) < float("inf"):
+            raise UserError(f"{name}={getattr(arguments, name)} must not be negative or infinite; it is a time")
+    if arguments.png and arguments.png.suffix != ".png":
+        raise UserError(f"png={arguments.png} must end in .png")
 
 
-def report(simulation: TimedPlan) -> str:
+def planned(arguments: Arguments) -> tuple[str, TimedPlan]:
+    """A schedule on paper, with its title."""
+    schedule, stages, microbatches = SCHEDULES[arguments.schedule], arguments.stages, arguments.microbatches
+    chunks = arguments.chunks if arguments.chunks is not None else schedule.num_chunks or 2
+    plan = schedule.plan(num_stages=stages, num_microbatches=microbatches, num_chunks=chunks)
+    costs = Costs(arguments.forward, arguments.backward, arguments.weight, arguments.transfer)
+    placement = schedule.place(num_stages=stages, num_chunks=chunks)
+    title = f"{schedule.name}, {stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+    return f"{title}, {microbatches} micro-batches", simulate(plan, costs=costs.per_chunk(chunks), placement=placement)
+
+
+def recorded(path: Path) -> tuple[str, TimedPlan]:
+    """A step as it was, with its title."""
+    step = Recorded.read(path)
+    return f"{step.schedule}, {len(step.rows)} stages, as it ran", step.timed()
+
+
+def report(timed_plan: TimedPlan) -> str:
     """The drawing and the numbers."""
     rows = [f"{'':9}{'start':>10}{'end':>10}{'peak live activations':>24}"]
-    for stage, (row, live) in enumerate(zip(simulation.timeline, simulation.peak_live, strict=True)):
-        rows.append(f"stage {stage:<3}{row[0].start:10g}{row[-1].end:10g}{live:24d}")
-    numbers = f"makespan {simulation.makespan:g}, bubble rate {simulation.bubble_rate:.2%}"
-    return "\n".join([draw(simulation.timeline), "", numbers, *rows])
+    for stage, (row, live) in enumerate(zip(timed_plan.timeline, timed_plan.peak_live, strict=True)):
+        rows.append(f"stage {stage:<3}{row[0].start:10.5g}{row[-1].end:10.5g}{live:24d}")
+    numbers = f"makespan {timed_plan.makespan:.6g}, bubble rate {timed_plan.bubble_rate:.2%}"
+    return "\n".join([draw(timed_plan.timeline), "", numbers, *rows])
 
 
 def main() -> int:
@@ -67,19 +96,16 @@ def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
     try:
         refuse_arguments(arguments)
-    except ValueError as error:
+        title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)
+    except UserError as error:
         print(f"draw_schedule: {error}", file=sys.stderr)
         return 2
-    plan = SCHEDULES[arguments.schedule].plan(num_stages=arguments.stages, num_microbatches=arguments.microbatches)
-    costs = Costs(arguments.forward, arguments.backward, arguments.weight, arguments.transfer)
-    simulation = simulate(plan, costs=costs)
-    print(report(simulation))
+    print(report(timed_plan))
     if arguments.png:
         from megatronish.pipeline.draw_png import draw_png  # matplotlib takes a second to import: only where it is used
 
-        title = f"{arguments.schedule}, {arguments.stages} stages, {arguments.microbatches} micro-batches"
         arguments.png.parent.mkdir(parents=True, exist_ok=True)
-        draw_png(simulation, arguments.png, title=title)
+        draw_png(timed_plan, arguments.png, title=title, time="seconds" if arguments.recorded else "time")
         print(f"\ndrawn into {arguments.png}")
     return 0
 

@@ -8,11 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from megatronish.pipeline.draw import tick_of
-from megatronish.pipeline.plan import Action
 from megatronish.pipeline.timeline import Timed, TimedPlan, chunk_letter, chunks_of
 
-COLOURS = {"F": "#4a7fcb", "B": "#58ad5f", "W": "#e9b33f"}
-NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
+COLOURS: dict[str, str] = {"F": "#4a7fcb", "B": "#58ad5f", "W": "#e9b33f"}
 PALER = 0.6  # of the distance to white, for each later chunk
 LARGEST_WIDTH = 40.0  # inches
 LARGEST_FONT, SMALLEST_FONT = 8.0, 3.0  # points; a number that would be smaller is left out
@@ -41,13 +39,14 @@ def _legend(timed_plan: TimedPlan) -> list[Patch]:
     """A patch for each kind in each chunk."""
     num_chunks = chunks_of(timed_plan.timeline)
     kinds = {timed.action.kind for row in timed_plan.timeline for timed in row}
+    names = {"F": "forward", "B": "input gradient" if "W" in kinds else "backward", "W": "weight gradient"}
     return [
         Patch(
-            facecolor=_colour(Action(kind, chunk, 0)),
-            label=NAMES[kind] + (f", chunk {chunk_letter(chunk)}" if num_chunks > 1 else ""),
+            facecolor=_colour(kind, chunk),
+            label=names[kind] + (f", chunk {chunk_letter(chunk)}" if num_chunks > 1 else ""),
         )
         for chunk in range(num_chunks)
-        for kind in ("F", "B", "W")
+        for kind in names
         if kind in kinds
     ]
 
@@ -55,7 +54,7 @@ def _legend(timed_plan: TimedPlan) -> list[Patch]:
 def _draw_action(axes: Axes, stage: int, timed: Timed, *, points: float) -> None:
     """A box, so many points wide, with the micro-batch's number."""
     box = Rectangle((timed.start, stage), timed.end - timed.start, 1, linewidth=0.5)
-    box.set(facecolor=_colour(timed.action), edgecolor="white")
+    box.set(facecolor=_colour(timed.action.kind, timed.action.chunk), edgecolor="white")
     axes.add_patch(box)
     number = str(timed.action.micro_batch)
     font = min(LARGEST_FONT, 1.4 * points / len(number))
@@ -64,8 +63,8 @@ def _draw_action(axes: Axes, stage: int, timed: Timed, *, points: float) -> None
         axes.text(middle, stage + 0.5, number, ha="center", va="center", fontsize=font)
 
 
-def _colour(action: Action) -> tuple[float, float, float]:
+def _colour(kind: str, chunk: int) -> tuple[float, float, float]:
     """The kind's colour, paler for each later chunk."""
-    strength = PALER**action.chunk
-    red, green, blue = (1 - strength * (1 - value) for value in to_rgb(COLOURS[action.kind]))
+    strength = PALER**chunk
+    red, green, blue = (1 - strength * (1 - value) for value in to_rgb(COLOURS[kind]))
     return red, green, blue

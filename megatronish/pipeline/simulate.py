@@ -152,12 +152,12 @@ class Network:
     def source(self, stage: int, action: Action) -> tuple[int, Action] | None:
         """The stage and the action that this one gets its input from."""
         place = self._routes[action.kind, Place(stage, action.chunk)].source
-        return place and (place.stage, action._replace(chunk=place.chunk))
+        return place and (place.stage, Action(action.kind, place.chunk, action.micro_batch))
 
     def target(self, stage: int, action: Action) -> tuple[int, Action] | None:
         """The stage and the action that this one's output goes to."""
         place = self._routes[action.kind, Place(stage, action.chunk)].target
-        return place and (place.stage, action._replace(chunk=place.chunk))
+        return place and (place.stage, Action(action.kind, place.chunk, action.micro_batch))
 
     def send(self, stage: int, action: Action, timeline: Timeline) -> bool:
         """Take the action's line for what it sends, if the last send on it has a receive posted."""
