@@ -258,6 +258,36 @@ def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -
     assert buckets.views["w"].tolist() == [5, 5, 5]
 
 
+def test_a_gradient_from_two_places_is_final_when_both_have_delivered_for_the_last_time() -> None:
+    """As a tied embedding's is, in the backward of one chunk and the weight gradients of another."""
+    parameters = zeros(tied=2, plain=2)
+    sources = {"tied": frozenset({(0, "B"), (1, "W")}), "plain": frozenset({(1, "W")})}
+    buckets = GradientBuckets(
+        parameters,
+        {name: Sharding((2,), dim=0) for name in parameters},
+        data=ALONE,
+        tp=ALONE,
+        holders=ALONE,
+        bucket_size=2,
+        overlap=True,
+        sources=sources,
+    )
+
+    def delivered(kind: str, chunk: int, *, is_last: bool) -> int:
+        buckets.starting((kind, chunk, 0), is_last)
+        for parameter in parameters.values():
+            buckets.delivered(parameter)
+        return sum(bucket.reduction is not None for bucket in buckets.buckets)
+
+    for _ in range(2):  # steps
+        buckets.zero()
+        assert delivered("W", 1, is_last=False) == 0
+        assert delivered("B", 1, is_last=True) == 0  # autograd reports a weight that was put off as well
+        assert delivered("W", 1, is_last=True) == 1
+        assert delivered("B", 0, is_last=True) == 2
+        buckets.finish()
+
+
 def test_scaling_scales_every_gradient() -> None:
     buckets = buckets_of(zeros(a=2, b=3), bucket_size=1)
     for bucket in buckets.buckets:
