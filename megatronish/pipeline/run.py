@@ -111,7 +111,8 @@ class Executor:
                 output = self._forward(action, arrived, micro_batch, step, loss_scale if training else None)
             elif action.kind == "B":
                 output = self._backward(action, arrived)
-            elif self.weight_gradients is not None:
+            else:
+                assert self.weight_gradients is not None
                 self.weight_gradients.compute(chunk=action.chunk, micro_batch=action.micro_batch)
             if record:
                 record(action, start, self._now())
