@@ -1,18 +1,19 @@
 """The theorem: every layout trains the same model as one process.
 
-Each of the 38 layouts of dp x tp x pp with at most eight ranks is trained once, with features that a seeded pairwise
-array has dealt to it, and compared with one process that takes each global batch as a single micro-batch: initial
-values bit by bit, losses and gradient norms of three Adam steps, an evaluation, every element of the first gradient
-(clipped), and the parameters after SGD steps. Not after Adam steps: Adam turns the rounding noise of a gradient that is
-truly zero, a key bias's, into whole steps. The tolerance is the same for all: 1e-5 in fp32.
+Each of the 55 layouts of dp x tp x pp x cp (cp 1, 2 or 4) with at most eight ranks is trained, with features that a
+seeded pairwise array has dealt to it, and compared with one process that takes each global batch as a single
+micro-batch: initial values bit by bit, losses and gradient norms of three Adam steps, an evaluation, every element of
+the first gradient (clipped), and the parameters after SGD steps. Not after Adam steps: Adam turns the rounding noise of
+a gradient that is truly zero, a key bias's, into whole steps. The tolerance is the same for all: 1e-5 in fp32.
 
 `pytest --all-layouts` takes the product of the features that meet in the maths, for every layout.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import Tensor
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.data.loader import micro_batches
 from megatronish.launch.place import Place
@@ -41,11 +43,20 @@ VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
 EOD = 0
 ADAM_STEPS = 3
 SGD_STEPS = 2
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 CLIP = 0.5  # below every gradient norm here, so that clipping acts
 
 LAYOUTS = [
-    Layout(dp=dp, tp=tp, pp=pp) for dp, tp, pp in product(range(1, 9), repeat=3) if dp * tp * pp <= 8
-]  # fmt: skip
+    Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+    for cp, dp, tp, pp in product((1, 2, 4), *[range(1, 9)] * 3)
+    if dp * tp * pp * cp <= 8
+]
+RECOMPUTE = {
+    "none": RecomputeConfig(),
+    "selective": RecomputeConfig("selective"),
+    "uniform": RecomputeConfig("full", "uniform", 2, offload_saved_activations=True),
+    "block": RecomputeConfig("full", "block", 1),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,29 @@ class Spread:
     micro_batch_size: int
     sequence_parallel: bool = False
     schedule: str = "1f1b"
+    num_chunks: int | None = None
+    split: str = "even"
     overlap: bool = True
+    cp_comm_type: str = "p2p"
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """As a user would write it. `uneven`: the first stage is told how many layers it has."""
+        return ParallelConfig(
+            tensor_model_parallel_size=self.layout.tp,
+            pipeline_model_parallel_size=self.layout.pp,
+            data_parallel_size=self.layout.dp,
+            context_parallel_size=self.layout.cp,
+            cp_comm_type=self.cp_comm_type,  # type: ignore[arg-type]
+            sequence_parallel=self.sequence_parallel,
+            pipeline_schedule=self.schedule,  # type: ignore[arg-type]
+            num_virtual_stages_per_pipeline_rank=self.num_chunks,
+            pipeline_split="auto" if self.split == "auto" else "even",
+            decoder_first_pipeline_num_layers=CHUNKS[self.schedule] + 1 if self.split == "uneven" else None,
+            overlap_grad_reduce=self.overlap,
+            ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
+        )
 
 
 class Held(NamedTuple):
@@ -154,12 +187,8 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
     return Engine.build(
         mesh,
         model=problem.model,
-        parallel=ParallelConfig(
-            sequence_parallel=spread.sequence_parallel,
-            pipeline_schedule=spread.schedule,  # type: ignore[arg-type]
-            overlap_grad_reduce=spread.overlap,
-            ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
-        ),
+        parallel=spread.parallel,
+        recompute=spread.recompute,
         training=TrainingConfig(
             seq_length=problem.seq_length,
             micro_batch_size=spread.micro_batch_size,
@@ -249,7 +278,10 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "tied": (True, False),
         "sequence_parallel": (True, False) if layout.tp > 1 else (False,),
         "dropout": (0.0, 0.1),
-        "schedule": ("gpipe", "1f1b") if layout.pp > 1 else ("1f1b",),
+        "schedule": tuple(CHUNKS) if layout.pp > 1 else ("1f1b",),
+        "split": ("even", "uneven", "auto") if layout.pp > 1 else ("even",),
+        "recompute": tuple(RECOMPUTE),
+        "cp_comm_type": ("p2p", "a2a") if layout.cp > 1 else ("p2p",),
         "eod_mask_loss": (True, False),
         "documents": (True, False),
         "micro_batch_size": (1, 2),
@@ -258,25 +290,35 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "dp": (layout.dp > 1,),
         "tp": (layout.tp > 1,),
         "pp": (min(layout.pp, 3),),
+        "cp": (layout.cp > 1,),
     }
 
 
-IN_THE_PRODUCT = ("family", "tied", "sequence_parallel", "dropout", "schedule")
-CHOICES = [choices(layout) for layout in LAYOUTS]
+IN_THE_PRODUCT = ("family", "tied", "sequence_parallel", "dropout", "schedule", "recompute", "cp_comm_type")
+# Few layouts have both a long ring and another axis: they are dealt features several times.
+CASES = [*LAYOUTS, *[Layout(pp=2, cp=4)] * 2, Layout(tp=2, cp=4)]
+CHOICES = [choices(layout) for layout in CASES]
 DEALT = pairwise(CHOICES, seed=1)
 
 
 def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     """A small model that the layout divides."""
-    kv_heads = -(-3 // layout.tp) * layout.tp  # at least 3
     llama, qwen = chosen["family"] == "llama", chosen["family"] == "qwen"
-    heads = 2 * kv_heads if llama else kv_heads
+    # At least 3; where heads are traded for sequence, tp cp of them, and key/value heads that cp need not divide.
+    trades_heads = chosen["cp_comm_type"] == "a2a"
+    unit = layout.tp * layout.cp if trades_heads else layout.tp
+    heads = kv_heads = -(-3 // unit) * unit
+    if llama and trades_heads:
+        kv_heads = layout.tp
+    elif llama:
+        heads = 2 * kv_heads
+    positions = layout.pp * CHUNKS[chosen["schedule"]]
     return ModelConfig(
-        num_layers={1: 2, 2: 4}.get(layout.pp, layout.pp),
+        num_layers=max(positions, 2 if layout.pp == 1 else 4) + (0 if chosen["split"] == "even" else 1),
         hidden_size=20 if qwen else 4 * heads,
         num_attention_heads=heads,
         kv_channels=6 if qwen else None,
-        ffn_hidden_size=5 * kv_heads,
+        ffn_hidden_size=5 * heads,
         group_query_attention=llama,
         num_query_groups=kv_heads if llama else None,
         position_embedding_type="rope" if llama or qwen else "learned_absolute",
@@ -295,9 +337,10 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
 
 
 def problem_of(layout: Layout, chosen: Chosen) -> Problem:
+    cut = lcm(2 * layout.cp, layout.cp * layout.tp) if layout.cp > 1 else layout.tp
     return Problem(
         model=model_of(layout, chosen),
-        seq_length=-(-12 // layout.tp) * layout.tp,
+        seq_length=-(-12 // cut) * cut,
         global_batch_size=layout.dp * chosen["micro_batch_size"] * chosen["num_microbatches"],
         eod_mask_loss=chosen["eod_mask_loss"],
         documents=chosen["documents"],
@@ -305,11 +348,16 @@ def problem_of(layout: Layout, chosen: Chosen) -> Problem:
 
 
 def spread_of(layout: Layout, chosen: Chosen) -> Spread:
+    shares = chosen["recompute"] == "uniform" and layout.tp > 1 and not chosen["sequence_parallel"]
     return Spread(
         layout=layout,
         micro_batch_size=chosen["micro_batch_size"],
         sequence_parallel=chosen["sequence_parallel"],
         schedule=chosen["schedule"],
+        num_chunks=CHUNKS["interleaved"] if chosen["schedule"] == "interleaved" else None,
+        split=chosen["split"],
+        cp_comm_type=chosen["cp_comm_type"],
+        recompute=replace(RECOMPUTE[chosen["recompute"]], distribute_saved_activations=shares),
         overlap=chosen["overlap"],
     )
 
@@ -318,7 +366,7 @@ def all_cases() -> list[tuple[Layout, Chosen]]:
     """Every layout with the product of its main features; the others as they were dealt to the layout."""
     return [
         (layout, dealt | dict(zip(IN_THE_PRODUCT, values, strict=True)))
-        for layout, dealt, of_layout in zip(LAYOUTS, DEALT, CHOICES, strict=True)
+        for layout, dealt, of_layout in zip(CASES, DEALT, CHOICES, strict=True)
         for values in product(*(of_layout[feature] for feature in IN_THE_PRODUCT))
     ]
 
@@ -333,16 +381,19 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
         "overlap": {True: "", False: "no_overlap"},
     }
     words = [chosen["family"], *(said[feature][chosen[feature]] for feature in said)]
+    words += [f"recompute_{chosen['recompute']}"] if chosen["recompute"] != "none" else []
+    if layout.cp > 1:
+        words.append(chosen["cp_comm_type"])
     if layout.pp > 1:
-        words.append(chosen["schedule"])
+        words += [chosen["schedule"], chosen["split"]]
     sizes = f"{chosen['num_microbatches']}x{chosen['micro_batch_size']}"
-    return f"dp{layout.dp}_tp{layout.tp}_pp{layout.pp}-{'-'.join(filter(None, words))}-{sizes}"
+    return f"dp{layout.dp}_tp{layout.tp}_pp{layout.pp}_cp{layout.cp}-{'-'.join(filter(None, words))}-{sizes}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "chosen" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--all-layouts")
-        cases = all_cases() if everything else list(zip(LAYOUTS, DEALT, strict=True))
+        cases = all_cases() if everything else list(zip(CASES, DEALT, strict=True))
         metafunc.parametrize(("layout", "chosen"), cases, ids=[name_of(*case) for case in cases])
 
 
@@ -350,8 +401,9 @@ def test_a_layout_trains_the_same_model_as_one_process(layout: Layout, chosen: C
     assert_equal_to_serial(problem_of(layout, chosen), spread_of(layout, chosen))
 
 
-def test_there_are_38_layouts_each_taken_once() -> None:
-    assert len(set(LAYOUTS)) == len(LAYOUTS) == len(DEALT) == 38
+def test_there_are_55_layouts_each_taken() -> None:
+    assert len(set(LAYOUTS)) == len(LAYOUTS) == len(set(CASES)) == 55
+    assert len(DEALT) == len(CASES)
 
 
 def test_every_two_features_that_can_meet_do_so_in_some_layout() -> None:
@@ -366,6 +418,12 @@ BF16_CASES = [
     (Layout(dp=2, tp=2, pp=2), {"family": "gpt2", "tied": True, "sequence_parallel": True, "dropout": 0.1}),
     (Layout(tp=4), {"family": "llama", "tied": False, "sequence_parallel": False, "dropout": 0.0}),
     (Layout(dp=2, pp=4), {"family": "qwen", "tied": True, "sequence_parallel": False, "dropout": 0.0}),
+    (Layout(cp=4, tp=2), {"family": "qwen", "tied": True, "sequence_parallel": True, "dropout": 0.0}),
+    (
+        Layout(cp=2, pp=2, tp=2),
+        {"family": "llama", "tied": True, "sequence_parallel": False, "dropout": 0.1, "schedule": "zb-v"}
+        | {"recompute": "uniform", "cp_comm_type": "a2a"},
+    ),
 ]
 
 
@@ -377,10 +435,12 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(("layout", "main"), BF16_CASES, ids=[str(layout) for layout, _ in BF16_CASES])
 def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, main: Chosen) -> None:
-    rest = {"eod_mask_loss": True, "documents": True, "micro_batch_size": 1, "num_microbatches": 3}
-    exact = problem_of(layout, main | rest)
+    rest = {"eod_mask_loss": True, "documents": True, "micro_batch_size": 1, "num_microbatches": 3, "overlap": True}
+    usual = {"schedule": "1f1b", "split": "even", "recompute": "none", "cp_comm_type": "p2p"}
+    chosen = usual | rest | main
+    exact = problem_of(layout, chosen)
     rounded = replace(exact, bf16=True)
-    spread = spread_of(layout, main | rest | {"schedule": "1f1b", "overlap": True})
+    spread = spread_of(layout, chosen)
     reference, one_process = serial(exact), serial(rounded)
     ranks = run_ranks(layout.world_size, train, rounded, spread)
     for record, near in [(one_process, reference), *((rank, reference) for rank in ranks), (ranks[0], one_process)]:

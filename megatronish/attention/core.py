@@ -1,30 +1,46 @@
-"""What does each token take from the tokens it sees? The core of attention, on one rank's heads."""
+"""What does each token take from the tokens it sees? Attention over a whole sequence, on one rank's heads."""
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from megatronish.attention.operations import accumulation_dtype
+from megatronish.attention.visibility import Visibility
 
-def visibility(
-    seq_length: int, *, window_size: int | None, document_ids: Tensor | None, device: torch.device
-) -> Tensor:
-    """[1 or B, 1, S, S] bool: True where a query (row) sees a key (column).
 
-    A token sees itself and what came before it, at most `window_size` tokens in all, within its own document.
+class ProbabilityDropout(Protocol):
+    """[B, n, q, k] -> [B, n, q, k]: each probability dropped, or kept and scaled up, by its global place alone.
+
+    Called again with the same places it drops the same ones; so it also turns the gradient of its output into that of
+    its input. The n heads start from `first_head`; `queries` [q] and `keys` [k] are positions along the sequence.
     """
-    positions = torch.arange(seq_length, device=device)
-    distance = positions[:, None] - positions[None, :]
-    visible = distance >= 0
-    if window_size is not None:
-        visible &= distance < window_size
-    visible = visible[None, None]
-    if document_ids is not None:
-        visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    return visible
+
+    def __call__(self, probabilities: Tensor, *, first_head: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """See the class."""
+        ...
+
+
+def attend_alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visibility: Visibility,
+    first_head: int = 0,
+    dropout: ProbabilityDropout | None = None,
+) -> Tensor:
+    """[S, B, n, H], [S, B, k, H], [S, B, k, H] -> [S, B, n H] of the whole sequence, in its order."""
+    drop: Callable[[Tensor], Tensor] | None = None
+    if dropout is not None:
+        positions = torch.arange(q.shape[0], device=q.device)
+        drop = partial(dropout, first_head=first_head, queries=positions, keys=positions)
+    return attention(q, k, v, visible=visibility.whole, dropout=drop)
 
 
 def attention(
@@ -49,8 +65,9 @@ def attention(
         if grouped:
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         if visible is None:
-            visible = visibility(seq_length, window_size=None, document_ids=None, device=q.device)
-        scores = (q @ k.transpose(-2, -1)).float() * (1.0 / math.sqrt(head_size))
+            positions = torch.arange(seq_length, device=q.device)
+            visible = Visibility(seq_length).mask(positions, positions)
+        scores = (q @ k.transpose(-2, -1)).to(accumulation_dtype(q.dtype)) * (1.0 / math.sqrt(head_size))
         probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out = dropout(probabilities).to(v.dtype) @ v
     return rearrange(out, "b n s h -> s b (n h)")

@@ -15,7 +15,6 @@ class Dropout:
     seed: int
     step: int
     sample_ids: Tensor  # int64 [B], global
-    positions: Tensor  # int64 [S], global positions along the sequence
 
     def hidden(self, x: Tensor, *, layer: int, site: str, positions: Tensor, rate: float) -> Tensor:
         """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, a part of all under sequence parallelism."""
@@ -24,16 +23,25 @@ class Dropout:
         keep = keep_mask(
             *self._names(layer, site),
             places=(self.sample_ids, positions.unsqueeze(-1)),
-            width=x.shape[-1],
+            columns=torch.arange(x.shape[-1], device=x.device),
             rate=rate,
         )
         return x * keep * (1.0 / (1.0 - rate))
 
-    def attention(self, probabilities: Tensor, *, layer: int, first_head: int, rate: float) -> Tensor:
-        """[B, n, S, S] -> [B, n, S, S]: n heads from `first_head` on."""
+    def attention(
+        self,
+        probabilities: Tensor,
+        *,
+        layer: int,
+        first_head: int,
+        rate: float,
+        queries: Tensor,
+        keys: Tensor,
+    ) -> Tensor:
+        """[B, n, q, k] -> [B, n, q, k]: n heads from `first_head` on, global positions [q] and [k]."""
         heads = torch.arange(first_head, first_head + probabilities.shape[1], device=probabilities.device)
-        places = (self.sample_ids[:, None, None], heads[:, None], self.positions)
-        keep = keep_mask(*self._names(layer, "attention"), places=places, width=probabilities.shape[-1], rate=rate)
+        places = (self.sample_ids[:, None, None], heads[:, None], queries)
+        keep = keep_mask(*self._names(layer, "attention"), places=places, columns=keys, rate=rate)
         return probabilities * keep * (1.0 / (1.0 - rate))
 
     def _names(self, layer: int, site: str) -> tuple[str | int, ...]:

@@ -5,7 +5,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatronish.attention.core import attention
 from megatronish.config.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
@@ -51,15 +50,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """See the class."""
         q, k, v = self.queries_keys_values(x, context)
-        dropout = None
-        if context.dropout is not None and self.config.attention_dropout > 0:
-            dropout = partial(
-                context.dropout.attention,
-                layer=self.layer,
-                first_head=self.first_head,
-                rate=self.config.attention_dropout,
-            )
-        return self.out(attention(q, k, v, visible=context.visible, dropout=dropout))
+        return self.out(context.attend(q, k, v, layer=self.layer, first_head=self.first_head))
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised and turned."""
@@ -98,13 +89,5 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """See the class."""
-        x = x + self.drop(self.attention(self.attention_norm(x), context), context, "attention_output")
-        return x + self.drop(self.mlp(self.mlp_norm(x)), context, "mlp_output")
-
-    def drop(self, x: Tensor, context: Context, site: str) -> Tensor:
-        """Dropout of a sublayer's output."""
-        if context.dropout is None:
-            return x
-        return context.dropout.hidden(
-            x, layer=self.layer, site=site, positions=context.positions, rate=self.config.hidden_dropout
-        )
+        x = x + context.drop(self.attention(self.attention_norm(x), context), layer=self.layer, site="attention_output")
+        return x + context.drop(self.mlp(self.mlp_norm(x)), layer=self.layer, site="mlp_output")

@@ -1,17 +1,20 @@
 """What may a layer ask about the forward pass it is part of?"""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.attention.core import visibility
+from megatronish.attention.attend import attend
+from megatronish.attention.visibility import Visibility
+from megatronish.attention.zigzag import places_of
 from megatronish.config.model import ModelConfig
 from megatronish.layers.dropout import Dropout
 from megatronish.mesh.groups import Axis
 from megatronish.model.batch import MicroBatch
+from megatronish.model.recompute import recompute
 from megatronish.model.rope import Rotation, rotation
 
 
@@ -19,16 +22,41 @@ from megatronish.model.rope import Rotation, rotation
 class Context:
     """Made once for a forward pass and read by all its layers.
 
-    `positions` [s] are the places along the sequence that the residual stream holds on this rank. `visible` is None
-    where attention is plain causal. `dropout` is None in evaluation.
+    `positions` [s] are the places along the whole sequence that the residual stream holds on this rank: a part of them
+    under context or sequence parallelism. `dropout` is None in evaluation.
     """
 
+    config: ModelConfig
     batch: MicroBatch
     positions: Tensor
-    recompute_attention: bool
     rotation: Rotation | None
-    visible: Tensor | None
+    visibility: Visibility
     dropout: Dropout | None
+    cp: Axis
+    cp_comm_type: Literal["p2p", "a2a"]
+    recompute_attention: bool
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, first_head: int) -> Tensor:
+        """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H], for heads from `first_head` on."""
+        drop = None
+        if self.dropout is not None and self.config.attention_dropout > 0:
+            drop = partial(self.dropout.attention, layer=layer, rate=self.config.attention_dropout)
+        run = partial(
+            attend,
+            cp=self.cp,
+            method=self.cp_comm_type,
+            visibility=self.visibility,
+            first_head=first_head,
+            dropout=drop,
+        )
+        return recompute(run, q, k, v) if self.recompute_attention else run(q, k, v)
+
+    def drop(self, x: Tensor, *, layer: int, site: str) -> Tensor:
+        """[s, B, D] -> [s, B, D]: dropout on the residual stream."""
+        if self.dropout is None:
+            return x
+        rate = self.config.hidden_dropout
+        return self.dropout.hidden(x, layer=layer, site=site, positions=self.positions, rate=rate)
 
 
 def make_context(
@@ -45,18 +73,17 @@ def make_context(
 ) -> Context:
     """The context of a micro-batch; `step` None means evaluation, without dropout."""
     device = batch.tokens.device
-    seq_length = batch.tokens.shape[1]
-    positions = torch.arange(seq_length, device=device)
+    seq_length = batch.tokens.shape[1] * cp.size
+    positions = places_of(seq_length, cp.rank, cp.size, device=device)
     dropping = step is not None and (config.hidden_dropout > 0 or config.attention_dropout > 0)
-    windowed = config.window_size is not None and config.window_size < seq_length
-    masked = windowed or batch.document_ids is not None
     return Context(
+        config=config,
         batch=batch,
-        recompute_attention=recompute_attention,
         positions=comm.piece_of(positions, tp) if sequence_parallel else positions,
         rotation=rotation(config, batch.position_ids) if config.position_embedding_type == "rope" else None,
-        visible=visibility(seq_length, window_size=config.window_size, document_ids=batch.document_ids, device=device)
-        if masked
-        else None,
-        dropout=Dropout(seed, step or 0, batch.sample_ids, positions) if dropping else None,
+        visibility=Visibility(seq_length, config.window_size, batch.document_ids, device),
+        dropout=Dropout(seed, step or 0, batch.sample_ids) if dropping else None,
+        cp=cp,
+        cp_comm_type=cp_comm_type,
+        recompute_attention=recompute_attention,
     )

@@ -16,6 +16,7 @@ from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megatronish.layers.linear import ColumnParallelLinear, column_parallel
 from megatronish.layers.norm import Norm
+from megatronish.layers.weight_gradients import WeightGradients, weights_put_off
 from megatronish.mesh.groups import Axis
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
@@ -41,11 +42,7 @@ class Embedding(nn.Module):
         x = self.tokens(context.batch.tokens)
         if self.positions is not None:
             x = x + self.positions(context.batch.position_ids)
-        if context.dropout is None:
-            return x
-        return context.dropout.hidden(
-            x, layer=0, site="embedding", positions=context.positions, rate=self.config.hidden_dropout
-        )
+        return context.drop(x, layer=0, site="embedding")
 
 
 class Chunk(NamedTuple):
@@ -56,6 +53,13 @@ class Chunk(NamedTuple):
     is_last: bool
 
 
+class User(NamedTuple):
+    """A chunk that uses a parameter: as the weight of a linear layer, whose gradient can be put off, or otherwise."""
+
+    chunk: int
+    is_product: bool
+
+
 class GPT(nn.Module):
     """The chunks of a GPT that one rank holds: by default one, the whole.
 
@@ -63,6 +67,8 @@ class GPT(nn.Module):
 
     `make_block(config, layer=…, tp=…, sequence_parallel=…)` makes one layer: a module (x [S, B, D], context) -> x.
     """
+
+    weight_gradients: WeightGradients | None = None
 
     def __init__(
         self,
@@ -157,7 +163,29 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
         weight = self.embedding.tokens.weight if self.config.tied else self.head.weight
-        return column_parallel(self.final_norm(x), weight, None, tp=self.tp, sequence_parallel=self.sequence_parallel)
+        return column_parallel(
+            self.final_norm(x),
+            weight,
+            None,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            weight_gradients=self.weight_gradients,
+        )
+
+    def users(self) -> dict[str, list[User]]:
+        """Who uses each parameter: a tied embedding looks up in one chunk and multiplies in another."""
+        products = weights_put_off(self)
+        found: dict[str, list[User]] = {name: [] for name, _ in self.named_parameters()}
+        for number, chunk in enumerate(self.chunks):
+            prefixes = tuple(f"layers.{n}." for n in chunk.layers)
+            prefixes += ("embedding.",) if chunk.is_first else ()
+            prefixes += ("final_norm.", "head.") if chunk.is_last else ()
+            for name, users in found.items():
+                if name.startswith(prefixes):
+                    users.append(User(number, name in products))
+            if chunk.is_last and self.config.tied:
+                found["embedding.tokens.weight"].append(User(number, True))
+        return found
 
 
 class Head(ColumnParallelLinear):

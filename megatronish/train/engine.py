@@ -7,26 +7,32 @@ a learning rate, and it computes, reduces, clips and updates. The trainer, the t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatronish import comm
+from megatronish.attention.zigzag import places_of
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.data_parallel.buckets import GradientBuckets
 from megatronish.errors import RunError
-from megatronish.mesh.groups import Mesh
+from megatronish.layers.weight_gradients import WeightGradients, split_backward
+from megatronish.mesh.groups import Axis, Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.gpt import GPT, Chunk, MakeBlock
+from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer
-from megatronish.pipeline.run import Boundary, Executor
-from megatronish.pipeline.schedule import SCHEDULES, Action, looped
-from megatronish.pipeline.split import layers_of_stage
+from megatronish.pipeline.plan import Action, Place
+from megatronish.pipeline.run import Executor, Record
+from megatronish.pipeline.stages import Stages
+from megatronish.pipeline.transfers import Boundary
 from megatronish.sharding import Sharding, collect_shardings, initialize
 
 
@@ -48,14 +54,16 @@ class Engine:
     """One rank's share of a training run."""
 
     mesh: Mesh
+    stages: Stages
     model: nn.Module
     shardings: dict[str, Sharding]
     buckets: GradientBuckets
     optimizer: Optimizer
     executor: Executor
-    schedule: str
     clip_grad: float
     check_finite: bool
+    record: Record | None = None
+    """Told the times of every action of a step, while it is set."""
 
     @classmethod
     def build(
@@ -67,25 +75,28 @@ class Engine:
         training: TrainingConfig,
         optimizer: OptimizerConfig,
         vocab_size: int,
+        recompute: RecomputeConfig | None = None,
         make_block: MakeBlock = TransformerBlock,
     ) -> "Engine":
         """Parameters are initialised as their names and the seed say, then cast to the precision of the run."""
+        assert parallel.pipeline_model_parallel_size == mesh.pp.size, "the mesh is not that of the config"
         sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
+        stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
+        places = [Place(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
         with mesh.device:
             stage = GPT(
                 model,
                 vocab_size=vocab_size,
                 num_positions=model.max_position_embeddings or training.seq_length,
                 tp=mesh.tp,
+                cp=mesh.cp,
+                cp_comm_type=parallel.cp_comm_type,
                 sequence_parallel=sequence_parallel,
                 chunks=[
-                    Chunk(
-                        layers_of_stage(num_layers=model.num_layers, num_stages=mesh.pp.size, stage=mesh.pp.rank),
-                        mesh.pp.is_first,
-                        mesh.pp.is_last,
-                    )
+                    Chunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
                 ],
                 seed=training.seed,
+                recompute=_recompute(recompute or RecomputeConfig(), mesh.tp),
                 make_block=make_block,
             )
         shardings = collect_shardings(stage)
@@ -93,30 +104,47 @@ class Engine:
         dtype = torch.bfloat16 if training.bf16 else torch.float32
         stage.to(dtype)
         parameters = dict(stage.named_parameters())
+        splits_backward = stages.schedule.has_weight_gradients
         buckets = GradientBuckets(
             parameters,
             shardings,
             data=mesh.data,
             tp=mesh.tp,
-            holders=mesh.holders,
+            # Where the model ends on the stage it starts from, nobody else holds its tied embedding.
+            holders=mesh.holders if stages.placement[0].stage != stages.placement[-1].stage else Axis("holders"),
             bucket_size=parallel.ddp_bucket_size,
             overlap=parallel.overlap_grad_reduce,
+            sources={
+                name: frozenset((user.chunk, "W" if splits_backward and user.is_product else "B") for user in users)
+                for name, users in stage.users().items()
+            },
         )
-        local_seq_length = training.seq_length // (mesh.tp.size if sequence_parallel else 1)
-        boundary = Boundary((local_seq_length, training.micro_batch_size, model.hidden_size), dtype, mesh.device)
+        weight_gradients = None
+        if splits_backward:
+            sums = {parameter: buckets.views[name] for name, parameter in parameters.items()}
+            weight_gradients = WeightGradients(sums, delivered=buckets.delivered)
+            split_backward(stage, weight_gradients)
+        local_seq_length = training.seq_length // mesh.cp.size // (mesh.tp.size if sequence_parallel else 1)
+        boundary = Boundary(
+            (local_seq_length, training.micro_batch_size, model.hidden_size),
+            dtype,
+            mesh.device,
+            same_over=Axis("tp") if sequence_parallel else mesh.tp,
+        )
         return cls(
             mesh=mesh,
+            stages=stages,
             model=stage,
             shardings=shardings,
             buckets=buckets,
             optimizer=Optimizer(parameters, buckets.views, shardings, optimizer),
             executor=Executor(
-                [stage],
-                looped(num_stages=mesh.pp.size),
+                [partial(stage, chunk=chunk) for chunk in range(stages.num_chunks)],
+                stages.placement,
                 lines=mesh.lines,
                 boundary=boundary,
+                weight_gradients=weight_gradients,
             ),
-            schedule=parallel.schedule,
             clip_grad=optimizer.clip_grad,
             check_finite=training.check_for_nan_in_loss_and_grad,
         )
@@ -132,14 +160,16 @@ class Engine:
 
     def gradients(self, micro_batches: Sequence[MicroBatch], *, step: int) -> StepResult:
         """Leaves in the buckets the gradient of the mean loss over all predictions of the step that count."""
-        num_tokens = self.count_loss_tokens(micro_batches)
+        micro_batches = self._mine(micro_batches)
+        num_tokens = self._count_loss_tokens(micro_batches)
         self.buckets.zero()
         total = self.executor.run(
             self._actions(len(micro_batches)),
-            [micro_batch.to(self.mesh.device) for micro_batch in micro_batches],
+            micro_batches,
             step=step,
             loss_scale=1.0 / max(num_tokens, 1),
             starting=self.buckets.starting,
+            record=self.record,
         )
         self.buckets.finish()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)
@@ -160,11 +190,18 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """The sum of losses over all ranks, and the predictions in it; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
-        batches = [micro_batch.to(self.mesh.device) for micro_batch in micro_batches]
-        total = self.executor.run(forwards, batches, step=None)
-        return self._sum_over_ranks(total), self.count_loss_tokens(micro_batches)
+        micro_batches = self._mine(micro_batches)
+        total = self.executor.run(forwards, micro_batches, step=None)
+        return self._sum_over_ranks(total), self._count_loss_tokens(micro_batches)
 
-    def count_loss_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+    def _mine(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """What this cp rank holds of whole sequences, on its device."""
+        cp, found = self.mesh.cp, list(micro_batches)
+        if cp.size > 1:
+            found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
+        return [each.to(self.mesh.device) for each in found]
+
+    def _count_loss_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Predictions of the step that count, over all data ranks."""
         count = sum(micro_batch.num_loss_tokens for micro_batch in micro_batches)
         return int(comm.all_reduce(torch.tensor(count, device=self.mesh.device), self.mesh.data))
@@ -183,9 +220,19 @@ class Engine:
         return [bucket.flat for bucket in self.buckets.buckets if bucket.counted]
 
     def _actions(self, num_microbatches: int) -> list[Action]:
-        plan = SCHEDULES[self.schedule].plan(num_stages=self.mesh.pp.size, num_microbatches=num_microbatches)
-        return plan[self.mesh.pp.rank]
+        return self.stages.plan(num_microbatches)[self.mesh.pp.rank]
 
     def _sum_over_ranks(self, total: torch.Tensor) -> float:
         """Over data ranks and stages; tp ranks hold the same."""
         return float(comm.all_reduce(comm.all_reduce(total.double(), self.mesh.data), self.mesh.pp))
+
+
+def _recompute(config: RecomputeConfig, tp: Axis) -> Recompute:
+    """Settings, and the axis over which they apply."""
+    return Recompute(
+        config.recompute_granularity,
+        config.recompute_method,
+        config.recompute_num_layers,
+        shared_over=tp if config.distribute_saved_activations else Axis("tp"),
+        offload=config.offload_saved_activations,
+    )

@@ -109,6 +109,7 @@ class Job:
                 training=config.training,
                 optimizer=config.optimizer,
                 vocab_size=self.vocab_size,
+                recompute=config.recompute,
             )
         except RuntimeError as error:
             if "allocate" not in str(error):

@@ -1,0 +1,37 @@
+"""How does attention reach the whole sequence from a rank that holds a part of it?
+
+"p2p": keys and values travel round the ranks of cp (ring.py). "a2a": for the time of attention each rank holds the
+whole sequence of some heads (all_to_all.py). A ring sends more, but while it computes, and cuts the sequence further
+than there are heads; an exchange sends less, and waits for it. On one rank both are attention as it always was.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from megatronish.attention.all_to_all import all_to_all_attention
+from megatronish.attention.core import ProbabilityDropout, attend_alone
+from megatronish.attention.ring import ring_attention
+from megatronish.attention.visibility import Visibility
+from megatronish.mesh.groups import Axis
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp: Axis,
+    method: Literal["p2p", "a2a"],
+    visibility: Visibility,
+    first_head: int = 0,
+    dropout: ProbabilityDropout | None = None,
+) -> Tensor:
+    """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says.
+
+    n / k query heads share a key/value head. `first_head` is the number of this tp rank's first head among all heads.
+    """
+    if cp.size == 1:
+        return attend_alone(q, k, v, visibility=visibility, first_head=first_head, dropout=dropout)
+    over_cp = ring_attention if method == "p2p" else all_to_all_attention
+    return over_cp(q, k, v, cp=cp, visibility=visibility, first_head=first_head, dropout=dropout)

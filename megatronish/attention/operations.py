@@ -1,0 +1,183 @@
+"""Which operations compute a tile of attention, and what does each of them want?
+
+The four do the same, with the shapes of tile.py. None draws dropout of its own; where there is some, the probabilities
+are made explicit. What the CUDA operations ask for beyond their signatures was read from their sources (torch 2.11 to
+2.13) and stands at each; tests with the marker `gpu` hold them against float64.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+HEAD_ALIGNMENT = 8  # channels
+LSE_ALIGNMENT = 32  # queries
+BIAS_ALIGNMENT = 16  # keys
+
+
+class Sees(NamedTuple):
+    """Which keys the queries of a tile see: all, those of `causal` (as many queries as keys), or those of `mask`."""
+
+    causal: bool = False
+    mask: Tensor | None = None  # bool [1 or B, 1, q, k]
+    drop: Callable[[Tensor], Tensor] | None = None  # of probabilities [B, n, q, k]; needs a mask
+
+
+class Grads(NamedTuple):
+    """Gradients of a tile's queries, keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Operation(NamedTuple):
+    """(q, k, v, sees) -> out, lse, and (dout, q, k, v, out, lse, sees) -> Grads; lse contiguous."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Sees], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sees], Grads]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scale(q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1])
+
+
+def _bias(q: Tensor, mask: Tensor | None, *, alignment: int = 1) -> Tensor | None:
+    """0 where the mask says True and -inf elsewhere, rows beginning at multiples of `alignment` in memory."""
+    if mask is None:
+        return None
+    keys = mask.shape[-1]
+    bias = q.new_zeros(*mask.shape[:-1], keys + -keys % alignment)[..., :keys]
+    return bias.masked_fill_(~mask, -torch.inf).expand(q.shape[0], q.shape[1], -1, -1)
+
+
+# On CPU: shares kv heads among query heads, takes any strides and a bias in the dtype of q.
+
+
+def _flash_on_cpu_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, sees.causal, attn_mask=_bias(q, sees.mask), scale=_scale(q)
+    )
+
+
+def _flash_on_cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+) -> Grads:
+    return Grads(
+        *aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, sees.causal, attn_mask=_bias(q, sees.mask), scale=_scale(q)
+        )
+    )
+
+
+# On CUDA, flash: half precision, compute capability 8.0, no mask, heads of at most 256 channels in multiples of 8.
+# Shares kv heads. The state of the generator is read for dropout alone; without sequences of several lengths the
+# cumulative lengths are absent.
+
+
+def _pad_heads(*tensors: Tensor) -> list[Tensor]:
+    """Channels of zeros change no score and add none of their own to an output."""
+    return [F.pad(x, (0, -x.shape[-1] % HEAD_ALIGNMENT)) if x.shape[-1] % HEAD_ALIGNMENT else x for x in tensors]
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    padded = _pad_heads(q, k, v)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*padded, 0.0, sees.causal, scale=_scale(q))
+    return out[..., : q.shape[-1]], lse
+
+
+def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees) -> Grads:
+    dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
+    no_state = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))
+    lengths = (None, None, q.shape[2], k.shape[2])
+    grads = aten._scaled_dot_product_flash_attention_backward(
+        dout, q_padded, k, v, out, lse, *lengths, 0.0, sees.causal, *no_state, scale=_scale(q)
+    )
+    return Grads(*(grad[..., : q.shape[-1]] for grad in grads))
+
+
+# On CUDA, "efficient": any float but fp64, any mask, as many kv heads as query heads, heads in multiples of 8 channels.
+# A bias has the whole shape, rows aligned. Its log-sum-exp is padded to multiples of 32 queries; its backward reads it
+# so, with +inf where there is no query, and takes the output to be dense in the order [B, q, n, H], without a check.
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    padded, bias = _pad_heads(q, k, v), _bias(q, sees.mask, alignment=BIAS_ALIGNMENT)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(*padded, bias, True, 0.0, sees.causal, scale=_scale(q))
+    return out[..., : q.shape[-1]], lse[..., : q.shape[2]]
+
+
+def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees) -> Grads:
+    kv_heads, bias = k.shape[1], _bias(q, sees.mask, alignment=BIAS_ALIGNMENT)
+    k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
+    dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
+    no_state = (q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64))
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q_padded, k, v, bias, out, lse, *no_state, 0.0, wanted, sees.causal, scale=_scale(q)
+    )
+    dk, dv = (grad.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for grad in (dk, dv))
+    return Grads(*(grad[..., : q.shape[-1]] for grad in (dq, dk, dv)))
+
+
+# Anywhere, with the probabilities made explicit, in fp32: half precision would round gradients of probabilities before
+# their mean is taken off, which is most of them. The query heads that share a kv head are stacked along the queries.
+
+
+def _stack(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, n, q, *] -> [B, kv, n / kv * q, *]."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _unstack(x: Tensor, heads: int) -> Tensor:
+    """[B, kv, n / kv * q, *] -> [B, n, q, *]."""
+    return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, sees: Sees) -> Tensor:
+    """[B, n, q, k], -inf where nothing is seen."""
+    assert sees.mask is not None
+    scores = _unstack(_stack(q, k.shape[1]) @ k.mT, q.shape[1])
+    return scores.mul_(_scale(q)).masked_fill_(~sees.mask, -torch.inf)
+
+
+def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    assert sees.drop is not None
+    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
+    scores = _scores(q, k, sees)
+    lse = scores.logsumexp(-1)
+    dropped = sees.drop(scores.sub_(lse.unsqueeze(-1)).exp_())
+    return _unstack(_stack(dropped, v.shape[1]) @ v, q.shape[1]), lse
+
+
+def _explicit_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees) -> Grads:
+    """Softmax takes its mean off a row of gradients, weighted by probability: that is the row of dout * out."""
+    assert sees.drop is not None
+    heads, kv_heads = q.shape[1], k.shape[1]
+    dout, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (dout, q, k, v, out))
+    probabilities = _scores(q, k, sees).sub_(lse.unsqueeze(-1)).exp_()
+    stacked_dout = _stack(dout, kv_heads)
+    dv = _stack(sees.drop(probabilities), kv_heads).mT @ stacked_dout
+    dprobabilities = sees.drop(_unstack(stacked_dout @ v.mT, heads))
+    means = (dout * out).sum(-1, keepdim=True)
+    dscores = _stack(probabilities * (dprobabilities - means), kv_heads) * _scale(q)
+    return Grads(_unstack(dscores @ k, heads), dscores.mT @ _stack(q, kv_heads), dv)
+
+
+FLASH_ON_CPU = Operation(_flash_on_cpu_forward, _flash_on_cpu_backward)
+FLASH = Operation(_flash_forward, _flash_backward)
+EFFICIENT = Operation(_efficient_forward, _efficient_backward)
+EXPLICIT = Operation(_explicit_forward, _explicit_backward)

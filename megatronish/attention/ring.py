@@ -1,0 +1,164 @@
+"""How is attention shared over cp without any rank holding the whole sequence? Ring attention.
+
+Each rank keeps its queries. The blocks of keys and values, one a rank, travel round the ring (Liu et al. 2023,
+arXiv:2310.01889): while a rank computes with the block at hand, the next one arrives. What it takes from a block is
+normalised by that block's own log-sum-exp, and partial outputs are merged by these, in fp32, so that the order of the
+blocks does not matter. Backward the blocks travel again, and the gradients of each travel behind it, a sum to which
+every rank adds its terms; after a whole turn they are home. Saved for it: q, k, v, the output and one number a row.
+
+Block and queries are cut into tiles. Rank r has chunks r and 2 cp - 1 - r of the sequence (zigzag.py), so of the block
+of rank j it sees: j = r, what order says; j < r, the first half, with all its queries; j > r, all, with the second half
+of its queries. As much work each time, and no mask. Windows and documents do need masks, which are made a tile of two
+chunks at a time, when needed; tiles beyond the window are left out, though their blocks travel all the same.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatronish import comm
+from megatronish.attention import tile
+from megatronish.attention.core import ProbabilityDropout
+from megatronish.attention.operations import Sees, accumulation_dtype
+from megatronish.attention.visibility import Sight, Visibility
+from megatronish.attention.zigzag import chunks_of, places_of
+from megatronish.mesh.groups import Axis
+
+BLOCK_TAG, GRADS_TAG = 0, 1
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp: Axis,
+    visibility: Visibility,
+    first_head: int,
+    dropout: ProbabilityDropout | None,
+) -> Tensor:
+    """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
+    drop = None if dropout is None else partial(dropout, first_head=first_head)
+    return _Ring.apply(q, k, v, _Plan(cp, visibility, drop))
+
+
+class Tile(NamedTuple):
+    """Some of a rank's queries, some of a block's keys, and what the ones see of the others."""
+
+    queries: slice
+    keys: slice
+    sight: Sight
+
+
+def tiles_of(rank: int, source: int, *, cp_size: int, visibility: Visibility, by_chunks: bool) -> list[Tile]:
+    """What `rank` has to compute with the block of rank `source`.
+
+    A query's first tile holds the query itself among its keys, so its log-sum-exp is finite from then on. `by_chunks`
+    keeps tiles to two chunks also where a plain causal mask needs none so small.
+    """
+    mine, theirs = (chunks_of(visibility.seq_length, each, cp_size) for each in (rank, source))
+    length = len(mine.front)
+    front, back, whole = slice(0, length), slice(length, 2 * length), slice(0, 2 * length)
+    if visibility.is_causal and not by_chunks:
+        if source == rank:
+            return [Tile(whole, whole, "causal")]
+        return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]
+    found = [
+        Tile(queries, keys, visibility.between(query_places, key_places))
+        for queries, query_places in ((front, mine.front), (back, mine.back))
+        for keys, key_places in ((back, theirs.back), (front, theirs.front))
+    ]
+    return [each for each in found if each.sight != "nothing"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a turn of the ring needs to know besides tensors."""
+
+    cp: Axis
+    visibility: Visibility
+    drop: Callable[..., Tensor] | None  # a ProbabilityDropout that knows its first head
+
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each rank and its block [2, B, kv, S/cp, H], this rank's own first; the next arrives while one is used."""
+        block = torch.stack((k, v))
+        for step in range(self.cp.size):
+            is_last = step == self.cp.size - 1
+            coming = None if is_last else comm.start_shift(block, self.cp, tag=BLOCK_TAG)
+            yield (self.cp.rank - step) % self.cp.size, rearrange(block, "c s b k h -> c b k s h")
+            if coming is not None:
+                block = coming.wait()
+
+    def tiles(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Sees]]:
+        """The queries, the keys and what is seen of each tile with the block of rank `source`."""
+        cp, visibility = self.cp, self.visibility
+        mine, theirs = (places_of(visibility.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
+        by_chunks = self.drop is not None  # explicit probabilities are large
+        for queries, keys, sight in tiles_of(
+            cp.rank, source, cp_size=cp.size, visibility=visibility, by_chunks=by_chunks
+        ):
+            places = {"queries": mine[queries], "keys": theirs[keys]}
+            if self.drop is not None:
+                sees = Sees(mask=visibility.mask(**places), drop=partial(self.drop, **places))
+            elif sight == "mask":
+                sees = Sees(mask=visibility.mask(**places))
+            else:
+                sees = Sees(causal=sight == "causal")
+            yield queries, keys, sees
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+        queries = rearrange(q, "s b n h -> b n s h")
+        merged = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+        out = rearrange(merged, "s b n h -> b n s h")
+        lse = torch.full(out.shape[:3], -torch.inf, dtype=merged.dtype, device=q.device)
+        for source, block in plan.blocks(k, v):
+            for rows, columns, sees in plan.tiles(source, q.device):
+                new = tile.forward(queries[:, :, rows], *block[..., columns, :], sees=sees)
+                _merge(out[:, :, rows], lse[:, :, rows], *new)
+        result = merged.to(q.dtype).flatten(2)
+        ctx.plan = plan
+        # The result itself, which whatever comes next saves too, and not the sums it was rounded from.
+        ctx.save_for_backward(q, k, v, result, lse)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, result, lse = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        queries = rearrange(q, "s b n h -> b n s h")
+        out, dout = (rearrange(x, "s b (n h) -> b n s h", n=q.shape[2]) for x in (result, grads[0]))
+        dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+        dqueries = rearrange(dq, "s b n h -> b n s h")
+        coming: comm.Pending | None = None  # what the ranks before have found for the block at hand
+        for source, block in plan.blocks(k, v):
+            terms = []
+            for rows, columns, sees in plan.tiles(source, q.device):
+                mine = (x[:, :, rows] for x in (dout, queries, out, lse))
+                here = tile.backward(*mine, *block[..., columns, :], sees=sees)
+                dqueries[:, :, rows] += here.q
+                terms.append((columns, here.k, here.v))
+            dblock = dq.new_zeros(2, *k.shape) if coming is None else coming.wait()
+            dkeys, dvalues = rearrange(dblock, "c s b k h -> c b k s h")
+            for columns, dk, dv in terms:
+                dkeys[:, :, columns] += dk
+                dvalues[:, :, columns] += dv
+            coming = comm.start_shift(dblock, plan.cp, tag=GRADS_TAG)
+        assert coming is not None
+        dk, dv = coming.wait()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Take a tile's result into that of the tiles before: a mean, weighted by the sums of exponentials."""
+    out.lerp_(new_out.to(out.dtype), torch.sigmoid(new_lse - lse).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
