@@ -1,6 +1,7 @@
 """What draws schedules: text, pictures and the tool."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
-def test_the_tool_refuses_in_a_sentence(arguments: list[str], sentence: str) -> None:
-    done = run_tool(*arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_the_tool_refuses_in_a_sentence(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["draw_schedule", *arguments])
+    assert runpy.run_path(str(ROOT / "tools" / "draw_schedule.py"))["main"]() == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert told.count("\n") == 1
+
+
+def test_the_tool_ends_with_the_status_of_its_error() -> None:
+    done = run_tool("--schedule", "zb-v", "--stages", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "draw_schedule: stages=0 must be at least 1\n"
