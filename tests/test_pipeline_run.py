@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from megatronish.layers.weight_gradients import WeightGradients, split_backward
 from megatronish.mesh.groups import Axis, Mesh
 from megatronish.mesh.layout import Layout
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.plan import Action, Placement, Plan, looped, routes
+from megatronish.pipeline.plan import Action, Placement, Plan, looped
 from megatronish.pipeline.plan import Place as Position
 from megatronish.pipeline.run import Boundary, Executor
 from megatronish.pipeline.schedule import SCHEDULES
@@ -335,21 +334,3 @@ def test_a_boundary_is_cut_into_equal_slices_or_not_at_all() -> None:
             assert boundary.empty_slice().shape == (24 // size,)
     odd = Boundary((S, B, D), torch.float32, x.device, same_over=Axis("tp", 5, 3))
     assert torch.equal(odd.whole(odd.slice_of(x)), x)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tensors_are_needed_in_the_order_in_which_they_are_sent(schedule: str) -> None:
-    """NCCL matches by order what travels on one line from one stage to another."""
-    for num_stages in (2, 3, 4, 8):
-        for case in cases_of(schedule, num_stages):
-            sent: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
-            needed: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
-            ways = routes(case.placement)
-            for stage, row in enumerate(case.plan):
-                for action in row:
-                    source, target = ways[action.kind, Position(stage, action.chunk)]
-                    if target is not None and target.stage != stage:
-                        sent[action.kind, stage, target.stage].append(action._replace(chunk=target.chunk))
-                    if source is not None and source.stage != stage:
-                        needed[action.kind, source.stage, stage].append(action)
-            assert sent == needed
