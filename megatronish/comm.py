@@ -16,14 +16,15 @@ from megatronish.mesh.groups import Axis
 class Pending:
     """A collective under way; `wait` returns its result. Holds what must not be freed meanwhile."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None, source: Tensor | None = None) -> None:
-        self._result, self._work, self._source = result, work, source
+    def __init__(self, result: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> None:
+        self._result, self._works, self._source = result, works, source
 
     def wait(self) -> Tensor:
         """The result, once it is there (on CUDA: once the current stream may use it)."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._source = None
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works, self._source = (), None
         return self._result
 
 
@@ -47,7 +48,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    return Pending(whole, _all_gather(whole, x, group=axis.group, async_op=True), x)
+    return Pending(whole, _all_gather(whole, x, group=axis.group, async_op=True), source=x)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -56,7 +57,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), x)
+    return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), source=x)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -113,6 +114,24 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return start_all_gather(grads[0], ctx.axis).wait(), None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _exchange(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _exchange(grads[0], ctx.axis), None
+
+
+def _exchange(x: Tensor, axis: Axis) -> Tensor:
+    x = x.contiguous()
+    exchanged = torch.empty_like(x)
+    dist.all_to_all_single(exchanged, x, group=axis.group)
+    return exchanged
+
+
 def copy_to(x: Tensor, tp: Axis) -> Tensor:
     """[S, B, D] -> [S, B, D]: identity forward, all-reduce over tp backward.
 
@@ -143,6 +162,32 @@ def reduce_scatter_to_sequence(x: Tensor, tp: Axis) -> Tensor:
     `g bar` of Korthikanti et al. 2022 (arXiv:2205.05198, fig. 5).
     """
     return x if tp.size == 1 else _ReduceScatterSequence.apply(x, tp)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """[size * s, ...] -> [size * s, ...]: piece i goes to place i, and piece i of the result came from there.
+
+    The same forward and backward.
+    """
+    return x if axis.size == 1 else _AllToAll.apply(x, axis)
+
+
+def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
+    """[...] -> [...]: hand x to the next place of the axis, the last to the first, and get that of the place before.
+
+    Shifts that are under way at the same time need tags of their own on gloo; NCCL ignores tags and keeps the order, so
+    every rank must start them in the same one. Each is one batch, in which a send cannot wait for its own receive.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    arriving = torch.empty_like(x)
+    after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    transfers = [
+        dist.P2POp(dist.isend, x, after, axis.group, tag),
+        dist.P2POp(dist.irecv, arriving, before, axis.group, tag),
+    ]
+    return Pending(arriving, *dist.batch_isend_irecv(transfers), source=x)
 
 
 def start_send(x: Tensor, axis: Axis, *, to: int, tag: int) -> Pending:

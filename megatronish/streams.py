@@ -69,11 +69,11 @@ def _two_keys(*names: str | int) -> tuple[int, int]:
     return (seed & 0xFFFFFFFF) - 2**31, (seed >> 31) - 2**31
 
 
-def keep_mask(*names: str | int, places: Sequence[Tensor], width: int, rate: float) -> Tensor:
-    """[*broadcast(places), width] bool: False with probability `rate`.
+def keep_mask(*names: str | int, places: Sequence[Tensor], columns: Tensor, rate: float) -> Tensor:
+    """[*broadcast(places), columns] bool: False with probability `rate`.
 
     `places` are integer tensors that broadcast against each other and say which global row each place is: its sample,
-    head, position, each below 2^31. The last dim is whole on every rank (channels, or keys of a query).
+    head, position, each below 2^31. `columns` says the same of the last dim: channels, or the keys of a query.
     """
     key_a, key_b = _two_keys(*names)
     device = places[0].device
@@ -83,5 +83,5 @@ def keep_mask(*names: str | int, places: Sequence[Tensor], width: int, rate: flo
     for place in places:
         rows = _mix(rows ^ place.to(torch.int32))
     rows = _mix(rows ^ key_b)
-    columns = torch.arange(width, dtype=torch.int32, device=device) * (0x9E3779B9 - 2**32)
-    return _mix(rows.unsqueeze(-1) + columns) >= round(rate * 2**32) - 2**31
+    spread = columns.to(torch.int32) * (0x9E3779B9 - 2**32)
+    return _mix(rows.unsqueeze(-1) + spread) >= round(rate * 2**32) - 2**31

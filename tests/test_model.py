@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatronish.attention.core import attention, visibility
+from megatronish.attention.core import attention
+from megatronish.attention.visibility import Visibility
 from megatronish.config.model import ModelConfig
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, Chunk
@@ -313,7 +314,7 @@ def test_explicit_attention_with_nothing_dropped_is_sdpa(kv_heads: int, masked: 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(S, B, heads, 8, generator=generator).requires_grad_() for heads in (4, kv_heads, kv_heads))
     documents = batch_of(documents=True).document_ids
-    visible = visibility(S, window_size=6, document_ids=documents, device=q.device) if masked else None
+    visible = Visibility(S, 6, documents).whole if masked else None
     fused = attention(q, k, v, visible=visible)
     explicit = attention(q, k, v, visible=visible, dropout=lambda probabilities: probabilities)
     torch.testing.assert_close(explicit, fused, rtol=1e-5, atol=1e-6)

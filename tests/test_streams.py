@@ -1,6 +1,7 @@
 """Random values as functions of names: their statistics, and that no cut of a tensor changes them."""
 
 import math
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -18,7 +19,7 @@ GOLDEN_MASK = ["01100011", "11100110", "11101111", "01101110"]
 
 
 def mask(*names: str | int, rate: float = 0.5, width: int = 512) -> Tensor:
-    return keep_mask(*names, places=(ROWS,), width=width, rate=rate)
+    return keep_mask(*names, places=(ROWS,), columns=torch.arange(width), rate=rate)
 
 
 def agreement(a: Tensor, b: Tensor) -> float:
@@ -46,7 +47,7 @@ def test_streams_stay_what_they_are() -> None:
     """A change here would give every resumed run other masks, other weights and another order of its data."""
     assert seed_of(1234, "init", "layers.0.mlp.fc1.weight", 0, 0) == GOLDEN_SEED
     assert numpy_stream(1, "order").integers(0, 1000, 4).tolist() == GOLDEN_INTEGERS
-    bits = keep_mask(1234, "dropout", 7, 0, "x", places=(torch.arange(4),), width=8, rate=0.5)
+    bits = keep_mask(1234, "dropout", 7, 0, "x", places=(torch.arange(4),), columns=torch.arange(8), rate=0.5)
     assert ["".join(map(str, row)) for row in bits.int().tolist()] == GOLDEN_MASK
 
 
@@ -110,13 +111,13 @@ def test_masks_of_other_names_places_and_channels_are_independent() -> None:
         base.roll((1, 1), (0, 1)),
         base.roll((1, -1), (0, 1)),
         base.roll(256, 0),
-        keep_mask(1, "dropout", 5, 0, "mlp_output", places=(ROWS + 512,), width=512, rate=0.5),
+        keep_mask(1, "dropout", 5, 0, "mlp_output", places=(ROWS + 512,), columns=torch.arange(512), rate=0.5),
     ]
     assert max(agreement(base, other) for other in others) < 4
 
 
 def test_sample_3_at_position_5_is_not_sample_5_at_position_3() -> None:
-    bits = keep_mask(1, "x", places=(torch.arange(64)[:, None], torch.arange(64)), width=64, rate=0.5)
+    bits = keep_mask(1, "x", places=(torch.arange(64)[:, None], torch.arange(64)), columns=torch.arange(64), rate=0.5)
     above = torch.ones(64, 64).triu(1).bool()
     assert agreement(bits[above], bits.transpose(0, 1)[above]) < 4
 
@@ -126,7 +127,7 @@ def test_a_mask_is_a_function_of_the_global_place() -> None:
 
     def cut(s: slice, h: slice, p: slice) -> Tensor:
         places = (samples[s, None, None], heads[h, None], positions[p])
-        return keep_mask(1, "x", places=places, width=9, rate=0.3)
+        return keep_mask(1, "x", places=places, columns=torch.arange(9), rate=0.3)
 
     everything = slice(None)
     whole = cut(everything, everything, everything)
@@ -136,21 +137,25 @@ def test_a_mask_is_a_function_of_the_global_place() -> None:
 
 
 def test_places_far_into_a_run_are_as_good() -> None:
-    late = keep_mask(1, "x", places=(ROWS + 2**31 - 512,), width=512, rate=0.5)
+    late = keep_mask(1, "x", places=(ROWS + 2**31 - 512,), columns=torch.arange(512), rate=0.5)
     assert agreement(late, mask(1, "x")) < 4
     assert abs(late.double().mean().item() - 0.5) < 4 * 0.5 / 512
 
 
 def test_dropout_keeps_the_mean_and_ranks_hold_parts_of_one_mask() -> None:
-    dropout = Dropout(1, 5, torch.arange(40, 44), torch.arange(64))
+    dropout = Dropout(1, 5, torch.arange(40, 44))
     ones = torch.ones(64, 4, 128)
     whole = dropout.hidden(ones, layer=2, site="mlp_output", positions=torch.arange(64), rate=0.1)
     assert whole.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
     assert whole.mean().item() == pytest.approx(1, abs=4 * (0.1 / 0.9 / ones.numel()) ** 0.5)
     part = dropout.hidden(ones[:16], layer=2, site="mlp_output", positions=torch.arange(16, 32), rate=0.1)
     assert torch.equal(part, whole[16:32])
-    probabilities = torch.ones(4, 6, 64, 64)
-    heads = dropout.attention(probabilities, layer=2, first_head=0, rate=0.1)
-    assert torch.equal(dropout.attention(probabilities[:, :2], layer=2, first_head=4, rate=0.1), heads[:, 4:])
-    one_sample = Dropout(1, 5, torch.tensor([42]), torch.arange(64))
-    assert torch.equal(one_sample.attention(probabilities[:1], layer=2, first_head=0, rate=0.1), heads[2:3])
+    probabilities, places = torch.ones(4, 6, 64, 64), torch.arange(64)
+    drop = partial(dropout.attention, layer=2, rate=0.1)
+    heads = drop(probabilities, first_head=0, queries=places, keys=places)
+    assert torch.equal(drop(probabilities[:, :2], first_head=4, queries=places, keys=places), heads[:, 4:])
+    rows, columns = torch.tensor([3, 60, 17]), torch.tensor([63, 0, 5, 6])
+    block = drop(probabilities[..., :3, :4], first_head=0, queries=rows, keys=columns)
+    assert torch.equal(block, heads[:, :, rows][..., columns])
+    one_sample = partial(Dropout(1, 5, torch.tensor([42])).attention, layer=2, rate=0.1)
+    assert torch.equal(one_sample(probabilities[:1], first_head=0, queries=places, keys=places), heads[2:3])
