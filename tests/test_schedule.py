@@ -13,7 +13,7 @@ from megatronish.pipeline.plan import Action, Place, Plan, looped, v_shaped
 from megatronish.pipeline.schedule import SCHEDULES
 from megatronish.pipeline.schedules.gpipe import gpipe
 from megatronish.pipeline.schedules.one_f_one_b import one_f_one_b
-from megatronish.pipeline.simulate import Costs, refuse_crossing, simulate
+from megatronish.pipeline.simulate import Costs, refuse_crossing, refuse_hang, simulate
 from megatronish.pipeline.timeline import TimedPlan
 
 SIZES = list(product(range(1, 9), range(1, 17)))
@@ -62,6 +62,16 @@ def test_no_schedule_hangs_misses_work_or_crosses_messages(name: str) -> None:
         assert {len(row) for row in done.timeline} == {
             micro_batches * chunks * (2 + SCHEDULES[name].has_weight_gradients)
         }
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_forwards_alone_hang_nowhere(name: str) -> None:
+    """That is an evaluation."""
+    schedule = SCHEDULES[name]
+    for stages, micro_batches in product(range(1, 9), (1, 3, 8, 17)):
+        plan = schedule.plan(num_stages=stages, num_microbatches=micro_batches)
+        forwards = [[action for action in row if action.kind == "F"] for row in plan]
+        refuse_hang(forwards, schedule.place(num_stages=stages))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -6,7 +6,7 @@ import pytest
 
 from megatronish.errors import UserError
 from megatronish.pipeline.plan import Placement, looped, v_shaped
-from megatronish.pipeline.split import Weights, layers_of_stage, split_layers
+from megatronish.pipeline.split import Weights, split_layers
 
 PLACEMENTS = [
     *(looped(num_stages=stages, num_chunks=chunks) for stages in range(1, 6) for chunks in (1, 2, 3)),
@@ -117,18 +117,3 @@ IMPOSSIBLE = [
 def test_an_impossible_split_is_refused_with_the_remedy(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         sizes(**arguments)
-
-
-def test_layers_are_split_evenly_and_in_order() -> None:
-    for num_layers, num_stages in product(range(1, 25), range(1, 9)):
-        if num_layers % num_stages == 0:
-            parts = [layers_of_stage(num_layers=num_layers, num_stages=num_stages, stage=s) for s in range(num_stages)]
-            assert [layer for part in parts for layer in part] == list(range(num_layers))
-            assert {len(part) for part in parts} == {num_layers // num_stages}
-
-
-def test_an_uneven_split_of_layers_is_refused_with_what_fits() -> None:
-    with pytest.raises(ValueError, match=r"num_layers=12 must be divisible by .*=8; use one of 1, 2, 3, 4, 6, 12"):
-        layers_of_stage(num_layers=12, num_stages=8, stage=0)
-    with pytest.raises(ValueError, match="stage=2 is outside"):
-        layers_of_stage(num_layers=12, num_stages=2, stage=2)

@@ -1,7 +1,7 @@
 """What does a pipeline schedule look like, and how much of it is bubble?
 
     python tools/draw_schedule.py --schedule 1f1b --stages 4 --microbatches 8 --png schedule.png
-    python tools/draw_schedule.py --recorded runs/demo/schedule.json --png schedule.png
+    python tools/draw_schedule.py --recorded runs/demo/schedule/step_10.json --png schedule.png
 
 Prints a row for each stage and a column for each tick (the shortest action), the bubble rate, and the activations (of
 one micro-batch in one chunk) that each stage holds at most. Times are those of one micro-batch in one whole stage, in

@@ -1,9 +1,8 @@
 """What did a schedule really look like? The recorded times of one step, in a file.
 
 The file is JSON: the schedule's name and, for each stage, its actions in order as
-[kind, chunk, micro-batch, start, end], in seconds of one clock. Clocks of different machines must be set against each
-other first, by the time of a common barrier, say. An action starts once its input is there and ends when its output
-can be sent, so waiting is what lies between actions.
+[kind, chunk, micro-batch, start, end], in seconds of one clock. An action starts once its input is there and ends
+before its output is sent, so waiting is what lies between actions.
 """
 
 import json

@@ -8,17 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatronish.errors import UserError
-from megatronish.pipeline.plan import Action, Kind, Place, Placement, Plan, looped, v_shaped
+from megatronish.pipeline.plan import Placement, Plan, looped, v_shaped
 from megatronish.pipeline.schedules.gpipe import gpipe
 from megatronish.pipeline.schedules.interleaved import interleaved
 from megatronish.pipeline.schedules.one_f_one_b import one_f_one_b
 from megatronish.pipeline.schedules.zb_h1 import zb_h1
 from megatronish.pipeline.schedules.zb_v import zb_v
 
-__all__ = ["RECEIVES_AHEAD", "SCHEDULES", "Action", "Kind", "Place", "Placement", "Plan", "Schedule", "looped"]
-
 RECEIVES_AHEAD = 1
-"""How many actions before the one that needs it a receive is posted."""
+"""How many actions before the one that needs it a receive is posted, so that a tensor can travel while they compute."""
 
 
 @dataclass(frozen=True)
