@@ -113,6 +113,35 @@ def test_plain_collectives_do_what_they_say(n: int) -> None:
         assert torch.equal(found["piece"], xs[rank].chunk(n)[rank])
 
 
+@pytest.mark.parametrize("n", WORLD_SIZES)
+def test_all_to_all_deals_the_pieces_out_forward_and_backward(n: int) -> None:
+    def dealt(kind: str) -> list[Tensor]:
+        pieces = [x.chunk(n) for x in of_all(n, 2 * n, kind=kind)]
+        return [torch.cat([pieces[source][rank] for source in range(n)]) for rank in range(n)]
+
+    outputs, gradients = in_all(n, comm.all_to_all, 2 * n)
+    assert equal(outputs, dealt("x"))
+    assert equal(gradients, dealt("w"))
+
+
+def shifts(place: Place) -> list[Tensor]:
+    """Two rings at once, of other sizes, three steps: the second goes on before the first has arrived."""
+    cp = Mesh.start(Layout(cp=place.world_size), rank=place.rank, init_method=place.rendezvous).cp
+    small, large = values(place.rank, 3), values(place.rank, 500)  # not contiguous
+    for _ in range(3):
+        coming = comm.start_shift(small, cp)
+        large = comm.start_shift(large, cp, tag=1).wait()
+        small = coming.wait()
+    return [small, large, coming.wait()]
+
+
+@pytest.mark.parametrize("n", WORLD_SIZES)
+def test_shifts_go_round_the_ring_each_under_its_tag(n: int) -> None:
+    for rank, found in enumerate(run_ranks(n, shifts)):
+        small = values((rank - 3) % n, 3)
+        assert equal(found, [small, values((rank - 3) % n, 500), small])
+
+
 def exchange(place: Place) -> list[Tensor]:
     """Every rank sends two tensors to the next, larger tag first, and takes them from the one before, smaller first."""
     pp = Mesh.start(Layout(pp=place.world_size), rank=place.rank, init_method=place.rendezvous).pp
@@ -138,8 +167,10 @@ def test_an_axis_of_size_one_sends_nothing_and_hands_the_tensor_back() -> None:
     axes = [mesh.world, mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.data, mesh.holders, *mesh.lines.values()]
     assert [(axis.size, axis.rank, axis.group) for axis in axes] == [(1, 0, None)] * len(axes)
     x = torch.ones(4, 2, 3, requires_grad=True)
-    assert all(function(x, mesh.tp) is x for function in (*DIFFERENTIABLE, comm.piece_of, comm.all_reduce))
-    for start in (comm.start_all_reduce, comm.start_all_gather, comm.start_reduce_scatter):
+    assert all(
+        function(x, mesh.tp) is x for function in (*DIFFERENTIABLE, comm.all_to_all, comm.piece_of, comm.all_reduce)
+    )
+    for start in (comm.start_all_reduce, comm.start_all_gather, comm.start_reduce_scatter, comm.start_shift):
         assert start(x, mesh.tp).wait() is x
     comm.barrier(mesh.tp)
 
