@@ -142,6 +142,21 @@ def test_shifts_go_round_the_ring_each_under_its_tag(n: int) -> None:
         assert equal(found, [small, values((rank - 3) % n, 500), small])
 
 
+def among_others(place: Place) -> tuple[Tensor, Tensor]:
+    """On cp of ranks (0, 2) and (1, 3)."""
+    cp = Mesh.start(Layout(cp=2, tp=2), rank=place.rank, init_method=place.rendezvous).cp
+    x = values(place.rank, 2)
+    return comm.start_shift(x, cp).wait(), comm.all_to_all(x, cp)
+
+
+def test_an_axis_among_others_is_a_ring_of_its_own() -> None:
+    for rank, (shifted, dealt) in enumerate(run_ranks(4, among_others)):
+        other = (rank + 2) % 4
+        assert torch.equal(shifted, values(other, 2))
+        line = sorted((rank, other))
+        assert torch.equal(dealt, torch.cat([values(source, 2)[line.index(rank)][None] for source in line]))
+
+
 def exchange(place: Place) -> list[Tensor]:
     """Every rank sends two tensors to the next, larger tag first, and takes them from the one before, smaller first."""
     pp = Mesh.start(Layout(pp=place.world_size), rank=place.rank, init_method=place.rendezvous).pp
