@@ -25,6 +25,7 @@ from megatronish.train.job import Job
 from megatronish.train.keep import Save, resume
 from megatronish.train.log import Log, ProgressBar
 from megatronish.train.opening import first_lines
+from megatronish.train.profile import ProfileSchedule
 from megatronish.train.stop import Stopper
 from megatronish.train.trainer import Hook, Progress, Trainer
 
@@ -184,6 +185,9 @@ def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board) -> list[Hoo
     ]
     if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
         hooks.append(ProgressBar())
+    if log.profile_schedule:
+        steps = {"first": log.profile_step_start, "last": log.profile_step_end - 1}
+        hooks.append(ProfileSchedule(config.run_dir / "schedule", **steps))
     if training.eval_iters > 0:
         hooks.append(
             Evaluate(
