@@ -1,8 +1,8 @@
 """Which operations compute a tile of attention, and what does each of them want?
 
 The four do the same, with the shapes of tile.py. None draws dropout of its own; where there is some, the probabilities
-are made explicit. What the CUDA operations ask for beyond their signatures was read from their sources (torch 2.11 to
-2.13) and stands at each; tests with the marker `gpu` hold them against float64.
+are made explicit. What the two of CUDA ask for beyond their signatures stands at each. It was read from torch's sources
+(2.13) and has not run on a GPU yet: the tests with the marker `gpu` in test_attention.py are there to tell.
 """
 
 import math
