@@ -67,7 +67,7 @@ class ProfileSchedule(Hook):
         from megatronish.pipeline.draw_png import draw_png
 
         timed = recorded.timed()
-        draw_png(timed, self.folder / path(".png"), title=f"{recorded.schedule}, step {step} as it ran")
+        draw_png(timed, self.folder / path(".png"), title=f"{recorded.schedule}, step {step} as it ran", time="seconds")
         tqdm.write(f" step {step}: bubble rate {timed.bubble_rate:.1%}, drawn into {self.folder / path('.png')}")
 
 
