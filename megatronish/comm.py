@@ -42,21 +42,27 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -
     return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True))
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> Pending:
-    """[s, ...] -> [size * s, ...]: every rank gets the pieces of all, in the order of the axis."""
+def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
+    """[s, ...] -> [size * s, ...]: every rank gets the pieces of all, in the order of the axis.
+
+    `into` is where they are put; x may be the part of it that is this rank's piece.
+    """
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if into is None else into
     return Pending(whole, _all_gather(whole, x, group=axis.group, async_op=True), source=x)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
-    """[size * s, ...] -> [s, ...]: every rank gets its piece of the sum over the axis."""
+def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
+    """[size * s, ...] -> [s, ...]: every rank gets its piece of the sum over the axis.
+
+    `into` is where it is put; it may be the part of x that it is the sum of.
+    """
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if into is None else into
     return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), source=x)
 
 

@@ -4,7 +4,7 @@ Initialisation, gradient reduction, norm clipping, checkpoints, conversion and c
 keyed by the parameter's full name, never by the Parameter object (wrappers replace those).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -27,6 +27,29 @@ class Piece(NamedTuple):
         for dim, (start, size) in enumerate(zip(self.local_offset, self.sizes, strict=True)):
             local = local.narrow(dim, start, size)
         return local
+
+
+class FlatPiece(NamedTuple):
+    """A rectangle of the global tensor that lies in one piece in a flat tensor."""
+
+    global_offset: tuple[int, ...]
+    start: int
+    sizes: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The rectangle inside the flat tensor."""
+        return flat.narrow(0, self.start, torch.Size(self.sizes).numel()).view(self.sizes)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank keeps of a parameter for the optimizer: fp32 values, and where they lie in the global tensor.
+
+    Elements that no piece covers are padding.
+    """
+
+    master: Tensor
+    pieces: tuple[Piece | FlatPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,63 @@ class Sharding:
                 )
             local += size
             start += section
+
+
+def flat_pieces(pieces: Iterable[Piece], shape: Sequence[int], start: int, stop: int) -> tuple[FlatPiece, ...]:
+    """Elements `start` to `stop` of a tensor of this local shape, flattened, as rectangles of the global one.
+
+    `pieces` are the rectangles of the whole local tensor; they cut no dim but the first into parts.
+    """
+    found = []
+    for offset, sizes in _rectangles(tuple(shape), start, stop):
+        for piece in pieces:
+            lows = [max(a, b) for a, b in zip(offset, piece.local_offset, strict=True)]
+            ends = [
+                min(a + m, b + n) for a, m, b, n in zip(offset, sizes, piece.local_offset, piece.sizes, strict=True)
+            ]
+            common = tuple(end - low for low, end in zip(lows, ends, strict=True))
+            if min(common, default=1) > 0:
+                moved = zip(lows, piece.local_offset, piece.global_offset, strict=True)
+                found.append(
+                    FlatPiece(
+                        tuple(low - here + there for low, here, there in moved), _index(lows, shape) - start, common
+                    )
+                )
+    return tuple(found)
+
+
+def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, sizes) of the rectangles that elements start to stop make up: a broken row, whole rows, a broken row."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = torch.Size(shape[1:]).numel()
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all within one row
+        yield from _in_row(last, shape, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(first - 1, shape, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _in_row(last, shape, 0, stop - last * row)
+
+
+def _in_row(
+    row: int, shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, sizes in _rectangles(shape[1:], start, stop):
+        yield (row, *offset), (1, *sizes)
+
+
+def _index(offset: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for place, size in zip(offset, shape, strict=True):
+        index = index * size + place
+    return index
 
 
 def _replace(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

@@ -84,6 +84,9 @@ class Spread:
     overlap: bool = True
     cp_comm_type: str = "p2p"
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    zero: int = 0
+    copies: int = 1
+    offload: bool = False
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -100,7 +103,11 @@ class Spread:
             pipeline_split="auto" if self.split == "auto" else "even",
             decoder_first_pipeline_num_layers=CHUNKS[self.schedule] + 1 if self.split == "uneven" else None,
             overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap,
             ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
+            zero_stage=self.zero,  # type: ignore[arg-type]
+            num_distributed_optimizer_instances=self.copies,
+            optimizer_cpu_offload=self.offload,
         )
 
 
@@ -147,7 +154,7 @@ class Samples:
 
 def train(place: Place, problem: Problem, spread: Spread) -> Record:
     """SGD steps from the initial values, then Adam steps from them again."""
-    mesh = Mesh.start(spread.layout, rank=place.rank, init_method=place.rendezvous)
+    mesh = Mesh.start(spread.layout, rank=place.rank, init_method=place.rendezvous, copies=spread.copies)
     dataset = Samples(problem.seq_length)
 
     def batches(step: int) -> list[MicroBatch]:
@@ -165,11 +172,11 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
         )
 
     sgd = build(mesh, problem, spread, OptimizerConfig(optimizer="sgd", clip_grad=CLIP))
-    initial = parts(sgd, sgd.optimizer.masters)
+    initial = parts(sgd, masters_of(sgd))
     for step in range(SGD_STEPS):
         sgd.step(batches(step), step=step, learning_rate=0.1, weight_decay=0.1)
         if step == 0:
-            gradients = parts(sgd, sgd.buckets.views)
+            gradients = parts(sgd, sgd.data_parallel.gradients)
     adam = build(mesh, problem, spread, OptimizerConfig(optimizer="adam", clip_grad=CLIP))
     results = [adam.step(batches(step), step=step, learning_rate=1e-3, weight_decay=0.1) for step in range(ADAM_STEPS)]
     return Record(
@@ -179,7 +186,7 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
         params_norm=adam.params_norm(),
         initial_parts=initial,
         gradient_parts=gradients,
-        trained_parts=parts(sgd, sgd.optimizer.masters),
+        trained_parts=parts(sgd, masters_of(sgd)),
     )
 
 
@@ -201,13 +208,16 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
     )
 
 
+def masters_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: shard.master for name, shard in engine.data_parallel.shards.items()}
+
+
 def parts(engine: Engine, tensors: dict[str, Tensor]) -> Parts:
     """Copies of the rectangles that this rank holds; what is left over is padding, which stays zero."""
     found: Parts = {}
-    for name, sharding in engine.shardings.items():
+    for name, shard in engine.data_parallel.shards.items():
         local = tensors[name].detach()
-        pieces = list(sharding.pieces(engine.mesh.tp))
-        found[name] = [Held(piece.global_offset, piece.view(local).clone()) for piece in pieces]
+        found[name] = [Held(piece.global_offset, piece.view(local).clone()) for piece in shard.pieces]
         assert sum(int(held.values.count_nonzero()) for held in found[name]) == int(local.count_nonzero()), name
     return found
 
@@ -287,6 +297,9 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "micro_batch_size": (1, 2),
         "num_microbatches": (1, 3, 4) if layout.pp in (2, 3) else (1, 3),
         "overlap": (True, False) if layout.dp > 1 else (True,),
+        "zero": (0, 1, 2) if layout.dp * layout.cp > 1 else (0, 1),
+        "copies": tuple(n for n in (1, 2, 4) if layout.dp * layout.cp % n == 0 and layout.dp * layout.cp > n or n == 1),
+        "offload": (True, False),
         "dp": (layout.dp > 1,),
         "tp": (layout.tp > 1,),
         "pp": (min(layout.pp, 3),),
@@ -348,6 +361,7 @@ def problem_of(layout: Layout, chosen: Chosen) -> Problem:
 
 
 def spread_of(layout: Layout, chosen: Chosen) -> Spread:
+    splits = chosen["schedule"] in ("zb-h1", "zb-v")  # which stage 2 cannot have
     shares = chosen["recompute"] == "uniform" and layout.tp > 1 and not chosen["sequence_parallel"]
     return Spread(
         layout=layout,
@@ -359,6 +373,9 @@ def spread_of(layout: Layout, chosen: Chosen) -> Spread:
         cp_comm_type=chosen["cp_comm_type"],
         recompute=replace(RECOMPUTE[chosen["recompute"]], distribute_saved_activations=shares),
         overlap=chosen["overlap"],
+        zero=1 if splits and chosen["zero"] == 2 else chosen["zero"],
+        copies=chosen["copies"] if chosen["zero"] else 1,
+        offload=chosen["offload"] and chosen["zero"] > 0,
     )
 
 
@@ -384,6 +401,8 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
     words += [f"recompute_{chosen['recompute']}"] if chosen["recompute"] != "none" else []
     if layout.cp > 1:
         words.append(chosen["cp_comm_type"])
+    if chosen["zero"]:
+        words.append(f"zero{chosen['zero']}x{chosen['copies']}{'_offload' if chosen['offload'] else ''}")
     if layout.pp > 1:
         words += [chosen["schedule"], chosen["split"]]
     sizes = f"{chosen['num_microbatches']}x{chosen['micro_batch_size']}"
@@ -437,6 +456,7 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, main: Chosen) -> None:
     rest = {"eod_mask_loss": True, "documents": True, "micro_batch_size": 1, "num_microbatches": 3, "overlap": True}
     usual = {"schedule": "1f1b", "split": "even", "recompute": "none", "cp_comm_type": "p2p"}
+    usual |= {"zero": 0, "copies": 1, "offload": False}
     chosen = usual | rest | main
     exact = problem_of(layout, chosen)
     rounded = replace(exact, bf16=True)

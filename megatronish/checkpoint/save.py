@@ -8,6 +8,7 @@ the run that saved them matters to the run that loads them:
 """
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +18,48 @@ from megatronish import comm
 from megatronish.checkpoint.folder import name_of, partial_name_of, publish, remove_leftovers
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.errors import RunError
-from megatronish.mesh.groups import Mesh
+from megatronish.mesh.groups import Axis, Mesh
 from megatronish.optim.optimizer import Optimizer
-from megatronish.sharding import Sharding
+from megatronish.sharding import Shard, Sharding
 
 
-def model_tensors(masters: dict[str, Tensor], shardings: dict[str, Sharding], mesh: Mesh) -> dict[str, GlobalTensor]:
-    """The model's parameters as global tensors."""
-    return _global_tensors("model", masters, shardings, mesh)
+def model_tensors(
+    shards: Mapping[str, Shard], shardings: Mapping[str, Sharding], mesh: Mesh, copied_over: Axis
+) -> dict[str, GlobalTensor]:
+    """The parameters as global tensors. Ranks of `copied_over` hold the same, and write it in turn."""
+    masters = {name: shard.master for name, shard in shards.items()}
+    return _global_tensors("model", masters, shards, shardings, mesh, copied_over)
 
 
-def optimizer_tensors(optimizer: Optimizer, shardings: dict[str, Sharding], mesh: Mesh) -> dict[str, GlobalTensor]:
+def optimizer_tensors(
+    optimizer: Optimizer, shardings: Mapping[str, Sharding], mesh: Mesh, copied_over: Axis
+) -> dict[str, GlobalTensor]:
     """The optimizer's tensors as global tensors."""
     found: dict[str, GlobalTensor] = {}
     for state in optimizer.state_names:
-        tensors = {name: tensors[state] for name, tensors in optimizer.state().items()}
-        found |= _global_tensors(f"optimizer.{state}", tensors, shardings, mesh)
+        tensors = {name: tensors[state] for name, tensors in optimizer.state.items()}
+        found |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, mesh, copied_over)
     return found
 
 
 def _global_tensors(
-    prefix: str, tensors: dict[str, Tensor], shardings: dict[str, Sharding], mesh: Mesh
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    shards: Mapping[str, Shard],
+    shardings: Mapping[str, Sharding],
+    mesh: Mesh,
+    copied_over: Axis,
 ) -> dict[str, GlobalTensor]:
-    """Of the ranks that hold the same, one writes; data ranks take turns, so that they share the work."""
+    """Of the ranks that hold the same, one writes; copies take turns, so that they share the work."""
     found = {}
     for number, (name, local) in enumerate(tensors.items()):
         sharding = shardings[name]
         first_holder = (sharding.dim is not None or mesh.tp.is_first) and (not sharding.tied or mesh.pp.is_first)
         found[f"{prefix}.{name}"] = GlobalTensor(
             shape=sharding.shape,
-            pieces=tuple(sharding.pieces(mesh.tp)),
+            pieces=shards[name].pieces,
             local=local.detach(),
-            writes=first_holder and number % mesh.data.size == mesh.data.rank,
+            writes=first_holder and number % copied_over.size == copied_over.rank,
         )
     return found
 

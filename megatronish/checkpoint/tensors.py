@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from megatronish.checkpoint.folder import DamagedError
 from megatronish.checkpoint.metadata import Reader
 from megatronish.errors import UserError
-from megatronish.sharding import Piece
+from megatronish.sharding import FlatPiece, Piece
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GlobalTensor:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | FlatPiece, ...]
     local: Tensor
     writes: bool
 

@@ -38,6 +38,16 @@ class ParallelConfig:
     """Start each gradient bucket's all-reduce during the last backward pass."""
     ddp_bucket_size: int = 8_000_000
     """Elements of one gradient bucket."""
+    use_distributed_optimizer: bool = False
+    """ZeRO-1: the ranks of dp and cp share masters and optimizer states. The same as --zero-stage 1."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """What the ranks of dp and cp share: 1 optimizer states, 2 gradients too, 3 parameters too. Derived: 0."""
+    num_distributed_optimizer_instances: Annotated[int, tyro.conf.arg(aliases=["--dp-replicate"])] = 1
+    """Hybrid sharding: groups of ranks that share among themselves and hold copies of each other."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters while the next forward computes."""
+    optimizer_cpu_offload: bool = False
+    """Masters and optimizer states live in the CPU's memory, and the CPU takes the step."""
     distributed_backend: str = "auto"
     """auto: nccl on CUDA, gloo on CPU; or any that torch.distributed knows, a plug-in's too."""
     distributed_timeout_minutes: float = 10.0
@@ -57,6 +67,11 @@ class ParallelConfig:
             return self.pipeline_schedule
         several = (self.num_virtual_stages_per_pipeline_rank or 1) > 1
         return "interleaved" if several or self.num_layers_per_virtual_pipeline_stage is not None else "1f1b"
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO."""
+        return self.zero_stage if self.zero_stage is not None else int(self.use_distributed_optimizer)
 
     def num_chunks(self, num_layers: int) -> int:
         """Pieces of the model that each pipeline stage holds."""

@@ -39,9 +39,11 @@ class Axis:
 class Mesh:
     """The axes of this process.
 
-    `data` flattens dp and cp: gradients reduce over both. `holders` joins the first and the last stage, which share
-    a tied embedding. `lines` are pp four times more, for what travels between stages: by kind (F activations, B their
-    gradients) and whether to a later stage. NCCL matches by order within a group, so no two directions may share one.
+    `data` flattens dp and cp: gradients reduce over both. `shared` and `copied` are data cut into groups that share
+    what ZeRO shares, neighbours first, and across these groups. `holders` joins the first and the last stage, which
+    share a tied embedding. `lines` are pp four times more, for what travels between stages: by kind (F activations, B
+    their gradients) and whether to a later stage. NCCL matches by order within a group, so no two directions may share
+    one.
     """
 
     layout: Layout
@@ -53,6 +55,8 @@ class Mesh:
     cp: Axis
     tp: Axis
     data: Axis
+    shared: Axis
+    copied: Axis
     holders: Axis
     lines: dict[tuple[str, bool], Axis]
 
@@ -66,10 +70,12 @@ class Mesh:
         device: torch.device | None = None,
         backend: str = "gloo",
         timeout_minutes: float = 10.0,
+        copies: int = 1,
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
-        `init_method` is `env://` or `file://PATH`, as torch.distributed has it.
+        `init_method` is `env://` or `file://PATH`, as torch.distributed has it. `copies` is the number of groups that
+        share what ZeRO shares.
         """
         layout = layout or Layout()
         device = device or torch.device("cpu")
@@ -88,6 +94,8 @@ class Mesh:
                     mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group)
             return mine
 
+        data = layout.groups("dp", "cp")
+        share = layout.dp * layout.cp // copies
         last = layout.pp - 1
         stages = layout.groups("pp")
         return cls(
@@ -99,7 +107,9 @@ class Mesh:
             dp=axis("dp", layout.groups("dp")),
             cp=axis("cp", layout.groups("cp")),
             tp=axis("tp", layout.groups("tp")),
-            data=axis("data", layout.groups("dp", "cp")),
+            data=axis("data", data),
+            shared=axis("shared", [each[i : i + share] for each in data for i in range(0, len(each), share)]),
+            copied=axis("copied", [each[i::share] for each in data for i in range(share)]),
             holders=axis("holders", [[stage[0], stage[last]] for stage in stages] if layout.pp > 1 else []),
             lines={
                 (kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind in "FB" for up in (True, False)

@@ -172,6 +172,19 @@ class GPT(nn.Module):
             weight_gradients=self.weight_gradients,
         )
 
+    def by_first_use(self) -> list[tuple[nn.Module, list[str]]]:
+        """Modules in the order of a forward, and the parameters that are first used when each of them is called."""
+        modules: dict[str, nn.Module] = {}
+        if self.is_first:
+            modules["embedding."] = self.embedding
+        modules |= {f"layers.{name}.": layer for name, layer in self.layers.items()}
+        found = [(module, [n for n, _ in self.named_parameters() if n.startswith(p)]) for p, module in modules.items()]
+        if self.is_last:
+            before = {name for _, names in found for name in names}
+            # The head is a bare product, after the final norm.
+            found.append((self.final_norm, [name for name, _ in self.named_parameters() if name not in before]))
+        return found
+
     def users(self) -> dict[str, list[User]]:
         """Who uses each parameter: a tied embedding looks up in one chunk and multiplies in another."""
         products = weights_put_off(self)

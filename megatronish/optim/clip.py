@@ -1,6 +1,6 @@
 """How long is the whole gradient? Its norm over all ranks, each element counted once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,15 +11,17 @@ from megatronish.mesh.groups import Axis
 ROW = 2048
 
 
-def global_norm(counted: Iterable[Tensor], *, tp: Axis, pp: Axis, device: torch.device) -> float:
-    """The 2-norm of all elements: `counted` are the flat tensors whose elements this rank counts.
+def global_norm(counted: Iterable[Tensor], *, over: Sequence[Axis], device: torch.device) -> float:
+    """The 2-norm of all elements over these axes: `counted` are tensors whose elements this rank counts.
 
-    What tp ranks or the holders of a tied embedding have in common, one of them counts; data ranks hold the same.
+    What several ranks hold (tp ranks a norm, both holders a tied embedding, data ranks what is copied), one counts.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for flat in counted:
-        total += sum_of_squares(flat)
-    return float(comm.all_reduce(comm.all_reduce(total, tp), pp).sqrt())
+    for part in counted:
+        total += sum_of_squares(part).to(device)
+    for axis in over:
+        comm.all_reduce(total, axis)
+    return float(total.sqrt())
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -35,9 +37,11 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return rows + rest
 
 
-def num_zeros(counted: Iterable[Tensor], *, tp: Axis, pp: Axis, device: torch.device) -> int:
+def num_zeros(counted: Iterable[Tensor], *, over: Sequence[Axis], device: torch.device) -> int:
     """Elements that are exactly zero, counted in the same way."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for flat in counted:
-        total += flat.numel() - torch.count_nonzero(flat)
-    return int(comm.all_reduce(comm.all_reduce(total, tp), pp))
+    for part in counted:
+        total += part.numel() - int(torch.count_nonzero(part))
+    for axis in over:
+        comm.all_reduce(total, axis)
+    return int(total)

@@ -1,13 +1,13 @@
-"""How do gradients move parameters? The optimizer over fp32 masters, whatever precision the model computes in."""
+"""How do gradients move parameters? The optimizer over a rank's fp32 masters, whatever the model computes in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
-from megatronish.sharding import Sharding
+from megatronish.sharding import Shard, Sharding
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -32,37 +32,31 @@ STATE_NAMES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 class Optimizer:
-    """Steps fp32 masters (the parameters themselves where they are fp32) and copies them into the model.
-
-    `gradients` are the fp32 gradients of the parameters, by name.
-    """
+    """Steps the fp32 masters of this rank's shards; what becomes of them in the model is the data axis's part."""
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
-        gradients: dict[str, Tensor],
-        shardings: dict[str, Sharding],
+        shards: Mapping[str, Shard],
+        gradients: Mapping[str, Tensor],
+        shardings: Mapping[str, Sharding],
         config: OptimizerConfig,
     ) -> None:
-        self.parameters = parameters
+        """`gradients` are those of the masters, of the same names and shapes; each step reads them there."""
         self.state_names = STATE_NAMES[config.optimizer]
-        self.masters: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            master: Tensor = parameter
-            if parameter.dtype != torch.float32:
-                master = nn.Parameter(parameter.detach().float())
+        self.shards = shards
+        self.masters = {name: nn.Parameter(shard.master) for name, shard in shards.items()}
+        for name, master in self.masters.items():
             master.grad = gradients[name]
-            self.masters[name] = master
-        decaying = [name for name in parameters if shardings[name].decays]
-        others = [name for name in parameters if not shardings[name].decays]
         groups = [
-            {"params": [self.masters[name] for name in names], "decays": decays}
-            for names, decays in ((decaying, True), (others, False))
-            if names
+            {"params": masters, "decays": decays}
+            for decays in (True, False)
+            if (masters := [master for name, master in self.masters.items() if shardings[name].decays == decays])
         ]
-        self.inner = OPTIMIZERS[config.optimizer](groups, config)
-        for master in self.masters.values():
-            self.inner.state[master] = {state: torch.zeros_like(master) for state in self.state_names}
+        self.inner = OPTIMIZERS[config.optimizer](groups, config) if groups else None
+        self.state: dict[str, dict[str, Tensor]] = {
+            name: {state: torch.zeros_like(master) for state in self.state_names}
+            for name, master in self.masters.items()
+        }
         self.num_steps = 0
 
     @property
@@ -73,40 +67,17 @@ class Optimizer:
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._num_steps = value
-        if "exp_avg" in self.state_names:
-            for master in self.masters.values():
-                self.inner.state[master]["step"] = torch.tensor(float(value), device=master.device)
+        for name, master in self.masters.items():
+            assert self.inner is not None
+            step = {"step": torch.tensor(float(value), device=master.device)} if "exp_avg" in self.state_names else {}
+            self.inner.state[master] = self.state[name] | step
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update of every parameter from its gradient."""
+        """One update of every master from its gradient."""
+        self._num_steps += 1
+        if self.inner is None:
+            return
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
         self.inner.step()
-        self._num_steps += 1
-        self.copy_masters()
-
-    @torch.no_grad()
-    def copy_masters(self) -> None:
-        """Round the masters into the model, where they are apart."""
-        pairs = [(p, self.masters[name]) for name, p in self.parameters.items() if self.masters[name] is not p]
-        if pairs:
-            parameters, masters = (list(side) for side in zip(*pairs, strict=True))
-            torch._foreach_copy_(parameters, masters)
-
-    def take_masters(self) -> None:
-        """Begin from what the model holds (after loading weights alone)."""
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    self.masters[name].copy_(parameter)
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter: the optimizer's tensors, and the master where it is not the parameter itself."""
-        found = {}
-        for name, master in self.masters.items():
-            tensors = {state: self.inner.state[master][state] for state in self.state_names}
-            if master is not self.parameters[name]:
-                tensors["master"] = master.detach()
-            found[name] = tensors
-        return found

@@ -19,7 +19,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.data_parallel.buckets import GradientBuckets
+from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
 from megatronish.layers.weight_gradients import WeightGradients, split_backward
 from megatronish.mesh.groups import Axis, Mesh
@@ -57,7 +57,7 @@ class Engine:
     stages: Stages
     model: nn.Module
     shardings: dict[str, Sharding]
-    buckets: GradientBuckets
+    data_parallel: Zero
     optimizer: Optimizer
     executor: Executor
     clip_grad: float
@@ -102,27 +102,32 @@ class Engine:
         shardings = collect_shardings(stage)
         initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
         dtype = torch.bfloat16 if training.bf16 else torch.float32
-        stage.to(dtype)
-        parameters = dict(stage.named_parameters())
         splits_backward = stages.schedule.has_weight_gradients
-        buckets = GradientBuckets(
-            parameters,
+        data_parallel = Zero(
+            dict(stage.named_parameters()),
             shardings,
-            data=mesh.data,
+            stage=parallel.zero,
+            dtype=dtype,
+            shared_over=mesh.shared if parallel.zero else Axis("shared"),
+            copied_over=mesh.copied if parallel.zero else mesh.data,
             tp=mesh.tp,
             # Where the model ends on the stage it starts from, nobody else holds its tied embedding.
             holders=mesh.holders if stages.placement[0].stage != stages.placement[-1].stage else Axis("holders"),
             bucket_size=parallel.ddp_bucket_size,
-            overlap=parallel.overlap_grad_reduce,
+            overlap_reduce=parallel.overlap_grad_reduce,
+            overlap_gather=parallel.overlap_param_gather,
+            masters_on=torch.device("cpu") if parallel.optimizer_cpu_offload else None,
             sources={
                 name: frozenset((user.chunk, "W" if splits_backward and user.is_product else "B") for user in users)
                 for name, users in stage.users().items()
             },
         )
+        stage.to(dtype)  # its buffers; its parameters are
+        for module, names in stage.by_first_use():
+            data_parallel.wait_before(module, names)
         weight_gradients = None
         if splits_backward:
-            sums = {parameter: buckets.views[name] for name, parameter in parameters.items()}
-            weight_gradients = WeightGradients(sums, delivered=buckets.delivered)
+            weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.delivered)
             split_backward(stage, weight_gradients)
         local_seq_length = training.seq_length // mesh.cp.size // (mesh.tp.size if sequence_parallel else 1)
         boundary = Boundary(
@@ -136,8 +141,8 @@ class Engine:
             stages=stages,
             model=stage,
             shardings=shardings,
-            buckets=buckets,
-            optimizer=Optimizer(parameters, buckets.views, shardings, optimizer),
+            data_parallel=data_parallel,
+            optimizer=Optimizer(data_parallel.shards, data_parallel.gradients, shardings, optimizer),
             executor=Executor(
                 [partial(stage, chunk=chunk) for chunk in range(stages.num_chunks)],
                 stages.placement,
@@ -155,25 +160,28 @@ class Engine:
         """One update from this rank's micro-batches of global step number `step`."""
         result = self.gradients(micro_batches, step=step)
         self.clip(result.grad_norm)
+        self.data_parallel.collect()
         self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        self.data_parallel.publish()
         return result
 
     def gradients(self, micro_batches: Sequence[MicroBatch], *, step: int) -> StepResult:
-        """Leaves in the buckets the gradient of the mean loss over all predictions of the step that count."""
+        """Leaves on the data axis the gradient of the mean loss over all predictions of the step that count."""
         micro_batches = self._mine(micro_batches)
         num_tokens = self._count_loss_tokens(micro_batches)
-        self.buckets.zero()
+        self.data_parallel.zero()
         total = self.executor.run(
             self._actions(len(micro_batches)),
             micro_batches,
             step=step,
             loss_scale=1.0 / max(num_tokens, 1),
-            starting=self.buckets.starting,
+            starting=self.data_parallel.starting,
             record=self.record,
         )
-        self.buckets.finish()
+        self.data_parallel.finish()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)
-        grad_norm = global_norm(self._counted(), tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
+        counted = self.data_parallel.counted_gradients()
+        grad_norm = global_norm(counted, over=self._counting_axes, device=self.mesh.device)
         if self.check_finite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NotFiniteError(
                 f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite; the parameters are as they "
@@ -184,7 +192,7 @@ class Engine:
     def clip(self, grad_norm: float) -> None:
         """Shorten the gradient to `clip_grad` if it is longer."""
         if self.clip_grad > 0 and grad_norm > self.clip_grad:
-            self.buckets.scale(self.clip_grad / (grad_norm + 1e-6))
+            self.data_parallel.scale(self.clip_grad / (grad_norm + 1e-6))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -208,16 +216,19 @@ class Engine:
 
     def params_norm(self) -> float:
         """The 2-norm of all parameters."""
-        masters = self.optimizer.masters
-        counted = [masters[name].detach() for bucket in self.buckets.buckets if bucket.counted for name in bucket.names]
-        return global_norm(counted, tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
+        masters = [self.data_parallel.shards[name].master for name in self.data_parallel.counted]
+        return global_norm(masters, over=self._counting_axes, device=self.mesh.device)
 
     def num_zeros(self) -> int:
-        """Gradient elements that are exactly zero (padding of the vocabulary included)."""
-        return num_zeros(self._counted(), tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
+        """Gradient elements that are exactly zero, padding of the vocabulary left out."""
+        sharing = self.data_parallel
+        elements = [p.view(sharing.gradients[name]) for name in sharing.counted for p in sharing.shards[name].pieces]
+        return num_zeros(elements, over=self._counting_axes, device=self.mesh.device)
 
-    def _counted(self) -> list[torch.Tensor]:
-        return [bucket.flat for bucket in self.buckets.buckets if bucket.counted]
+    @property
+    def _counting_axes(self) -> tuple[Axis, ...]:
+        """Those over which counted elements differ."""
+        return self.data_parallel.shared_over, self.mesh.tp, self.mesh.pp
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stages.plan(num_microbatches)[self.mesh.pp.rank]

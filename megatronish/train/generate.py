@@ -16,7 +16,7 @@ from megatronish.errors import UserError
 from megatronish.mesh.groups import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
-from megatronish.sharding import collect_shardings
+from megatronish.sharding import Shard, collect_shardings
 from megatronish.streams import torch_stream
 from megatronish.tokenizer import Tokenizer
 from megatronish.train.keep import read_run
@@ -49,7 +49,12 @@ def load_model(load: Path, *, step: int | None = None) -> Trained:
         num_positions=model_config.max_position_embeddings or seq_length,
     )
     mesh = Mesh.start()
-    tensors = model_tensors(dict(model.named_parameters()), collect_shardings(model), mesh)
+    shardings = collect_shardings(model)
+    shards = {
+        name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.tp)))
+        for name, parameter in model.named_parameters()
+    }
+    tensors = model_tensors(shards, shardings, mesh, mesh.copied)
     load_tensors(checkpoint, tensors, mesh=mesh)
     return Trained(model.eval(), data_config, seq_length, state["step"])
 

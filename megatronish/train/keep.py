@@ -10,6 +10,7 @@ from tqdm import tqdm
 from megatronish.checkpoint.folder import DamagedError, read_state
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors, save_checkpoint
+from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.train.engine import Engine
 from megatronish.train.stop import Stopper
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
@@ -46,9 +47,7 @@ class Save(Hook):
     def _save(self, trainer: Trainer) -> None:
         engine, progress = trainer.engine, trainer.progress
         start = time.perf_counter()
-        tensors = model_tensors(engine.optimizer.masters, engine.shardings, engine.mesh)
-        if self.with_optimizer:
-            tensors |= optimizer_tensors(engine.optimizer, engine.shardings, engine.mesh)
+        tensors = tensors_of(engine, with_optimizer=self.with_optimizer)
         state = self.facts | {
             "consumed_samples": progress.consumed_samples,
             "optimizer_steps": engine.optimizer.num_steps,
@@ -58,6 +57,14 @@ class Save(Hook):
         self.saved_step = progress.step
         if engine.mesh.is_main:
             tqdm.write(f" saved {path} in {time.perf_counter() - start:.1f} s")
+
+
+def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
+    """What a checkpoint holds of this rank."""
+    sharing = engine.data_parallel
+    where = (engine.shardings, engine.mesh, sharing.copied_over)
+    tensors = model_tensors(sharing.shards, *where)
+    return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
@@ -84,12 +91,9 @@ def resume(
     state = read_run(checkpoint)
     check(state)
     optimizer = engine.optimizer
-    tensors = model_tensors(optimizer.masters, engine.shardings, engine.mesh)
     with_optimizer = with_optimizer and not weights_only
-    if with_optimizer:
-        tensors |= optimizer_tensors(optimizer, engine.shardings, engine.mesh)
-    load_tensors(checkpoint, tensors, mesh=engine.mesh)
-    optimizer.copy_masters()
+    load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=engine.mesh)
+    engine.data_parallel.publish()
     if weights_only:
         return Progress()
     if with_optimizer:

@@ -103,8 +103,11 @@ def _gradient_squares(engine: Engine) -> dict[str, float]:
     """The sum of squares of every parameter's gradient (after clipping), over tp; only where this rank counts it."""
     tp = engine.mesh.tp
     found = {}
-    for name in engine.buckets.views:
-        squares = engine.buckets.views[name].double().square().sum()
+    sharing = engine.data_parallel
+    for name in engine.shardings:
+        part = sharing.gradients.get(name)
+        squares = torch.zeros((), dtype=torch.float64) if part is None else part.double().square().sum().cpu()
+        comm.all_reduce(squares, sharing.shared_over)
         if engine.shardings[name].dim is not None:
             comm.all_reduce(squares, tp)
         found[name] = float(squares)

@@ -1,0 +1,102 @@
+"""What do the ranks of the data axis share? Nothing, the optimizer (ZeRO-1), or gradients too (ZeRO-2).
+
+Rajbhandari et al. 2020 (arXiv:1910.02054). All three are one thing with two numbers: over how many ranks a bucket is
+shared, and over how many these are copied. Plain data parallelism shares over one.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatronish.data_parallel.gradients import GradientBuckets
+from megatronish.data_parallel.parameters import FlatParameters
+from megatronish.data_parallel.plan import Source, plan_buckets
+from megatronish.mesh.groups import Axis
+from megatronish.sharding import Shard, Sharding
+
+
+class Zero:
+    """Parameters and gradients of one rank's model in flat buckets.
+
+    `shards` is what this rank keeps of each parameter for the optimizer, `gradients` the gradients of these elements,
+    complete between `collect` and the next `zero`. Both lack parameters of which it keeps nothing. `counted` names the
+    ones that this rank counts in a sum over `shared_over`, tp and pp in which every element counts once.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        shardings: Mapping[str, Sharding],
+        *,
+        stage: int,
+        dtype: torch.dtype,
+        shared_over: Axis,
+        copied_over: Axis,
+        tp: Axis,
+        holders: Axis,
+        sources: Mapping[str, frozenset[Source]],
+        bucket_size: int,
+        overlap_reduce: bool,
+        overlap_gather: bool,
+        reduce_dtype: torch.dtype = torch.float32,
+        masters_on: torch.device | None = None,
+    ) -> None:
+        self.shared_over, self.copied_over = shared_over, copied_over
+        plans = plan_buckets(
+            parameters,
+            shardings,
+            tp=tp,
+            holders=holders,
+            shared_over=shared_over,
+            bucket_size=bucket_size,
+            sources=sources,
+        )
+        self.parameters = FlatParameters(
+            parameters,
+            shardings,
+            plans,
+            dtype=dtype,
+            tp=tp,
+            shared_over=shared_over,
+            overlap=overlap_gather,
+            masters_on=masters_on,
+        )
+        self.buckets = GradientBuckets(
+            parameters,
+            plans,
+            shared_over=shared_over,
+            copied_over=copied_over,
+            overlap=overlap_reduce,
+            keeps_whole=stage < 2,
+            reduce_dtype=reduce_dtype,
+        )
+        self.shards: dict[str, Shard] = self.parameters.shards
+        # Where masters live elsewhere, so do the gradients that the optimizer reads.
+        self._seen_by_optimizer = self.buckets.parts
+        if masters_on is not None:
+            self._seen_by_optimizer = [torch.zeros_like(master) for master in self.parameters.masters]
+        self.gradients: dict[str, Tensor] = {
+            name: segment.of(part)
+            for plan, part in zip(plans, self._seen_by_optimizer, strict=True)
+            for name, segment in plan.segments(shared_over).items()
+        }
+        self.counted = {name for plan in plans if plan.counted for name in plan.names} & self.shards.keys()
+        self.zero, self.starting, self.delivered = self.buckets.zero, self.buckets.starting, self.buckets.delivered
+        self.finish, self.scale, self.publish = self.buckets.finish, self.buckets.scale, self.parameters.publish
+        self.wait_before = self.parameters.wait_before
+
+    @property
+    def sums(self) -> dict[nn.Parameter, Tensor]:
+        """Where the gradient of each parameter adds up (stages 0 and 1)."""
+        return self.buckets.sums
+
+    def counted_gradients(self) -> list[Tensor]:
+        """Flat tensors with the gradients that this rank counts, and zeros."""
+        return [bucket.part for bucket in self.buckets.buckets if bucket.plan.counted]
+
+    def collect(self) -> None:
+        """Bring the gradients to where the optimizer reads them."""
+        for part, seen in zip(self.buckets.parts, self._seen_by_optimizer, strict=True):
+            if seen is not part:
+                seen.copy_(part)
