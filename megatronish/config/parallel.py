@@ -48,6 +48,8 @@ class ParallelConfig:
     """Gather updated parameters while the next forward computes."""
     optimizer_cpu_offload: bool = False
     """Masters and optimizer states live in the CPU's memory, and the CPU takes the step."""
+    param_cpu_offload: bool = False
+    """The parameters too: a layer's share is brought to the device when the layer is gathered (ZeRO-3)."""
     distributed_backend: str = "auto"
     """auto: nccl on CUDA, gloo on CPU; or any that torch.distributed knows, a plug-in's too."""
     distributed_timeout_minutes: float = 10.0

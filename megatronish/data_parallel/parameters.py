@@ -89,7 +89,11 @@ class FlatParameters:
 
 
 def _away(part: Tensor, device: torch.device | None) -> Tensor:
-    """A copy of its own, in memory that a GPU can copy from and to without waiting if it is the CPU's."""
-    if device is None or device == part.device:
-        return part.clone()
-    return torch.empty(part.shape, dtype=part.dtype, device=device, pin_memory=part.device.type == "cuda").copy_(part)
+    """A copy of its own, there."""
+    return part.clone() if device is None else memory_on(device, part).copy_(part)
+
+
+def memory_on(device: torch.device, like: Tensor) -> Tensor:
+    """Zeros of this shape there; in memory that a GPU can copy from and to without waiting if it is the CPU's."""
+    pin_memory = like.device.type == "cuda" and device.type == "cpu"
+    return torch.zeros(like.shape, dtype=like.dtype, device=device, pin_memory=pin_memory)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatronish.mesh.groups import Axis
 from megatronish.sharding import Sharding
@@ -48,7 +48,7 @@ class BucketPlan:
     finishing_axes: tuple[Axis, ...]
     counted: bool
 
-    def views(self, flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def views(self, flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """[size] -> each parameter's elements in its shape."""
         parts = flat.split([*self.sizes, self.size - sum(self.sizes)])
         return {name: part.view(parameters[name].shape) for name, part in zip(self.names, parts, strict=False)}
@@ -72,7 +72,7 @@ class BucketPlan:
 
 
 def plan_buckets(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     shardings: Mapping[str, Sharding],
     *,
     tp: Axis,
@@ -104,7 +104,7 @@ def plan_buckets(
     return plans
 
 
-def _parts(names: list[str], parameters: Mapping[str, nn.Parameter], bucket_size: int) -> Iterator[list[str]]:
+def _parts(names: list[str], parameters: Mapping[str, Tensor], bucket_size: int) -> Iterator[list[str]]:
     part: list[str] = []
     size = 0
     for name in names:

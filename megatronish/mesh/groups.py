@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatronish.errors import UserError
 from megatronish.mesh.layout import Coordinates, Layout
@@ -40,10 +41,10 @@ class Mesh:
     """The axes of this process.
 
     `data` flattens dp and cp: gradients reduce over both. `shared` and `copied` are data cut into groups that share
-    what ZeRO shares, neighbours first, and across these groups. `holders` joins the first and the last stage, which
-    share a tied embedding. `lines` are pp four times more, for what travels between stages: by kind (F activations, B
-    their gradients) and whether to a later stage. NCCL matches by order within a group, so no two directions may share
-    one.
+    what ZeRO shares, neighbours first, and across these groups; `fully_shared` is `shared` as torch's `fully_shard`
+    wants it, where that was asked for. `holders` joins the first and the last stage, which share a tied embedding.
+    `lines` are pp four times more, for what travels between stages: by kind (F activations, B their gradients) and
+    whether to a later stage. NCCL matches by order within a group, so no two directions may share one.
     """
 
     layout: Layout
@@ -59,6 +60,7 @@ class Mesh:
     copied: Axis
     holders: Axis
     lines: dict[tuple[str, bool], Axis]
+    fully_shared: DeviceMesh | None = None
 
     @classmethod
     def start(
@@ -71,11 +73,12 @@ class Mesh:
         backend: str = "gloo",
         timeout_minutes: float = 10.0,
         copies: int = 1,
+        fully_shared: bool = False,
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
         `init_method` is `env://` or `file://PATH`, as torch.distributed has it. `copies` is the number of groups that
-        share what ZeRO shares.
+        share what ZeRO shares. `fully_shared` is for `fully_shard`, which needs a group even of a single process.
         """
         layout = layout or Layout()
         device = device or torch.device("cpu")
@@ -84,12 +87,14 @@ class Mesh:
             dist.init_process_group(
                 backend, init_method=init_method, rank=rank, world_size=layout.world_size, timeout=timeout
             )
+        elif fully_shared:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
-        def axis(name: str, groups: list[list[int]]) -> Axis:
+        def axis(name: str, groups: list[list[int]], *, at_least: int = 2) -> Axis:
             """Every rank calls this for every group, in the same order: that is how torch keeps their names apart."""
             mine = Axis(name, 1, 0, (rank,))
             for ranks in groups:
-                group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+                group = dist.new_group(ranks, timeout=timeout) if len(ranks) >= at_least else None
                 if rank in ranks:
                     mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group)
             return mine
@@ -98,6 +103,11 @@ class Mesh:
         share = layout.dp * layout.cp // copies
         last = layout.pp - 1
         stages = layout.groups("pp")
+        shared = axis(
+            "shared",
+            [each[i : i + share] for each in data for i in range(0, len(each), share)],
+            at_least=1 if fully_shared else 2,
+        )
         return cls(
             layout=layout,
             coordinates=layout.coordinates(rank),
@@ -108,12 +118,13 @@ class Mesh:
             cp=axis("cp", layout.groups("cp")),
             tp=axis("tp", layout.groups("tp")),
             data=axis("data", data),
-            shared=axis("shared", [each[i : i + share] for each in data for i in range(0, len(each), share)]),
+            shared=shared,
             copied=axis("copied", [each[i::share] for each in data for i in range(share)]),
             holders=axis("holders", [[stage[0], stage[last]] for stage in stages] if layout.pp > 1 else []),
             lines={
                 (kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind in "FB" for up in (True, False)
             },
+            fully_shared=DeviceMesh.from_group(shared.group, device.type) if fully_shared and shared.group else None,
         )
 
     @property

@@ -19,6 +19,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import TrainingConfig
+from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
 from megatronish.layers.weight_gradients import WeightGradients, split_backward
@@ -57,7 +58,7 @@ class Engine:
     stages: Stages
     model: nn.Module
     shardings: dict[str, Sharding]
-    data_parallel: Zero
+    data_parallel: Zero | FullySharded
     optimizer: Optimizer
     executor: Executor
     clip_grad: float
@@ -103,30 +104,15 @@ class Engine:
         initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
         dtype = torch.bfloat16 if training.bf16 else torch.float32
         splits_backward = stages.schedule.has_weight_gradients
-        data_parallel = Zero(
-            dict(stage.named_parameters()),
-            shardings,
-            stage=parallel.zero,
-            dtype=dtype,
-            shared_over=mesh.shared if parallel.zero else Axis("shared"),
-            copied_over=mesh.copied if parallel.zero else mesh.data,
-            tp=mesh.tp,
-            # Where the model ends on the stage it starts from, nobody else holds its tied embedding.
-            holders=mesh.holders if stages.placement[0].stage != stages.placement[-1].stage else Axis("holders"),
-            bucket_size=parallel.ddp_bucket_size,
-            overlap_reduce=parallel.overlap_grad_reduce,
-            overlap_gather=parallel.overlap_param_gather,
-            masters_on=torch.device("cpu") if parallel.optimizer_cpu_offload else None,
-            sources={
-                name: frozenset((user.chunk, "W" if splits_backward and user.is_product else "B") for user in users)
-                for name, users in stage.users().items()
-            },
-        )
-        stage.to(dtype)  # its buffers; its parameters are
+        data_parallel = _share(stage, shardings, stages, mesh, parallel, dtype)
+        for buffer in stage.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.to(dtype)
         for module, names in stage.by_first_use():
             data_parallel.wait_before(module, names)
         weight_gradients = None
         if splits_backward:
+            assert isinstance(data_parallel, Zero), "fully_shard reduces gradients before a W action computes them"
             weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.delivered)
             split_backward(stage, weight_gradients)
         local_seq_length = training.seq_length // mesh.cp.size // (mesh.tp.size if sequence_parallel else 1)
@@ -236,6 +222,55 @@ class Engine:
     def _sum_over_ranks(self, total: torch.Tensor) -> float:
         """Over data ranks and stages; tp ranks hold the same."""
         return float(comm.all_reduce(comm.all_reduce(total.double(), self.mesh.data), self.mesh.pp))
+
+
+def _share(
+    stage: GPT,
+    shardings: dict[str, Sharding],
+    stages: Stages,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+) -> Zero | FullySharded:
+    """What the data axis makes of this rank's piece of the model."""
+    # Where the model ends on the stage it starts from, nobody else holds its tied embedding.
+    holders = mesh.holders if stages.placement[0].stage != stages.placement[-1].stage else Axis("holders")
+    masters_on = torch.device("cpu") if parallel.optimizer_cpu_offload and not parallel.param_cpu_offload else None
+    if parallel.zero == 3:
+        assert mesh.fully_shared is not None, "the mesh is not that of the config"
+        return FullySharded(
+            stage,
+            [[stage.layers[str(layer)] for layer in chunk.layers] for chunk in stage.chunks],
+            shardings,
+            mesh=mesh.fully_shared,
+            dtype=dtype,
+            shared_over=mesh.shared,
+            copied_over=mesh.copied,
+            tp=mesh.tp,
+            holders=holders,
+            bucket_size=parallel.ddp_bucket_size,
+            masters_on=masters_on,
+            offload_parameters=parallel.param_cpu_offload,
+        )
+    put_off = "W" if stages.schedule.has_weight_gradients else "B"
+    return Zero(
+        dict(stage.named_parameters()),
+        shardings,
+        stage=parallel.zero,
+        dtype=dtype,
+        shared_over=mesh.shared if parallel.zero else Axis("shared"),
+        copied_over=mesh.copied if parallel.zero else mesh.data,
+        tp=mesh.tp,
+        holders=holders,
+        bucket_size=parallel.ddp_bucket_size,
+        overlap_reduce=parallel.overlap_grad_reduce,
+        overlap_gather=parallel.overlap_param_gather,
+        masters_on=masters_on,
+        sources={
+            name: frozenset((user.chunk, put_off if user.is_product else "B") for user in users)
+            for name, users in stage.users().items()
+        },
+    )
 
 
 def _recompute(config: RecomputeConfig, tp: Axis) -> Recompute:

@@ -57,6 +57,7 @@ def start_mesh(config: Config, place: Place) -> Mesh:
         backend=choose_backend(parallel.distributed_backend, device),
         timeout_minutes=parallel.distributed_timeout_minutes,
         copies=parallel.num_distributed_optimizer_instances,
+        fully_shared=parallel.zero == 3,
     )
 
 
