@@ -316,6 +316,34 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--profile-schedule --profile-step-start 11 --profile-step-end 12",
             r"^profile_step_start=11 is after the last step, train_iters=10; use an earlier one",
         ),
+        (
+            "--use-distributed-optimizer --zero-stage 0",
+            r"^use_distributed_optimizer=true is ZeRO-1 and contradicts zero_stage=0; leave one of them out",
+        ),
+        (
+            "--pp 2 --pipeline-schedule zb-h1 --zero-stage 2",
+            r"^zero_stage=2 exchanges gradients after every backward, but .*=zb-h1 .* later; use --zero-stage 1, or",
+        ),
+        (
+            "--pp 2 --pipeline-schedule zb-v --zero-stage 3",
+            r"^zero_stage=3 exchanges .*=zb-v computes those of weights later; .* or --pipeline-schedule 1f1b",
+        ),
+        (
+            "--dp 2 --cp 2 --zero-stage 1 --dp-replicate 3",
+            r"^num_dist.*_instances=3 must divide data_.*=2 x context_.*=2 = 4, .*; use --num-.*-instances 1, 2 or 4",
+        ),
+        (
+            "--dp 2 --num-distributed-optimizer-instances 2",
+            r"^num_dist.*_instances=2 groups .* share nothing with zero_stage=0; add --zero-stage 1, 2 or 3, or leave",
+        ),
+        (
+            "--dp 2 --optimizer-cpu-offload",
+            r"^optimizer_cpu_offload .*, and zero_stage=0 shares nothing; add --zero-stage 1, 2 or 3, or leave it out",
+        ),
+        (
+            "--dp 2 --zero-stage 2 --param-cpu-offload",
+            r"^param_cpu_offload .*, and zero_stage=2 shares no parameters; add --zero-stage 3, or leave it out",
+        ),
         ("--cpu-offloading", r"is refused: use --recompute-granularity full --offload-saved-activations"),
         (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
         (f"--hidden-size {10**400}", r"^hidden_size=10+ must be at most 2147483647; change --hidden-size"),

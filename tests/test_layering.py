@@ -30,8 +30,15 @@ ROWS = (
 )
 ROW_OF = {part: number for number, row in enumerate(ROWS) for part in row}
 
-# The only places that may use torch.distributed: groups are made in one, collectives called in one.
-MAY_USE_TORCH_DISTRIBUTED = ("mesh/groups.py", "comm.py", "launch/", "checkpoint/")
+# The only places that may use torch.distributed: groups are made in one, collectives called in one; what libraries of
+# torch send is theirs.
+MAY_USE_TORCH_DISTRIBUTED = (
+    "mesh/groups.py",
+    "comm.py",
+    "launch/",
+    "checkpoint/",
+    "data_parallel/fully_sharded.py",
+)
 
 # What answers before torch is imported, so that --help, --dry-run errors and planning are instant.
 WITHOUT_TORCH = (

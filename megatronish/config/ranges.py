@@ -29,7 +29,8 @@ RANGES = (
         tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size context_parallel_size
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank recompute_num_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-        ddp_bucket_size seq_length micro_batch_size global_batch_size train_iters train_samples
+        num_distributed_optimizer_instances ddp_bucket_size seq_length micro_batch_size global_batch_size train_iters
+        train_samples
         exit_interval eval_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         profile_step_start profile_step_end
         save_interval log_interval tensorboard_log_interval sample_tokens vocab_size
@@ -90,7 +91,7 @@ LARGEST = (
         """
         ddp_bucket_size train_iters train_samples exit_interval eval_interval eval_iters lr_decay_iters lr_decay_samples
         lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples save_interval ckpt_step log_interval
-        profile_step_start profile_step_end tensorboard_log_interval seed
+        profile_step_start profile_step_end tensorboard_log_interval num_distributed_optimizer_instances seed
         """,
     ),
 )

@@ -145,6 +145,11 @@ def serial(config: Config) -> Config:
         num_virtual_stages_per_pipeline_rank=None,
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
+        use_distributed_optimizer=False,
+        zero_stage=None,
+        num_distributed_optimizer_instances=1,
+        optimizer_cpu_offload=False,
+        param_cpu_offload=False,
     )
     training = replace(config.training, global_batch_size=config.global_batch_size)
     return replace(config, parallel=parallel, training=training, recompute=RecomputeConfig())
