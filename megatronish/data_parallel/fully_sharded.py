@@ -144,8 +144,8 @@ class FullySharded:
             if seen is not total:
                 seen.copy_(total)
 
-    def publish(self) -> None:
-        """Bring the masters back to where the model is gathered from."""
+    def publish(self, *, frozen: bool = False) -> None:
+        """Bring the masters back to where the model is gathered from; the frozen ones never left."""
         for name, master in self._masters.items():
             self._rows[name].copy_(master, non_blocking=True)
 

@@ -22,8 +22,8 @@ from megatronish.sharding import Shard, Sharding, flat_pieces
 class FlatParameters:
     """Moves the parameters into flat buffers of `dtype`, their values taken in fp32 from what they hold now.
 
-    `shards` is what this rank keeps of each for the optimizer, `masters` the flat tensors these are views of. Unless
-    `overlap`, `publish` waits for what it gathers.
+    `shards` is what this rank keeps of each, `masters` the flat tensors these are views of. Those of `frozen` are there
+    for checkpoints alone: no step changes them. Unless `overlap`, `publish` waits for what it gathers.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class FlatParameters:
         parameters: Mapping[str, nn.Parameter],
         shardings: Mapping[str, Sharding],
         plans: Sequence[BucketPlan],
+        frozen: Sequence[BucketPlan] = (),
         *,
         dtype: torch.dtype,
         tp: Axis,
@@ -40,11 +41,12 @@ class FlatParameters:
     ) -> None:
         """`masters_on` is where masters live if not where the parameters do."""
         self.shared_over, self.overlap = shared_over, overlap
-        self.plans, self.flats, self.masters = plans, list[Tensor](), list[Tensor]()
+        self.plans, self._num_learning = (*plans, *frozen), len(plans)
+        self.flats, self.masters = list[Tensor](), list[Tensor]()
         self.shards: dict[str, Shard] = {}
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
-        for number, plan in enumerate(plans):
+        for number, plan in enumerate(self.plans):
             values = next(iter(parameters.values())).new_zeros(plan.size, dtype=torch.float32)
             for name, view in plan.views(values, parameters).items():
                 view.copy_(parameters[name].detach())
@@ -62,9 +64,9 @@ class FlatParameters:
             self.masters.append(master)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the model, on every rank."""
-        for number in reversed(range(len(self.plans))):
+    def publish(self, *, frozen: bool = False) -> None:
+        """Round the masters into the model, on every rank; where they were loaded the `frozen` too."""
+        for number in reversed(range(len(self.plans) if frozen else self._num_learning)):
             flat, master = self.flats[number], self.masters[number]
             part = self.plans[number].part(flat, self.shared_over)
             if part.data_ptr() != master.data_ptr():

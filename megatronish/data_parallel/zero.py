@@ -20,8 +20,9 @@ class Zero:
     """Parameters and gradients of one rank's model in flat buckets.
 
     `shards` is what this rank keeps of each parameter for the optimizer, `gradients` the gradients of these elements,
-    complete between `collect` and the next `zero`. Both lack parameters of which it keeps nothing. `counted` names the
-    ones that this rank counts in a sum over `shared_over`, tp and pp in which every element counts once.
+    complete between `collect` and the next `zero`. Both lack parameters of which it keeps nothing, and `gradients` the
+    frozen ones (`requires_grad` is False). `counted` names the ones that this rank counts in a sum over `shared_over`,
+    tp and pp in which every element counts once.
     """
 
     def __init__(
@@ -43,19 +44,24 @@ class Zero:
         masters_on: torch.device | None = None,
     ) -> None:
         self.shared_over, self.copied_over = shared_over, copied_over
-        plans = plan_buckets(
-            parameters,
-            shardings,
-            tp=tp,
-            holders=holders,
-            shared_over=shared_over,
-            bucket_size=bucket_size,
-            sources=sources,
+        learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        plans, frozen = (
+            plan_buckets(
+                some,
+                shardings,
+                tp=tp,
+                holders=holders,
+                shared_over=shared_over,
+                bucket_size=bucket_size,
+                sources=sources,
+            )
+            for some in (learning, {name: p for name, p in parameters.items() if name not in learning})
         )
         self.parameters = FlatParameters(
             parameters,
             shardings,
             plans,
+            frozen,
             dtype=dtype,
             tp=tp,
             shared_over=shared_over,
@@ -63,7 +69,7 @@ class Zero:
             masters_on=masters_on,
         )
         self.buckets = GradientBuckets(
-            parameters,
+            learning,
             plans,
             shared_over=shared_over,
             copied_over=copied_over,
@@ -75,13 +81,13 @@ class Zero:
         # Where masters live elsewhere, so do the gradients that the optimizer reads.
         self._seen_by_optimizer = self.buckets.parts
         if masters_on is not None:
-            self._seen_by_optimizer = [torch.zeros_like(master) for master in self.parameters.masters]
+            self._seen_by_optimizer = [torch.zeros_like(master) for master in self.parameters.masters[: len(plans)]]
         self.gradients: dict[str, Tensor] = {
             name: segment.of(part)
             for plan, part in zip(plans, self._seen_by_optimizer, strict=True)
             for name, segment in plan.segments(shared_over).items()
         }
-        self.counted = {name for plan in plans if plan.counted for name in plan.names} & self.shards.keys()
+        self.counted = {name for plan in (*plans, *frozen) if plan.counted for name in plan.names} & self.shards.keys()
         self.zero, self.starting, self.delivered = self.buckets.zero, self.buckets.starting, self.buckets.delivered
         self.finish, self.scale, self.publish = self.buckets.finish, self.buckets.scale, self.parameters.publish
         self.wait_before = self.parameters.wait_before

@@ -161,7 +161,8 @@ class _ColumnParallel(torch.autograd.Function):
         dy = grads[0].contiguous()
         gathered_over = ctx.tp if ctx.sequence_parallel else ALONE
         at_once = ctx.weight_gradients is None
-        gathering = comm.start_all_gather(x, gathered_over) if at_once else None
+        learns = ctx.needs_input_grad[1]
+        gathering = comm.start_all_gather(x, gathered_over) if at_once and learns else None
         dx = dy @ weight
         whole = gathering.wait() if gathering else None
         start_reduction = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
@@ -169,6 +170,6 @@ class _ColumnParallel(torch.autograd.Function):
         flat_dy = dy.flatten(0, -2)
         dweight = None if whole is None else flat_dy.t() @ whole.flatten(0, -2)
         dbias = flat_dy.sum(0) if ctx.has_bias else None
-        if not at_once:
+        if learns and not at_once:
             ctx.weight_gradients.put_off(ctx.parameter, dy, x, axis=gathered_over)
         return reducing.wait(), dweight, dbias, None, None, None

@@ -41,10 +41,10 @@ class Optimizer:
         shardings: Mapping[str, Sharding],
         config: OptimizerConfig,
     ) -> None:
-        """`gradients` are those of the masters, of the same names and shapes; each step reads them there."""
+        """`gradients` are those of the masters that learn, of the same shapes; each step reads them there."""
         self.state_names = STATE_NAMES[config.optimizer]
         self.shards = shards
-        self.masters = {name: nn.Parameter(shard.master) for name, shard in shards.items()}
+        self.masters = {name: nn.Parameter(shard.master) for name, shard in shards.items() if name in gradients}
         for name, master in self.masters.items():
             master.grad = gradients[name]
         groups = [

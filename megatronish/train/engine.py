@@ -208,7 +208,8 @@ class Engine:
     def num_zeros(self) -> int:
         """Gradient elements that are exactly zero, padding of the vocabulary left out."""
         sharing = self.data_parallel
-        elements = [p.view(sharing.gradients[name]) for name in sharing.counted for p in sharing.shards[name].pieces]
+        learning = sharing.counted & sharing.gradients.keys()
+        elements = [piece.view(sharing.gradients[name]) for name in learning for piece in sharing.shards[name].pieces]
         return num_zeros(elements, over=self._counting_axes, device=self.mesh.device)
 
     @property

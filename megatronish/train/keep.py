@@ -93,7 +93,7 @@ def resume(
     optimizer = engine.optimizer
     with_optimizer = with_optimizer and not weights_only
     load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=engine.mesh)
-    engine.data_parallel.publish()
+    engine.data_parallel.publish(frozen=True)
     if weights_only:
         return Progress()
     if with_optimizer:
