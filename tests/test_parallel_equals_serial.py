@@ -471,7 +471,7 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(("layout", "main"), BF16_CASES, ids=[str(layout) for layout, _ in BF16_CASES])
 def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, main: Chosen) -> None:
     rest = {"eod_mask_loss": True, "documents": True, "micro_batch_size": 1, "num_microbatches": 3, "overlap": True}
-    usual = {"schedule": "1f1b", "split": "even", "recompute": "none", "cp_comm_type": "p2p"}
+    usual: Chosen = {"schedule": "1f1b", "split": "even", "recompute": "none", "cp_comm_type": "p2p"}
     usual |= {"zero": 0, "copies": 1, "offload": "none"}
     chosen = usual | rest | main
     exact = problem_of(layout, chosen)

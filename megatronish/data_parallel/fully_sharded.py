@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ByRows
 
 from megatronish import comm
 from megatronish.data_parallel.parameters import memory_on
@@ -56,7 +55,7 @@ class FullySharded:
 
         What is left to sum after the backwards is summed `bucket_size` elements at a time.
         """
-        self.shared_over, self.copied_over = shared_over, copied_over
+        self.shared_over, self.copied_over, self.reduce_dtype = shared_over, copied_over, reduce_dtype
         self._stage, *layers = _fully_shard(
             [stage, *(layer for chunk in chunks for layer in chunk)],
             mesh=mesh,
@@ -123,8 +122,10 @@ class FullySharded:
 
     def finish(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
-        for pending in [comm.start_all_reduce(total, self.copied_over) for total in self._sums]:
-            pending.wait()
+        if self.copied_over.size > 1:
+            sums = [comm.start_all_reduce(total.to(self.reduce_dtype), self.copied_over) for total in self._sums]
+            for total, pending in zip(self._sums, sums, strict=True):
+                total.copy_(pending.wait())
         for plan, total in zip(self._plans, self._sums, strict=True):
             for axis in plan.finishing_axes:
                 comm.all_reduce(total, axis)
@@ -183,12 +184,17 @@ def _rows(parameter: DTensor) -> Tensor:
     return _local(parameter).view(-1)
 
 
+@torch.no_grad()
 def _let_add_up(parameter: DTensor, *, in_: Tensor) -> None:
-    """From now on `fully_shard` adds the gradient of this rank's rows there."""
-    local = in_.view(_local(parameter).shape)
-    parameter.grad = DTensor.from_local(
-        local, parameter.device_mesh, [ByRows(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    """From now on `fully_shard` adds the gradient of this rank's rows there.
+
+    `DTensor.from_local` would not do: it moves what is offloaded to the device of the mesh.
+    """
+    gradient = torch.zeros_like(parameter)
+    assert isinstance(gradient, DTensor)
+    local = _local(gradient)
+    local.data = in_.view(local.shape)
+    parameter.grad = gradient
 
 
 def _pieces(parameter: DTensor, pieces: Iterable[Piece], axis: Axis) -> tuple[FlatPiece, ...]:
