@@ -7,7 +7,8 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from megatronish.data_parallel.buckets import GradientBuckets, Source
+from megatronish.data_parallel.gradients import GradientBuckets
+from megatronish.data_parallel.plan import WHOLE_BACKWARD, BucketPlan, Source, plan_buckets
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Axis, Mesh
 from megatronish.mesh.layout import Layout
@@ -27,26 +28,43 @@ def chain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return layers.to(dtype)
 
 
+def plans_of(
+    parameters: dict[str, nn.Parameter],
+    shardings: dict[str, Sharding] | None = None,
+    *,
+    tp: Axis = ALONE,
+    holders: Axis = ALONE,
+    shared_over: Axis = ALONE,
+    bucket_size: int = 36,
+    sources: dict[str, frozenset[Source]] | None = None,
+) -> list[BucketPlan]:
+    plain = {name: Sharding(tuple(parameter.shape), dim=0) for name, parameter in parameters.items()}
+    return plan_buckets(
+        parameters,
+        plain | (shardings or {}),
+        tp=tp,
+        holders=holders,
+        shared_over=shared_over,
+        bucket_size=bucket_size,
+        sources=sources or dict.fromkeys(parameters, WHOLE_BACKWARD),
+    )
+
+
 def buckets_of(
     parameters: dict[str, nn.Parameter],
     shardings: dict[str, Sharding] | None = None,
     *,
     data: Axis = ALONE,
-    tp: Axis = ALONE,
-    holders: Axis = ALONE,
-    bucket_size: int = 36,
     overlap: bool = True,
+    **settings: Any,
 ) -> GradientBuckets:
-    plain = {name: Sharding(tuple(parameter.shape), dim=0) for name, parameter in parameters.items()}
-    return GradientBuckets(
-        parameters,
-        plain | (shardings or {}),
-        data=data,
-        tp=tp,
-        holders=holders,
-        bucket_size=bucket_size,
-        overlap=overlap,
-    )
+    """Whole copies on all of `data`."""
+    plans = plans_of(parameters, shardings, **settings)
+    return GradientBuckets(parameters, plans, shared_over=ALONE, copied_over=data, overlap=overlap)
+
+
+def views_of(buckets: GradientBuckets) -> dict[str, Tensor]:
+    return {name: view for bucket in buckets.buckets for name, view in bucket.views.items()}
 
 
 def zeros(**sizes: int) -> dict[str, nn.Parameter]:
@@ -71,10 +89,15 @@ def a_step(place: Place, overlap: bool) -> Seen:
     mesh = Mesh.start(Layout(dp=place.world_size), rank=place.rank, init_method=place.rendezvous)
     model = chain()
     buckets = buckets_of(dict(model.named_parameters()), data=mesh.data, overlap=overlap)
-    assert [bucket.names for bucket in buckets.buckets] == [["3.weight"], ["2.weight"], ["1.weight"], ["0.weight"]]
+    assert [bucket.plan.names for bucket in buckets.buckets] == [
+        ("3.weight",),
+        ("2.weight",),
+        ("1.weight",),
+        ("0.weight",),
+    ]
 
     def launched() -> int:
-        return sum(bucket.reduction is not None for bucket in buckets.buckets)
+        return buckets.num_launched
 
     halfway: list[int] = []
 
@@ -90,7 +113,7 @@ def a_step(place: Place, overlap: bool) -> Seen:
         after_last = launched()
         buckets.finish()
         assert during_first == 0
-        return after_last, {name: view.clone() for name, view in buckets.views.items()}
+        return after_last, {name: view.clone() for name, view in views_of(buckets).items()}
 
     after_last, gradients = step()
     seen_halfway = halfway[1]
@@ -137,11 +160,11 @@ def ready_in_any_order(place: Place) -> tuple[list[int], dict[str, Tensor]]:
     buckets.starting(("B", 0, 0), True)
     launched = []
     for name in "abcd" if place.rank == 0 else "dcba":
-        buckets.views[name].fill_(ord(name) + place.rank)
+        views_of(buckets)[name].fill_(ord(name) + place.rank)
         buckets.delivered(parameters[name])
-        launched.append(sum(bucket.reduction is not None for bucket in buckets.buckets))
+        launched.append(buckets.num_launched)
     buckets.finish()
-    return launched, buckets.views
+    return launched, views_of(buckets)
 
 
 def test_buckets_are_reduced_in_one_order_whatever_order_they_are_ready_in() -> None:
@@ -156,11 +179,11 @@ def test_buckets_are_reduced_in_one_order_whatever_order_they_are_ready_in() -> 
 
 def test_a_bucket_closes_once_it_is_large_enough() -> None:
     buckets = buckets_of(zeros(a=5, b=1, c=3, d=9, e=2), bucket_size=4)
-    assert [bucket.names for bucket in buckets.buckets] == [["e", "d"], ["c", "b"], ["a"]]
-    assert [bucket.flat.numel() for bucket in buckets.buckets] == [11, 4, 5]
-    for name, view in buckets.views.items():
+    assert [bucket.plan.names for bucket in buckets.buckets] == [("e", "d"), ("c", "b"), ("a",)]
+    assert [bucket.plan.size for bucket in buckets.buckets] == [11, 4, 5]
+    for name, view in views_of(buckets).items():
         view.fill_(ord(name))
-    assert buckets.buckets[1].flat.tolist() == [ord("c")] * 3 + [ord("b")]
+    assert buckets.buckets[1].part.tolist() == [ord("c")] * 3 + [ord("b")]
 
 
 def kinds(tp: Axis, holders: Axis) -> dict[str, tuple[tuple[str, ...], bool]]:
@@ -171,13 +194,11 @@ def kinds(tp: Axis, holders: Axis) -> dict[str, tuple[tuple[str, ...], bool]]:
         "norm": Sharding((4,)),
         "partial": Sharding((4,), partial=True),
     }
-    buckets = buckets_of(zeros(tied=4, cut=4, norm=4, partial=4), shardings, tp=tp, holders=holders, bucket_size=100)
+    plans = plans_of(zeros(tied=4, cut=4, norm=4, partial=4), shardings, tp=tp, holders=holders, bucket_size=100)
     if holders.size > 1:
-        assert buckets.buckets[-1].names == ["tied"]  # middle stages have none, so it comes after all others
+        assert plans[-1].names == ("tied",)  # middle stages have none, so it comes after all others
     return {
-        name: (tuple(axis.name for axis in bucket.finishing_axes), bucket.counted)
-        for bucket in buckets.buckets
-        for name in bucket.names
+        name: (tuple(axis.name for axis in plan.finishing_axes), plan.counted) for plan in plans for name in plan.names
     }
 
 
@@ -204,10 +225,10 @@ def finish_partial_and_tied(place: Place) -> dict[str, list[float]]:
     sizes = {"norm": 2} if mesh.pp.rank == 1 else {"norm": 2, "tied": 2}
     buckets = buckets_of(zeros(**sizes), shardings, data=mesh.data, tp=mesh.tp, holders=mesh.holders)
     buckets.zero()
-    for view in buckets.views.values():
+    for view in views_of(buckets).values():
         view.fill_(10.0**place.rank)
     buckets.finish()
-    return {name: view.tolist() for name, view in buckets.views.items()}
+    return {name: view.tolist() for name, view in views_of(buckets).items()}
 
 
 def test_partial_gradients_are_summed_over_tp_and_tied_ones_over_the_first_and_last_stage() -> None:
@@ -225,7 +246,7 @@ def accumulate(dtype: torch.dtype) -> Tensor:
     for gradient in [1.0, *[2.0**-10] * 1000]:
         (parameter * gradient).sum().backward()
     buckets.finish()
-    return buckets.views["w"]
+    return views_of(buckets)["w"]
 
 
 def test_gradients_of_bf16_parameters_add_up_in_fp32() -> None:
@@ -242,7 +263,7 @@ def test_a_bf16_gradient_leaves_nothing_behind_on_its_parameter() -> None:
     buckets.zero()
     model(inputs(0, 0).bfloat16()).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(bool(view.any()) for view in buckets.views.values())
+    assert all(bool(view.any()) for view in views_of(buckets).values())
 
 
 def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,29 +276,20 @@ def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -
     buckets.starting(("B", 0, 0), True)
     (weight * 2 + weight * 3).sum().backward()
     assert ready == [("w", (0, "B"))]
-    assert buckets.views["w"].tolist() == [5, 5, 5]
+    assert views_of(buckets)["w"].tolist() == [5, 5, 5]
 
 
 def test_a_gradient_from_two_places_is_final_when_both_have_delivered_for_the_last_time() -> None:
     """As a tied embedding's is, in the backward of one chunk and the weight gradients of another."""
     parameters = zeros(tied=2, plain=2)
     sources = {"tied": frozenset({(0, "B"), (1, "W")}), "plain": frozenset({(1, "W")})}
-    buckets = GradientBuckets(
-        parameters,
-        {name: Sharding((2,), dim=0) for name in parameters},
-        data=ALONE,
-        tp=ALONE,
-        holders=ALONE,
-        bucket_size=2,
-        overlap=True,
-        sources=sources,
-    )
+    buckets = buckets_of(parameters, bucket_size=2, sources=sources)
 
     def delivered(kind: str, chunk: int, *, is_last: bool) -> int:
         buckets.starting((kind, chunk, 0), is_last)
         for parameter in parameters.values():
             buckets.delivered(parameter)
-        return sum(bucket.reduction is not None for bucket in buckets.buckets)
+        return buckets.num_launched
 
     for _ in range(2):  # steps
         buckets.zero()
@@ -290,8 +302,8 @@ def test_a_gradient_from_two_places_is_final_when_both_have_delivered_for_the_la
 
 def test_scaling_scales_every_gradient() -> None:
     buckets = buckets_of(zeros(a=2, b=3), bucket_size=1)
-    for bucket in buckets.buckets:
-        bucket.flat.fill_(2.0)
+    for part in buckets.parts:
+        part.fill_(2.0)
     buckets.scale(0.25)
-    values: list[Any] = [view.tolist() for view in buckets.views.values()]
-    assert values == [[0.5] * 2, [0.5] * 3]
+    values: list[Any] = [view.tolist() for view in views_of(buckets).values()]
+    assert values == [[0.5] * 3, [0.5] * 2]

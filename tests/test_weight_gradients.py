@@ -8,7 +8,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatronish.data_parallel.buckets import GradientBuckets, Source
+from megatronish.data_parallel.gradients import GradientBuckets
+from megatronish.data_parallel.plan import Source, plan_buckets
 from megatronish.launch.place import Place
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import VocabParallelEmbedding
@@ -97,7 +98,7 @@ class Noted(WeightGradients):
     def __init__(self, sums: dict[nn.Parameter, Tensor], buckets: GradientBuckets) -> None:
         def delivered(weight: nn.Parameter) -> None:
             buckets.delivered(weight)
-            self.launched.append(num_launched(buckets))
+            self.launched.append(buckets.num_launched)
 
         super().__init__(sums, delivered=delivered)
         self.lengths: set[int] = set()
@@ -106,10 +107,6 @@ class Noted(WeightGradients):
     def put_off(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis) -> None:
         self.lengths.add(x.shape[0])
         super().put_off(weight, dy, x, axis=axis)
-
-
-def num_launched(buckets: GradientBuckets) -> int:
-    return sum(bucket.reduction is not None for bucket in buckets.buckets)
 
 
 def batches(data_rank: int) -> list[MicroBatch]:
@@ -145,17 +142,19 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     parameters = dict(net.to(dtype).named_parameters())
     if schedule.has_weight_gradients:
         net.weight_gradients = WeightGradients({})  # so that `sources` knows; replaced below
-    buckets = GradientBuckets(
+    alone = Axis("alone")
+    plans = plan_buckets(
         parameters,
         shardings,
-        data=mesh.data,
         tp=mesh.tp,
         holders=mesh.holders,
+        shared_over=alone,
         bucket_size=1,
-        overlap=True,
         sources=net.sources(),
     )
-    queue = Noted({parameter: buckets.views[name] for name, parameter in parameters.items()}, buckets)
+    buckets = GradientBuckets(parameters, plans, shared_over=alone, copied_over=mesh.data, overlap=True)
+    views = {name: buckets.sums[parameter] for name, parameter in parameters.items()}
+    queue = Noted(buckets.sums, buckets)
     split_backward(net, queue if schedule.has_weight_gradients else None)
     executor = Executor(
         [net.whole] if case.num_chunks == 1 else [net.start, net.end],
@@ -168,7 +167,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     launched: list[tuple[str, int]] = []
 
     def starting(action: Action, is_last: bool) -> None:
-        launched.append((label(action, num_chunks=case.num_chunks), num_launched(buckets)))
+        launched.append((label(action, num_chunks=case.num_chunks), buckets.num_launched))
         buckets.starting(action, is_last)
 
     seen: list[Seen] = []
@@ -178,7 +177,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
         buckets.zero()
         loss = float(executor.run(actions, batches(mesh.data.rank), step=0, starting=starting))
         buckets.finish()
-        found = {name: view.clone() for name, view in buckets.views.items()}
+        found = {name: view.clone() for name, view in views.items()}
         seen.append(Seen(loss, found, queue.lengths, list(launched), list(queue.launched)))
     first, second = seen
     assert all(torch.equal(first.gradients[name], gradient) for name, gradient in second.gradients.items())
@@ -215,12 +214,12 @@ def test_buckets_leave_while_the_last_weight_gradients_are_computed() -> None:
     """And not before: what an earlier W adds is not yet the whole."""
     for seen, v_shaped in run_ranks(2, train, Layout(dp=2), [Case("zb-h1"), Case("zb-v", 2)]):
         assert seen.launched == [(name, 0) for name in ("F0", "B0", "W0", "F1", "B1", "W1", "F2", "B2", "W2")]
-        # Delivered: head, second.2, second.0, first.2, first.0. Buckets go in the reverse of the model's order, biases
-        # (final since B2) in between, the head's where it embeds: last of those that tp could cut.
-        assert seen.launched_in_w == [0] * 10 + [0, 2, 3, 5, 9]
+        # Delivered: head, second.2, second.0, first.2, first.0. Buckets go by their sources, W alone first, in the
+        # reverse of the model's order; then biases, final since B2, and the head's, where it embeds.
+        assert seen.launched_in_w == [0] * 10 + [0, 1, 2, 3, 9]
         # The second chunk's leave before the first chunk's last backward.
         assert dict(v_shaped.launched) == dict.fromkeys(dict(v_shaped.launched), 0) | {"B2a": 3, "W2a": 3}
-        assert v_shaped.launched_in_w == [0] * 10 + [0, 2, 3, 5, 9]
+        assert v_shaped.launched_in_w == [0] * 10 + [0, 1, 3, 4, 9]
 
 
 def test_the_weights_that_are_put_off_have_names() -> None:
