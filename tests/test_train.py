@@ -36,7 +36,8 @@ MEGATRONS_LINE = re.compile(
     r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \| tokens per second: \d+ \|"
 )
 METRICS = [
-    *("step", "loss", "grad_norm", "learning_rate", "loss_scale", "tokens", "consumed_samples", "step_seconds"),
+    *("step", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped_iterations", "tokens", "consumed_samples"),
+    "step_seconds",
     *("tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"),
 ]
 TAGS = {

@@ -21,11 +21,15 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
+    skipped_steps: int = 0  # of them: their gradient overflowed, and they changed no parameter
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step showed. `seconds` is the update alone: no data, no saving, no evaluation."""
+    """What a step showed. `seconds` is the update alone: no data, no saving, no evaluation.
+
+    `loss_scale` is what its loss was multiplied by before the backward; `skipped` if its gradient overflowed.
+    """
 
     step: int
     loss: float
@@ -34,6 +38,8 @@ class StepRecord:
     global_batch_size: int
     consumed_samples: int
     seconds: float
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class Hook:
