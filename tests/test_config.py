@@ -271,8 +271,8 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--tp 8",
             r"^num_attention_heads=12 must be divisible by tensor_model_parallel_size=8; use .* 1, 2, 3, 4, 6 or",
         ),
-        ("--pp 16", r"^num_layers=12 is less than pipeline_model_parallel_size=16: .*; use --pp 12 or fewer"),
-        ("--pp 8 --pipeline-schedule zb-v", r"^num_layers=12 is less than .*=8 x 2 chunks: .*; use --pp 6 or fewer"),
+        ("--pp 16", r"^num_layers=12 is less than pipeline_model_parallel_size=16, .*; use --pp 12 or fewer"),
+        ("--pp 8 --pipeline-schedule zb-v", r"^num_layers=12 is less than .*=8 x 2 chunks, .*; use --pp 6 or fewer"),
         ("--pipeline-schedule interleaved", r"^pipeline_schedule=interleaved needs several chunks a stage; add --num"),
         (
             "--pp 2 --pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2",
@@ -292,11 +292,11 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         (
             "--pp 3 --decoder-first-pipeline-num-layers 11",
-            r"^decoder_first_pipeline_num_layers=11 leave 1 of num_layers=12 to the other 2 stages .*; use smaller",
+            r"^decoder_first_pipeline_num_layers=11 leaves 1 of num_layers=12 to the other 2 stages, .*; use smaller",
         ),
         (
             "--pp 2 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 5",
-            r"^decoder_first_.*=6 and decoder_last_.*=5 must add up to num_layers=12; leave one of them out",
+            r"^decoder_first_.*=6 and decoder_last_.*=5 must add up to num_layers=12; change one by \+1",
         ),
         (
             "--decoder-last-pipeline-num-layers 4",
@@ -304,13 +304,13 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         (
             "--pp 2 --pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1",
-            r"^decoder_first_.*=1 is less than the 2 chunks of that stage: .*; use 2 or more",
+            r"^decoder_first_.*=1 must be at least 2, a layer for each chunk of the stage; use more",
         ),
         (
             "--pp 2 --pipeline-split auto --decoder-first-pipeline-num-layers 5",
             r"contradicts .*: layers are shared out by hand or by weight; leave one of them out",
         ),
-        ("--cp 3", r"^seq_length=64 must be divisible by 2 x context_parallel_size=3, .* = 6; use --seq-length 66"),
+        ("--cp 3", r"^seq_length=64 must be divisible by 2 x context_parallel_size=3 = 6; use --seq-length 66"),
         (
             "--cp 2 --tp 12 --sequence-parallel",
             r"^seq_length=64 must be divisible by both 2 x .*=2 and .*=12 = 24; use --seq-length 72, or leave --seq",
@@ -341,6 +341,15 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--profile-schedule --profile-step-start 11 --profile-step-end 12",
             r"^profile_step_start=11 is after the last step, train_iters=10; use an earlier one",
         ),
+        (
+            "--pp 2 --num-layers-per-virtual-pipeline-stage 3 --decoder-first-pipeline-num-layers 5",
+            r"^num_layers_per_virtual_pipeline_stage=3 makes all chunks equal, .*; use --num-virtual-stages",
+        ),
+        (
+            "--pp 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
+            r"^pipeline_schedule=interleaved needs several chunks a stage",
+        ),
+        ("--global-batch-size 400000", r"is 200000 micro-batches, and must be at most 100000; use a smaller batch"),
         ("--cpu-offloading", r"is refused: use --recompute-granularity full --offload-saved-activations"),
         (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
         (f"--hidden-size {10**400}", r"^hidden_size=10+ must be at most 2147483647; change --hidden-size"),

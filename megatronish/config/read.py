@@ -158,6 +158,13 @@ def _derive(config: Config, *, path: Path | None, world_size: int | None, unsoun
         )
     notes += _idle_loss_scale(config.training)
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
+    parallel = config.parallel
+    if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
+        notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
+    if parallel.pipeline_model_parallel_size == 1 and parallel.pipeline_split != "even":
+        notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
+    if parallel.device == "cpu" and config.recompute.offload_saved_activations:
+        notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)

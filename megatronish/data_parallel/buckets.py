@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish import comm
+from megatronish.errors import RunError
 from megatronish.mesh.groups import Axis
 from megatronish.sharding import Sharding
 
@@ -123,7 +124,14 @@ class GradientBuckets:
     def mark_ready(self, name: str, source: Source) -> None:
         """Nothing more comes to the gradient of `name` from there. What is none of its sources changes nothing."""
         if source in self._sources[name]:
-            self._bucket_of[name].waiting_for.remove((name, source))
+            waiting_for = self._bucket_of[name].waiting_for
+            if (name, source) not in waiting_for:
+                raise RunError(
+                    f"the gradient of {name} was complete, and more of it came in the same backward: layers that share "
+                    "a parameter were computed again one by one. Use --no-overlap-grad-reduce, or leave "
+                    "--recompute-granularity full out"
+                )
+            waiting_for.remove((name, source))
         while self._next_launch < len(self.buckets) and not self.buckets[self._next_launch].waiting_for:
             self._launch_next()
 

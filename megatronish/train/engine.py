@@ -176,7 +176,7 @@ class Engine:
         grad_norm = global_norm(self._counted(), tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
         if self.check_finite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NotFiniteError(
-                f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite; the parameters are as they "
+                f"loss={loss} and grad_norm={grad_norm} in step {step + 1} must be finite; the parameters are as they "
                 "were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step"
             )
         return StepResult(loss, grad_norm, num_tokens)
@@ -220,7 +220,7 @@ class Engine:
         return [bucket.flat for bucket in self.buckets.buckets if bucket.counted]
 
     def _actions(self, num_microbatches: int) -> list[Action]:
-        return self.stages.plan(num_microbatches)[self.mesh.pp.rank]
+        return self.stages.actions(self.mesh.pp.rank, num_microbatches)
 
     def _sum_over_ranks(self, total: torch.Tensor) -> float:
         """Over data ranks and stages; tp ranks hold the same."""
