@@ -28,12 +28,15 @@ from megatronish.model.block import TransformerBlock
 from megatronish.model.gpt import GPT, Chunk, MakeBlock
 from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
+from megatronish.optim.loss_scale import LossScale, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.plan import Action, Place
 from megatronish.pipeline.run import Executor, Record
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.sharding import Sharding, collect_shardings, initialize
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NotFiniteError(RunError):
@@ -42,11 +45,16 @@ class NotFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step showed, the same on every rank. `loss` is the mean over the predictions that count."""
+    """What a step showed, the same on every rank. `loss` is the mean over the predictions that count.
+
+    `loss_scale` is what the loss was multiplied by; `skipped` says that the gradient overflowed and changed nothing.
+    """
 
     loss: float
     grad_norm: float
     num_loss_tokens: int
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 @dataclass
@@ -60,6 +68,7 @@ class Engine:
     buckets: GradientBuckets
     optimizer: Optimizer
     executor: Executor
+    loss_scale: LossScale
     clip_grad: float
     check_finite: bool
     record: Record | None = None
@@ -101,7 +110,7 @@ class Engine:
             )
         shardings = collect_shardings(stage)
         initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
-        dtype = torch.bfloat16 if training.bf16 else torch.float32
+        dtype = DTYPES[training.precision]
         stage.to(dtype)
         parameters = dict(stage.named_parameters())
         splits_backward = stages.schedule.has_weight_gradients
@@ -145,6 +154,7 @@ class Engine:
                 boundary=boundary,
                 weight_gradients=weight_gradients,
             ),
+            loss_scale=loss_scale_of(training),
             clip_grad=optimizer.clip_grad,
             check_finite=training.check_for_nan_in_loss_and_grad,
         )
@@ -154,37 +164,48 @@ class Engine:
     ) -> StepResult:
         """One update from this rank's micro-batches of global step number `step`."""
         result = self.gradients(micro_batches, step=step)
-        self.clip(result.grad_norm)
-        self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        if not result.skipped:
+            self.clip(result.grad_norm)
+            self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        self.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
         return result
 
     def gradients(self, micro_batches: Sequence[MicroBatch], *, step: int) -> StepResult:
-        """Leaves in the buckets the gradient of the mean loss over all predictions of the step that count."""
+        """Leaves in the buckets the gradient of the mean loss over all predictions of the step that count.
+
+        Times the loss scale: `clip` takes it out again.
+        """
         micro_batches = self._mine(micro_batches)
-        num_tokens = self._count_loss_tokens(micro_batches)
+        num_tokens, scale = self._count_loss_tokens(micro_batches), self.loss_scale.scale
         self.buckets.zero()
         total = self.executor.run(
             self._actions(len(micro_batches)),
             micro_batches,
             step=step,
-            loss_scale=1.0 / max(num_tokens, 1),
+            loss_scale=scale / max(num_tokens, 1),
             starting=self.buckets.starting,
             record=self.record,
         )
         self.buckets.finish()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)
-        grad_norm = global_norm(self._counted(), tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device)
-        if self.check_finite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        grad_norm = global_norm(self._counted(), tp=self.mesh.tp, pp=self.mesh.pp, device=self.mesh.device) / scale
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        # Where a smaller scale may help, the step is left out and the run goes on.
+        if self.check_finite and not is_finite and not self.loss_scale.gives_way:
             raise NotFiniteError(
                 f"loss={loss} and grad_norm={grad_norm} in step {step + 1} must be finite; the parameters are as they "
                 "were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step"
             )
-        return StepResult(loss, grad_norm, num_tokens)
+        skipped = not math.isfinite(grad_norm) and self.loss_scale.skips_overflow
+        return StepResult(loss, grad_norm, num_tokens, scale, skipped)
 
     def clip(self, grad_norm: float) -> None:
-        """Shorten the gradient to `clip_grad` if it is longer."""
+        """Take the loss scale out of the gradient, and shorten it to `clip_grad` if it is longer."""
+        factor = 1.0 / self.loss_scale.scale
         if self.clip_grad > 0 and grad_norm > self.clip_grad:
-            self.buckets.scale(self.clip_grad / (grad_norm + 1e-6))
+            factor *= self.clip_grad / (grad_norm + 1e-6)
+        if factor != 1.0:
+            self.buckets.scale(factor)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:

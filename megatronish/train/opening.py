@@ -43,7 +43,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
             else ""
         ),
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
-        f"{'bf16 with fp32 masters' if training.bf16 else 'fp32'}",
+        f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
         "attention: "
         + (OVER_CP[parallel.cp_comm_type] if layout.cp > 1 else "")
         + (
@@ -69,7 +69,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
                 stages=stages.loads(num_microbatches),
                 layout=layout,
                 sequence_parallel=parallel.sequence_parallel,
-                bf16=training.bf16,
+                bf16=training.precision != "fp32",
                 optimizer=config.optimizer.optimizer,
                 cp_comm_type=parallel.cp_comm_type,
                 recompute=config.recompute,

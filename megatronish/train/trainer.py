@@ -100,7 +100,8 @@ class Trainer:
         )
         seconds = time.perf_counter() - start
         size = self.batch_sizes.at(consumed)
-        self.progress = Progress(self.progress.step + 1, consumed + size)
+        before = self.progress
+        self.progress = Progress(before.step + 1, consumed + size, before.skipped_steps + result.skipped)
         return StepRecord(
             step=self.progress.step,
             loss=result.loss,
@@ -109,4 +110,6 @@ class Trainer:
             global_batch_size=size,
             consumed_samples=self.progress.consumed_samples,
             seconds=seconds,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
         )
