@@ -32,12 +32,18 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class Moment(NamedTuple):
+    """How many micro-batches of each chunk wait: `live` for their backward, `due` for their weight gradients alone."""
+
+    live: tuple[int, ...]
+    due: tuple[int, ...]
+
+
 class StageLoad(NamedTuple):
-    """What a pipeline stage holds: the layers of each of its chunks, and of how many micro-batches each chunk keeps
-    activations at the fullest moment of a step."""
+    """What a pipeline stage holds: the layers of each of its chunks, and the moments of a step."""
 
     layers: tuple[int, ...]
-    live: tuple[int, ...]
+    moments: frozenset[Moment]
     is_first: bool
     is_last: bool
 
@@ -53,13 +59,15 @@ def expected_memory(
     sequence_parallel: bool = False,
     bf16: bool = False,
     optimizer: Literal["adam", "sgd"] = "adam",
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p",
     recompute: RecomputeConfig | None = None,
 ) -> list[Memory]:
     """Bytes on a device of each pipeline stage."""
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = seq_length * micro_batch_size // layout.cp
     element_bytes = 2 if bf16 else 4
-    whole_parts = layout.tp if sequence_parallel else 1
+    if layout.cp > 1 and cp_comm_type == "p2p":  # a ring keeps no probabilities, whatever it drops of them
+        model = replace(model, attention_dropout=0.0)
     keeping = Keeping(model, seq_length, element_bytes, layout.tp, sequence_parallel, recompute or RecomputeConfig())
     expected = []
     for stage in stages:
@@ -71,15 +79,10 @@ def expected_memory(
             is_first=stage.is_first,
             is_last=stage.is_last,
         )
-        kept = sum(live * keeping.kept(layers) for layers, live in zip(stage.layers, stage.live, strict=True))
-        losses = stage.live[-1] if stage.is_last else 0  # the model ends in a stage's last chunk
-        # The loss keeps exponentials in fp32, in place of the logits; bf16 logits stand beside them for a moment.
-        logits = (4 * losses + (2 if bf16 and stage.is_last else 0)) * padded_vocab_size // layout.tp
-        # Inputs of the final norm and of the output layer.
-        head = losses * 2 * model.hidden_size * element_bytes // whole_parts
+        activations, logits = max((keeping.held(stage, moment, padded_vocab_size) for moment in stage.moments), key=sum)
         expected.append(
             _model_state(held, tp=layout.tp, bf16=bf16, optimizer=optimizer)._replace(
-                activations=tokens * (kept + keeping.once(max(stage.layers)) + head), logits=tokens * logits
+                activations=tokens * (activations + keeping.once(max(stage.layers))), logits=tokens * logits
             )
         )
     return expected
@@ -94,6 +97,26 @@ class Keeping(NamedTuple):
     tp: int
     sequence_parallel: bool
     recompute: RecomputeConfig
+
+    def held(self, stage: StageLoad, moment: Moment, padded_vocab_size: int) -> tuple[int, int]:
+        """(activations, logits): bytes a token at one moment."""
+        live = sum(count * self.kept(layers) for count, layers in zip(moment.live, stage.layers, strict=True))
+        due = sum(count * layers * self._queued for count, layers in zip(moment.due, stage.layers, strict=True))
+        # The model ends in a stage's last chunk: inputs of the final norm and of the head, and the logits, whose
+        # gradient takes their place.
+        losses = moment.live[-1] + moment.due[-1] if stage.is_last else 0
+        head = losses * 2 * self.model.hidden_size * self.element_bytes // (self.tp if self.sequence_parallel else 1)
+        return live + due + head, losses * self.element_bytes * padded_vocab_size // self.tp
+
+    @property
+    def _queued(self) -> int:
+        """What a layer leaves for its weight gradients: input and output gradient of its four products."""
+        model, sections = self.model, 2 if self.model.swiglu else 1
+        heads, kv_heads, size = model.num_attention_heads, model.num_kv_heads, model.head_size
+        split = 2 * (heads + kv_heads) * size + (sections + 1) * model.ffn_size
+        # Inputs are kept in parts under sequence parallelism; output gradients of the two that end a sublayer whole.
+        inputs, gradients = (2 * model.hidden_size * self.element_bytes for _ in range(2))
+        return split * self.element_bytes // self.tp + inputs // (self.tp if self.sequence_parallel else 1) + gradients
 
     def kept(self, num_layers: int) -> int:
         """Bytes a token that wait for the backward."""

@@ -14,7 +14,7 @@ from megatronish.attention.visibility import Visibility
 from megatronish.attention.zigzag import from_zigzag, places_of, to_zigzag
 
 SIZES = [(12, 1), (12, 2), (12, 3), (24, 3), (32, 4), (70, 5)]  # S, cp
-WINDOWS = (None, 1, 2, 3, 5, 8, 13, 100)
+WINDOWS = (None, 1, 2, 3, 5, 8, 11, 12, 13, 100)  # S is 12 below
 
 
 def documents_of(seq_length: int) -> Tensor:

@@ -37,7 +37,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("--hiden-size 8", r"--hiden-size.*--hidden-size"),
         ("--tp 5", r"num_attention_heads=12 must be divisible by tensor_model_parallel_size=5; use --tensor-model"),
-        ("--pp 3", r"num_layers=2 is less than pipeline_model_parallel_size=3: .* use --pp 2 or fewer"),
+        ("--pp 3", r"num_layers=2 is less than pipeline_model_parallel_size=3, .* use --pp 2 or fewer"),
         ("--dp 3", r"global_batch_size=4 .*3"),
         ("--load /nowhere/at/all", r"--load /nowhere/at/all holds no checkpoint; correct the path"),
         ("--ckpt-step 7", r"holds no checkpoint|ckpt_step=7"),

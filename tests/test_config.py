@@ -164,18 +164,42 @@ def test_sequence_parallel_with_one_tp_rank_is_off_and_noted() -> None:
     assert any(note.startswith("sequence_parallel is off") for note in notes)
 
 
+@pytest.mark.parametrize(("flags", "precision"), [([], "fp32"), (["--bf16"], "bf16")])
+def test_a_loss_scale_without_fp16_is_idle_and_noted(flags: list[str], precision: str) -> None:
+    _, notes = read_config(small("--mock-data", *flags, "--initial-loss-scale", "65536", "--hysteresis", "3"))
+    told = "initial_loss_scale=65536.0, hysteresis=3: idle, as"
+    assert f"{told} {precision} needs no loss scale; --fp16 would use it" in notes
+    assert not any("idle" in note for note in read_config(small("--mock-data", "--hysteresis", "2")).notes)
+
+
+def test_megatrons_flags_of_fp16_mean_the_same_here(tmp_path: Path) -> None:
+    words = ["--fp16", "--initial-loss-scale", "65536", "--min-loss-scale", "2", "--hysteresis", "4"]
+    config, notes = read_config(small("--mock-data", *words, "--loss-scale-window", "500"))
+    training = config.training
+    assert (training.precision, training.initial_loss_scale, training.min_loss_scale) == ("fp16", 65536.0, 2.0)
+    assert (training.loss_scale_window, training.hysteresis) == (500, 4)
+    assert not any("idle" in note for note in notes)
+    # What is typed wins over the file.
+    file = toml(tmp_path, "[training]\nfp16 = true\n")
+    config, notes = read_config(small("--mock-data", *file, "--bf16"))
+    assert config.training.precision == "bf16"
+    assert notes[0].endswith("fp16 (by --bf16)")
+
+
 # what is wrong, all at once
 
 
 def test_problems_of_file_flags_and_rules_come_together(tmp_path: Path) -> None:
     words = toml(tmp_path, '[model]\nnum_layer = 4\nhidden_size = 96\n[trainin]\n[data]\nvocab_size = "x"\n')
-    told = "\n".join(problems([*words, "--num-attention-heads", "x", "--fp16", "--seq-length", "-1", "--lrr", "1"]))
+    told = "\n".join(
+        problems([*words, "--num-attention-heads", "x", "--cpu-offloading", "--seq-length", "-1", "--lrr", "1"])
+    )
     for sentence in (
         "[model] num_layer is not a key; did you mean num_layers?",
         "[trainin] is not a section; did you mean [training]?",
         "[data] vocab_size = x: vocab_size must be a whole number",
         "--num-attention-heads x: num_attention_heads must be a whole number",
-        "--fp16 is refused: it is not there yet; use --bf16",
+        "--cpu-offloading is refused: use --recompute-granularity full",
         "--lrr is not a flag; did you mean --lr?",
         "seq_length=-1 must be at least 1",
         "num_layers is not given; set it in [model] of the config file, or add --num-layers",
@@ -204,7 +228,8 @@ def test_the_error_counts_its_problems() -> None:
         ("[training]\nbf16 = []\n", "bf16 = []: bf16 must be true or false"),
         ('[model]\nswiglu = "yes"\n', "swiglu must be true or false"),
         ("[parallel]\ntp = 2\ntensor_model_parallel_size = 4\n", "contradicts"),
-        ("[training]\nfp16 = true\n", "[training] fp16 = true is refused"),
+        ("[training]\ncpu_offloading = true\n", "[training] cpu_offloading = true is refused"),
+        ("[training]\nfp16 = true\nbf16 = true\n", "contradicts [training] fp16 = true: a model is computed in one"),
         ("[training]\ntrain_iters = 3\ntrain_samples = 3\n", "contradicts"),
     ],
 )
@@ -246,8 +271,8 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--tp 8",
             r"^num_attention_heads=12 must be divisible by tensor_model_parallel_size=8; use .* 1, 2, 3, 4, 6 or",
         ),
-        ("--pp 16", r"^num_layers=12 is less than pipeline_model_parallel_size=16: .*; use --pp 12 or fewer"),
-        ("--pp 8 --pipeline-schedule zb-v", r"^num_layers=12 is less than .*=8 x 2 chunks: .*; use --pp 6 or fewer"),
+        ("--pp 16", r"^num_layers=12 is less than pipeline_model_parallel_size=16, .*; use --pp 12 or fewer"),
+        ("--pp 8 --pipeline-schedule zb-v", r"^num_layers=12 is less than .*=8 x 2 chunks, .*; use --pp 6 or fewer"),
         ("--pipeline-schedule interleaved", r"^pipeline_schedule=interleaved needs several chunks a stage; add --num"),
         (
             "--pp 2 --pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2",
@@ -267,11 +292,11 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         (
             "--pp 3 --decoder-first-pipeline-num-layers 11",
-            r"^decoder_first_pipeline_num_layers=11 leave 1 of num_layers=12 to the other 2 stages .*; use smaller",
+            r"^decoder_first_pipeline_num_layers=11 leaves 1 of num_layers=12 to the other 2 stages, .*; use smaller",
         ),
         (
             "--pp 2 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 5",
-            r"^decoder_first_.*=6 and decoder_last_.*=5 must add up to num_layers=12; leave one of them out",
+            r"^decoder_first_.*=6 and decoder_last_.*=5 must add up to num_layers=12; change one by \+1",
         ),
         (
             "--decoder-last-pipeline-num-layers 4",
@@ -279,13 +304,13 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         (
             "--pp 2 --pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1",
-            r"^decoder_first_.*=1 is less than the 2 chunks of that stage: .*; use 2 or more",
+            r"^decoder_first_.*=1 must be at least 2, a layer for each chunk of the stage; use more",
         ),
         (
             "--pp 2 --pipeline-split auto --decoder-first-pipeline-num-layers 5",
             r"contradicts .*: layers are shared out by hand or by weight; leave one of them out",
         ),
-        ("--cp 3", r"^seq_length=64 must be divisible by 2 x context_parallel_size=3, .* = 6; use --seq-length 66"),
+        ("--cp 3", r"^seq_length=64 must be divisible by 2 x context_parallel_size=3 = 6; use --seq-length 66"),
         (
             "--cp 2 --tp 12 --sequence-parallel",
             r"^seq_length=64 must be divisible by both 2 x .*=2 and .*=12 = 24; use --seq-length 72, or leave --seq",
@@ -344,6 +369,15 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--dp 2 --zero-stage 2 --param-cpu-offload",
             r"^param_cpu_offload .*, and zero_stage=2 shares no parameters; add --zero-stage 3, or leave it out",
         ),
+        (
+            "--pp 2 --num-layers-per-virtual-pipeline-stage 3 --decoder-first-pipeline-num-layers 5",
+            r"^num_layers_per_virtual_pipeline_stage=3 makes all chunks equal, .*; use --num-virtual-stages",
+        ),
+        (
+            "--pp 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
+            r"^pipeline_schedule=interleaved needs several chunks a stage",
+        ),
+        ("--global-batch-size 400000", r"is 200000 micro-batches, and must be at most 100000; use a smaller batch"),
         ("--cpu-offloading", r"is refused: use --recompute-granularity full --offload-saved-activations"),
         (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
         (f"--hidden-size {10**400}", r"^hidden_size=10+ must be at most 2147483647; change --hidden-size"),
@@ -395,6 +429,24 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ("--weight-decay-incr-style linear", r"needs both ends; add --start-weight-decay and --end-weight-decay"),
         ("--adam-beta2 1", r"^adam_beta2=1.0 must be at least 0 and less than 1; the default is 0.999"),
         ("--hidden-dropout 1", r"^hidden_dropout=1.0 must be"),
+        ("--fp16 --bf16", r"^--bf16 contradicts --fp16: a model is computed in one precision; leave one of them out"),
+        (
+            "--fp16 --initial-loss-scale 4 --min-loss-scale 8",
+            r"^min_loss_scale=8.0 must not exceed initial_loss_scale=4.0; use a smaller one, or a larger --initial",
+        ),
+        ("--fp16 --min-loss-scale 0", r"^min_loss_scale=0.0 must be greater than 0; the default is 1.0"),
+        ("--fp16 --initial-loss-scale inf", r"^initial_loss_scale=inf must be greater than 0; the default is 42949"),
+        ("--fp16 --loss-scale -1", r"^loss_scale=-1.0 must not be negative; change --loss-scale"),
+        ("--fp16 --hysteresis 0", r"^hysteresis=0 must be at least 1; the default is 2"),
+        ("--fp16 --loss-scale-window 0", r"^loss_scale_window=0 must be at least 1; the default is 1000"),
+        (
+            "--fp16 --loss-scale 128 --hysteresis 3",
+            r"^--loss-scale 128 contradicts --hysteresis 3: a loss scale that is given follows no rule; leave one",
+        ),
+        (
+            "--fp16 --grad-reduce-in-bf16",
+            r"^grad_reduce_in_bf16 rounds gradients further than a run in fp16 does; add --bf16, or leave it out",
+        ),
         ("--clip-grad nan", r"^clip_grad=nan must not be negative"),
         ("--lr inf", r"^lr=inf must be greater than 0"),
         ("--window-size 0", r"^window_size=0 must be at least 1"),

@@ -152,6 +152,7 @@ def fullest_stage(config: Config, vocab_size: int) -> str:
         sequence_parallel=config.parallel.sequence_parallel,
         bf16=training.bf16,
         optimizer=config.optimizer.optimizer,
+        cp_comm_type=config.parallel.cp_comm_type,
         recompute=config.recompute,
     )
     return format_bytes(max(stage.total for stage in memory))

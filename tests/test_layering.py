@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "pipeline/split.py",
     "optim/learning_rate.py",
     "optim/batch_size.py",
+    "optim/loss_scale.py",
     "flops.py",
     "memory.py",
     "errors.py",

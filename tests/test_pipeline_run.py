@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.plan import Action, Placement, Plan, looped
 from megatronish.pipeline.plan import Place as Position
 from megatronish.pipeline.run import Boundary, Executor
-from megatronish.pipeline.schedule import SCHEDULES
+from megatronish.pipeline.schedule import RECEIVES_AHEAD, SCHEDULES
 from megatronish.pipeline.simulate import simulate
 
 S, B, D = 3, 2, 4
@@ -64,6 +64,11 @@ class WatchedGradients(WeightGradients):
         assert self._filling is not None
         self.watch.queued.append((self._filling, weakref.ref(dy)))
         super().put_off(weight, dy, x, axis=axis)
+
+    def compute(self, *, chunk: int, micro_batch: int) -> None:
+        others = set(self.due) - {(chunk, micro_batch)}
+        super().compute(chunk=chunk, micro_batch=micro_batch)
+        assert set(self.due) == others
 
 
 class Trace(torch.autograd.Function):
@@ -192,6 +197,8 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
             times: list[tuple[Action, float, float]] = []
             note, record = append_to(starting), append_to(times)
             if training:
+                note = also_check_receives(note, executor, actions)
+            if training:
                 micro_batches = batches(case.num_microbatches)
                 total = executor.run(
                     actions, micro_batches, step=5, loss_scale=LOSS_SCALE, starting=note, record=record
@@ -213,6 +220,22 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
                 )
             )
     return answers
+
+
+def also_check_receives(
+    note: Callable[..., None], executor: Executor, actions: Sequence[Action]
+) -> Callable[[Action, bool], None]:
+    """When an action is about to compute, what the next ones need is already being received: it travels meanwhile."""
+    expected = {action: actions[i + 1 : i + 1 + RECEIVES_AHEAD] for i, action in enumerate(actions)}
+
+    def noted(action: Action, is_last: bool) -> None:
+        receiving = {needed for line in executor.lines.values() for needed in line.receiving}
+        for coming in expected[action]:
+            source = executor._source(coming)
+            assert source is None or source.stage == executor.stage or coming in receiving
+        note(action, is_last)
+
+    return noted
 
 
 def serial(num_positions: int, num_microbatches: int) -> tuple[float, list[list[Tensor]]]:

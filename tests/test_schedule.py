@@ -11,8 +11,6 @@ from megatronish.errors import UserError
 from megatronish.pipeline.draw import draw
 from megatronish.pipeline.plan import Action, Place, Plan, looped, v_shaped
 from megatronish.pipeline.schedule import SCHEDULES
-from megatronish.pipeline.schedules.gpipe import gpipe
-from megatronish.pipeline.schedules.one_f_one_b import one_f_one_b
 from megatronish.pipeline.simulate import Costs, refuse_crossing, refuse_hang, simulate
 from megatronish.pipeline.timeline import TimedPlan
 
@@ -104,13 +102,13 @@ def test_a_pipeline_idles_for_a_stage_less_than_it_has(name: str) -> None:
 
 def test_gpipe_holds_every_micro_batch_alive() -> None:
     for num_stages, num_microbatches in SIZES:
-        simulation = simulate(gpipe(num_stages=num_stages, num_microbatches=num_microbatches))
+        simulation = simulate(SCHEDULES["gpipe"].plan(num_stages=num_stages, num_microbatches=num_microbatches))
         assert simulation.peak_live == [num_microbatches] * num_stages
 
 
 def test_one_f_one_b_holds_no_more_alive_than_stages_that_follow() -> None:
     for num_stages, num_microbatches in SIZES:
-        simulation = simulate(one_f_one_b(num_stages=num_stages, num_microbatches=num_microbatches))
+        simulation = simulate(SCHEDULES["1f1b"].plan(num_stages=num_stages, num_microbatches=num_microbatches))
         assert simulation.peak_live == [min(num_stages - s, num_microbatches) for s in range(num_stages)]
 
 
@@ -136,7 +134,7 @@ def test_interleaving_goes_through_the_chunks_in_groups() -> None:
         "F0a F1a F0b B0b F1b B1b F2a B0a B1a F2b B2b B2a",
     ]
     one_chunk = SCHEDULES["interleaved"].plan(num_stages=4, num_microbatches=6, num_chunks=1)
-    assert one_chunk == one_f_one_b(num_stages=4, num_microbatches=6)
+    assert one_chunk == SCHEDULES["1f1b"].plan(num_stages=4, num_microbatches=6)
 
 
 def test_zb_h1_holds_what_the_worst_stage_of_one_f_one_b_holds() -> None:
@@ -202,7 +200,9 @@ def test_a_number_of_chunks_that_a_schedule_cannot_have_is_refused_with_those_th
 
 
 def test_one_f_one_b_draws_itself() -> None:
-    simulation = simulate(one_f_one_b(num_stages=2, num_microbatches=3), costs=Costs(forward=1, backward=2, weight=0))
+    simulation = simulate(
+        SCHEDULES["1f1b"].plan(num_stages=2, num_microbatches=3), costs=Costs(forward=1, backward=2, weight=0)
+    )
     assert draw(simulation.timeline) == (
         "stage 0:  F0  F1   .   .  B0  --  F2  B1  --   .  B2  --\n"
         "stage 1:   .  F0  B0  --  F1  B1  --  F2  B2  --   .   ."
@@ -211,8 +211,8 @@ def test_one_f_one_b_draws_itself() -> None:
 
 def test_transfers_delay_a_pipeline_but_not_a_single_stage() -> None:
     costs = Costs(forward=1, backward=1, weight=1, transfer=0.5)
-    assert simulate(gpipe(num_stages=1, num_microbatches=2), costs=costs).makespan == 6
-    assert simulate(gpipe(num_stages=3, num_microbatches=1), costs=costs).makespan == 9 + 4 * 0.5
+    assert simulate(SCHEDULES["gpipe"].plan(num_stages=1, num_microbatches=2), costs=costs).makespan == 6
+    assert simulate(SCHEDULES["gpipe"].plan(num_stages=3, num_microbatches=1), costs=costs).makespan == 9 + 4 * 0.5
 
 
 def test_a_gradient_leaves_before_the_weight_gradient_where_the_plan_says_so() -> None:

@@ -82,24 +82,15 @@ def test_the_automatic_split_makes_the_ends_light() -> None:
 
 
 IMPOSSIBLE = [
-    ({"num_layers": 3, "placement": looped(num_stages=4)}, "num_layers=3 is less than .*=4 x 1 chunk .* at most 3"),
-    (
-        {"num_layers": 7, "placement": v_shaped(num_stages=4)},
-        "num_layers=7 is less than .*=4 x 2 chunks .* at most 3",
-    ),
+    ({"num_layers": 3, "placement": looped(num_stages=4)}, "num_layers=3 is less than .*=4, .*; use --pp 3 or fewer"),
+    ({"num_layers": 7, "placement": v_shaped(num_stages=4)}, "num_layers=7 is less than .*=4 x 2 chunks.*--pp 3 or"),
     ({"num_layers": 2, "placement": looped(num_stages=2, num_chunks=3)}, "use fewer chunks"),
-    (
-        {"num_layers": 4, "placement": looped(num_stages=1), "first": 4},
-        "first_.*=4 needs two pipeline stages",
-    ),
-    ({"num_layers": 4, "placement": looped(num_stages=1), "last": 4}, "last_.*=4 needs two pipeline stages"),
-    (
-        {"num_layers": 4, "placement": looped(num_stages=2), "first": 0},
-        "first_.*=0 must be at least 1",
-    ),
+    ({"num_layers": 4, "placement": looped(num_stages=1), "first": 4}, "first_.*=4 needs pipeline.* > 1; add --pp 2"),
+    ({"num_layers": 4, "placement": looped(num_stages=1), "last": 4}, "last_.*=4 needs pipeline.* > 1; add --pp 2"),
+    ({"num_layers": 4, "placement": looped(num_stages=2), "first": 0}, "first_.*=0 must be at least 1"),
     (
         {"num_layers": 9, "placement": v_shaped(num_stages=2), "last": 1},
-        "last.*=1 must be at least 2: .* 2 chunks",
+        "last.*=1 must be at least 2, a layer for each",
     ),
     (
         {"num_layers": 8, "placement": looped(num_stages=2), "first": 3, "last": 4},
@@ -107,9 +98,12 @@ IMPOSSIBLE = [
     ),
     (
         {"num_layers": 8, "placement": looped(num_stages=4), "first": 7},
-        "first_pipeline_num_layers=7 leaves 1 of num_layers=8 for the other stages, which need 3",
+        "first_pipeline_num_layers=7 leaves 1 of num_layers=8 to the other 3 stages, which need 3; use smaller",
     ),
-    ({"num_layers": 8, "placement": looped(num_stages=4), "first": 4, "last": 5}, "leaves 0 of num_layers=8"),
+    (
+        {"num_layers": 8, "placement": looped(num_stages=3), "first": 4, "last": 5},
+        "leave 0 of num_layers=8 to the other stage, which needs 1",
+    ),
 ]
 
 

@@ -23,6 +23,7 @@ from jobs import (
 from ranks import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatronish.errors import RunError
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked
 from megatronish.train.plot import read_lines
@@ -36,7 +37,8 @@ MEGATRONS_LINE = re.compile(
     r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \| tokens per second: \d+ \|"
 )
 METRICS = [
-    *("step", "loss", "grad_norm", "learning_rate", "loss_scale", "tokens", "consumed_samples", "step_seconds"),
+    *("step", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped_iterations", "tokens", "consumed_samples"),
+    "step_seconds",
     *("tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"),
 ]
 TAGS = {
@@ -237,7 +239,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(tmp_p
     ended = run_job(tiny(run_dir, "--tp 2 --lr 1e30 --save-interval 1"), tmp_path)
     assert ended.status == 1
     last = max(steps_of(run_dir), default=0)
-    assert re.search(rf"loss=.* and grad_norm=.* in step {last} must be finite; .* Lower --lr", ended.errors)
+    assert re.search(rf"loss=.* and grad_norm=.* in step {last + 1} must be finite; .* Lower --lr", ended.errors)
     assert ended.errors.count("must be finite") == 1 and "Traceback" not in ended.errors
     names = [f"step_{step:08d}" for step in range(1, last + 1)]
     assert checkpoints_of(run_dir) == ["latest", *names]
@@ -266,6 +268,26 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_message(tmp_path: Path) -> No
     assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2] and text.endswith("}\n")
     train_on_ranks(argv, world_size=2)
     assert sorted(steps_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+def fail_on_rank_zero_in_step_two() -> None:
+    """Planted in a job: rank 1 will wait for rank 0, and lose it."""
+    clip, steps = Engine.clip, [0]
+
+    def clip_or_fail(self: Engine, grad_norm: float) -> None:
+        steps[0] += 1
+        if steps[0] == 2 and self.mesh.world.rank == 0:
+            raise RunError("the culprit has spoken")
+        clip(self, grad_norm)
+
+    Engine.clip = clip_or_fail  # type: ignore[method-assign]
+
+
+def test_the_rank_that_failed_is_heard_and_not_the_one_that_lost_it(tmp_path: Path) -> None:
+    for number in range(3):  # it would be a race
+        argv = tiny(tmp_path / str(number), "--pp 2")
+        ended = run_job(argv, tmp_path, plant=fail_on_rank_zero_in_step_two)
+        assert (ended.status, ended.errors) == (1, "rank 0 failed: the culprit has spoken\n")
 
 
 @pytest.mark.parametrize(("first", "then"), [(4, 2), (2, 4)])

@@ -61,6 +61,13 @@ def test_the_first_layer_that_differs_is_named(tmp_path: Path) -> None:
     assert "does NOT train the same model: the output of layers.1 is the first to differ, in step 1" in ended.output
 
 
+def test_it_is_named_where_layers_are_computed_again_for_micro_batches_of_before(tmp_path: Path) -> None:
+    flags = "--dp 2 --pp 2 --pipeline-schedule zb-v --num-layers 4 --recompute-granularity full"
+    ended = verify(tmp_path, flags, plant=scale_layer_one)
+    assert ended.status == 1
+    assert "does NOT train the same model: the output of layers.1 is the first to differ, in step 1" in ended.output
+
+
 def test_a_wrong_gradient_is_named_by_its_parameter(tmp_path: Path) -> None:
     ended = verify(tmp_path, "--tp 2 --sequence-parallel", plant=forget_partial_gradients)
     assert ended.status == 1

@@ -22,6 +22,8 @@ from megatronish.pipeline.schedule import SCHEDULES
 from megatronish.pipeline.simulate import Costs, simulate
 from megatronish.pipeline.timeline import TimedPlan
 
+COLUMNS_AN_ACTION = 3  # on average, of a real step
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -82,13 +84,14 @@ def recorded(path: Path) -> tuple[str, TimedPlan]:
     return f"{step.schedule}, {len(step.rows)} stages, as it ran", step.timed()
 
 
-def report(timed_plan: TimedPlan) -> str:
-    """The drawing and the numbers."""
+def report(timed_plan: TimedPlan, *, is_real: bool) -> str:
+    """The drawing and the numbers. Actions of a real step differ by orders of magnitude: they share columns."""
     rows = [f"{'':9}{'start':>10}{'end':>10}{'peak live activations':>24}"]
     for stage, (row, live) in enumerate(zip(timed_plan.timeline, timed_plan.peak_live, strict=True)):
         rows.append(f"stage {stage:<3}{row[0].start:10.5g}{row[-1].end:10.5g}{live:24d}")
     numbers = f"makespan {timed_plan.makespan:.6g}, bubble rate {timed_plan.bubble_rate:.2%}"
-    return "\n".join([draw(timed_plan.timeline), "", numbers, *rows])
+    most_columns = COLUMNS_AN_ACTION * max(map(len, timed_plan.timeline)) if is_real else None
+    return "\n".join([draw(timed_plan.timeline, most_columns=most_columns), "", numbers, *rows])
 
 
 def main() -> int:
@@ -100,12 +103,16 @@ def main() -> int:
     except UserError as error:
         print(f"draw_schedule: {error}", file=sys.stderr)
         return 2
-    print(report(timed_plan))
+    print(report(timed_plan, is_real=arguments.recorded is not None))
     if arguments.png:
         from megatronish.pipeline.draw_png import draw_png  # matplotlib takes a second to import: only where it is used
 
-        arguments.png.parent.mkdir(parents=True, exist_ok=True)
-        draw_png(timed_plan, arguments.png, title=title, time="seconds" if arguments.recorded else "time")
+        try:
+            arguments.png.parent.mkdir(parents=True, exist_ok=True)
+            draw_png(timed_plan, arguments.png, title=title, time="seconds" if arguments.recorded else "time")
+        except OSError as error:
+            print(f"draw_schedule: png={arguments.png} cannot be written: {error.strerror or error}", file=sys.stderr)
+            return 2
         print(f"\ndrawn into {arguments.png}")
     return 0
 

@@ -182,6 +182,25 @@ def _learning_rates(config: Config) -> str | None:
     return None
 
 
+def _loss_scales(config: Config) -> str | None:
+    training = config.training
+    if not training.fp16 or training.min_loss_scale <= training.initial_loss_scale:
+        return None
+    return (
+        f"min_loss_scale={training.min_loss_scale} must not exceed initial_loss_scale={training.initial_loss_scale}; "
+        "use a smaller one, or a larger --initial-loss-scale"
+    )
+
+
+def _reduction_in_bf16(config: Config) -> str | None:
+    if not config.parallel.grad_reduce_in_bf16 or config.training.bf16:
+        return None
+    return (
+        f"grad_reduce_in_bf16 rounds gradients further than a run in {config.training.precision} does; "
+        "add --bf16, or leave it out"
+    )
+
+
 def _weight_decay(config: Config) -> str | None:
     optimizer = config.optimizer
     start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
@@ -274,6 +293,8 @@ RULES = (
     Rule(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), _wsd),
     Rule(("profile_schedule", "profile_step_start", "profile_step_end", "train_iters"), _profile),
     Rule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),
+    Rule(("fp16", "initial_loss_scale", "min_loss_scale"), _loss_scales),
+    Rule(("bf16", "fp16", "grad_reduce_in_bf16"), _reduction_in_bf16),
     Rule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),
     Rule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),
     Rule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),

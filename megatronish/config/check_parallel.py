@@ -5,6 +5,7 @@ import math
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, one_of
 from megatronish.config.rules import Rule, divide
+from megatronish.config.stages import stages_problem
 
 
 def _heads_over_tp(config: Config) -> str | None:
@@ -37,8 +38,7 @@ def _multiple(config: Config, of: int, why: str) -> str | None:
 
 def _sequence_over_cp(config: Config) -> str | None:
     cp = config.parallel.context_parallel_size
-    why = f"2 x context_parallel_size={cp}, as each rank takes one piece from the front and one from the back,"
-    return _multiple(config, 2 * cp, why) if cp > 1 else None
+    return _multiple(config, 2 * cp, f"2 x context_parallel_size={cp}") if cp > 1 else None
 
 
 def _sequence_over_tp(config: Config) -> str | None:
@@ -69,11 +69,18 @@ def _interleaving(config: Config) -> str | None:
     parallel = config.parallel
     schedule, pp = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size
     layers, chunk = config.model.num_layers, parallel.num_layers_per_virtual_pipeline_stage
-    asked = chunk is not None or parallel.num_virtual_stages_per_pipeline_rank is not None
-    if schedule == "interleaved" and not asked:
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    asked = chunk is not None or virtual is not None
+    if schedule == "interleaved" and chunk is None and virtual in (None, 1):
         return (
             "pipeline_schedule=interleaved needs several chunks a stage; add --num-virtual-stages-per-pipeline-rank 2, "
             "or --num-layers-per-virtual-pipeline-stage"
+        )
+    ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
+    if chunk is not None and ends != (None, None):
+        return (
+            f"num_layers_per_virtual_pipeline_stage={chunk} makes all chunks equal, which stages with layers of their "
+            "own are not; use --num-virtual-stages-per-pipeline-rank instead"
         )
     if schedule not in ("interleaved", "zb-v") and parallel.num_chunks(layers) > 1:
         return (
@@ -92,38 +99,16 @@ def _interleaving(config: Config) -> str | None:
 
 
 def _layers_over_stages(config: Config) -> str | None:
-    """Each chunk needs a layer, and stages whose layers are given leave the others theirs."""
+    parallel, layers = config.parallel, config.model.num_layers
     if _interleaving(config):
         return None
-    parallel, layers = config.parallel, config.model.num_layers
-    chunks, pp = parallel.num_chunks(layers), parallel.pipeline_model_parallel_size
-    each = "each of them needs a layer"
-    positions = f"pipeline_model_parallel_size={pp}" + (f" x {chunks} chunks" if chunks > 1 else "")
-    if layers < pp * chunks:
-        remedy = f"use --pp {layers // chunks} or fewer" if layers >= chunks else "use --pipeline-schedule 1f1b"
-        return f"num_layers={layers} is less than {positions}: {each}; {remedy}, or more layers"
-    given = {
-        name: value
-        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        if (value := getattr(parallel, name)) is not None
-    }
-    for name, value in given.items():
-        if pp == 1:
-            return f"{name}={value} needs pipeline_model_parallel_size > 1; add --pp 2, or leave it out"
-        if value < chunks:
-            return f"{name}={value} is less than the {chunks} chunks of that stage: {each}; use {chunks} or more"
-    if pp == 1 or not given:
-        return None
-    left, others = layers - sum(given.values()), pp - len(given)
-    told = " and ".join(f"{name}={value}" for name, value in given.items())
-    if others == 0:
-        return f"{told} must add up to num_layers={layers}; leave one of them out" if left else None
-    if left < others * chunks:
-        return (
-            f"{told} leave {max(left, 0)} of num_layers={layers} to the other {others} stages of {chunks} "
-            f"chunk{'s' if chunks > 1 else ''}: {each}; use smaller ones"
-        )
-    return None
+    return stages_problem(
+        num_layers=layers,
+        num_stages=parallel.pipeline_model_parallel_size,
+        num_chunks=parallel.num_chunks(layers),
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+    )
 
 
 def _recompute(config: Config) -> str | None:
@@ -192,11 +177,26 @@ def _offload(config: Config) -> str | None:
     return None
 
 
+def _num_microbatches(config: Config) -> str | None:
+    """Each is an action in a list: more is a slip of the finger."""
+    micro, dp = config.training.micro_batch_size, config.layout.dp
+    number = config.global_batch_size // (micro * dp)
+    if number <= LARGEST_NUM_MICROBATCHES:
+        return None
+    return (
+        f"global_batch_size={config.global_batch_size} / (micro_batch_size={micro} x data_parallel_size={dp}) is "
+        f"{number} micro-batches, and must be at most {LARGEST_NUM_MICROBATCHES}; use a smaller batch, or a larger "
+        "--micro-batch-size"
+    )
+
+
 def _backend(config: Config) -> str | None:
     if config.parallel.distributed_backend == "nccl" and config.parallel.device == "cpu":
         return "distributed_backend=nccl needs CUDA, but device=cpu; use --distributed-backend gloo, or --device cuda"
     return None
 
+
+LARGEST_NUM_MICROBATCHES = 100_000
 
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"
@@ -220,9 +220,10 @@ PARALLEL_RULES = (
     Rule(("seq_length", _CP), _sequence_over_cp),
     Rule(("seq_length", "sequence_parallel", _TP, _CP), _sequence_over_tp),
     Rule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
-    Rule(("num_layers", _PP, *_CHUNKS), _interleaving),
+    Rule(("num_layers", _PP, *_CHUNKS, *_STAGES), _interleaving),
     Rule(("num_layers", _PP, *_CHUNKS, *_STAGES), _layers_over_stages),
     Rule((*_RECOMPUTE, _TP, "sequence_parallel"), _recompute),
+    Rule((*MESH, "global_batch_size", "micro_batch_size"), _num_microbatches),
     Rule(("distributed_backend", "device"), _backend),
     Rule((*_ZERO, *_CHUNKS), _zero),
     Rule((*_ZERO, *MESH, "num_distributed_optimizer_instances"), _copies),

@@ -40,7 +40,6 @@ def _refused(text: str, num_values: int = 0, harmless: tuple[str, ...] = ()) -> 
 
 _ONE_IMPLEMENTATION = "there is one implementation, in torch"
 _FUSION = "which operations are fused is decided at run time and told in the first lines of a run"
-_NO_LOSS_SCALE = "fp32 and bf16 need no loss scale"
 _SPLIT = "use --pipeline-split auto, which weighs the embedding and the head by what they cost"
 _WANDB = "Weights & Biases is not there yet; leave it out, `wandb sync` reads the TensorBoard files of the run folder"
 _REMOVED = "Megatron-LM removed it"
@@ -59,10 +58,9 @@ KNOWN: dict[str, Known] = {
     "microbatch-group-size-per-virtual-pipeline-stage": _refused("it is the number of stages here; leave it out", 1),
     "hierarchical-context-parallel-sizes": _refused("use --cp-comm-type p2p or a2a alone, and leave it out", 2),
     "expert-model-parallel-size": _refused("experts are not there yet; use 1, or leave it out", 1, ("1",)),
-    "use-distributed-optimizer": _refused(
-        "it is not there yet: every data-parallel rank keeps the whole optimizer state; leave it out, use --tp or --pp"
+    "data-parallel-sharding-strategy": _refused(
+        "use --zero-stage 0, 1, 2 or 3 (no_shard, optim, optim_grads, optim_grads_params)", 1, ("no_shard",)
     ),
-    "overlap-param-gather": _refused("it needs a distributed optimizer, which is not there yet; leave it out"),
     "no-overlap-p2p-communication": _idle("stages talk as their schedule says"),
     "tp-comm-overlap": _idle("it changes speed alone, and which collectives overlap is decided here"),
     "use-tp-pp-dp-mapping": _refused("ranks lie in the order tp-cp-dp-pp, Megatron-LM's default; leave it out"),
@@ -78,14 +76,7 @@ KNOWN: dict[str, Known] = {
     "manual-gc": _idle("it changes speed alone"),
     "empty-unused-memory-level": _idle("it changes no number of the run", 1),
     # precision
-    "fp16": _refused("it is not there yet; use --bf16, which needs no loss scale"),
-    "loss-scale": _idle(_NO_LOSS_SCALE, 1),
-    "initial-loss-scale": _idle(_NO_LOSS_SCALE, 1),
-    "min-loss-scale": _idle(_NO_LOSS_SCALE, 1),
-    "loss-scale-window": _idle(_NO_LOSS_SCALE, 1),
-    "hysteresis": _idle(_NO_LOSS_SCALE, 1),
-    "accumulate-allreduce-grads-in-fp32": _idle("gradients are always accumulated and reduced in fp32"),
-    "grad-reduce-in-bf16": _refused("gradients are reduced in fp32; leave it out"),
+    "accumulate-allreduce-grads-in-fp32": _idle("gradients are in fp32 unless --grad-reduce-in-bf16 says otherwise"),
     "fp32-residual-connection": _refused("it is not there yet; leave it out, or train in fp32 without --bf16"),
     # recomputation and fusion
     "recompute-activations": _means("recompute_granularity", "selective"),
@@ -153,6 +144,7 @@ DIFFERENCES: dict[str, str] = {
     + ".",
     "num_query_groups": "Without `--group-query-attention` Megatron-LM ignores it in silence; here that is an error.",
     "max_position_embeddings": "Required in Megatron-LM; here it is the sequence length where it is not given.",
+    "loss_scale": "Megatron-LM applies it to bf16, too; here it is idle without `--fp16`.",
     "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either.",
     "openai_gelu": "Megatron-LM's default activation is the exact GELU without its bias-GELU fusion and the tanh form "
     "with it; here it is exact unless this flag is given.",

@@ -30,8 +30,8 @@ RANGES = (
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank recompute_num_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         num_distributed_optimizer_instances ddp_bucket_size seq_length micro_batch_size global_batch_size train_iters
-        train_samples
-        exit_interval eval_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
+        train_samples loss_scale_window hysteresis exit_interval eval_interval lr_decay_iters lr_decay_samples
+        lr_wsd_decay_iters lr_wsd_decay_samples
         profile_step_start profile_step_end
         save_interval log_interval tensorboard_log_interval sample_tokens vocab_size
         """,
@@ -41,7 +41,7 @@ RANGES = (
         lambda value: value >= 0,
         """
         eval_iters seed min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
-        start_weight_decay end_weight_decay clip_grad num_workers ckpt_step
+        start_weight_decay end_weight_decay clip_grad loss_scale num_workers ckpt_step
         """,
     ),
     Range(
@@ -50,7 +50,7 @@ RANGES = (
         """
         rotary_base rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_beta_fast
         rope_beta_slow norm_epsilon init_method_std distributed_timeout_minutes lr adam_eps
-        exit_duration_in_mins peak_tflops_per_device
+        exit_duration_in_mins peak_tflops_per_device initial_loss_scale min_loss_scale
         """,
     ),
     Range(
@@ -92,6 +92,7 @@ LARGEST = (
         ddp_bucket_size train_iters train_samples exit_interval eval_interval eval_iters lr_decay_iters lr_decay_samples
         lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples save_interval ckpt_step log_interval
         profile_step_start profile_step_end tensorboard_log_interval num_distributed_optimizer_instances seed
+        loss_scale_window hysteresis
         """,
     ),
 )

@@ -16,7 +16,8 @@ from megatronish.config.fields import FIELDS, read_fields, with_fields
 from megatronish.config.files import missing_files
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
-from megatronish.config.settle import merge, settle
+from megatronish.config.settle import LOSS_SCALE_RULE, merge, settle
+from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 
 PROGRAM = "pretrain_gpt.py"
@@ -155,7 +156,15 @@ def _derive(config: Config, *, path: Path | None, world_size: int | None, unsoun
         notes.append(
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
+    notes += _idle_loss_scale(config.training)
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
+    parallel = config.parallel
+    if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
+        notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
+    if parallel.pipeline_model_parallel_size == 1 and parallel.pipeline_split != "even":
+        notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
+    if parallel.device == "cpu" and config.recompute.offload_saved_activations:
+        notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
@@ -165,6 +174,15 @@ def _derive(config: Config, *, path: Path | None, world_size: int | None, unsoun
     if config.log.run_dir is None:
         config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
     return _Derived(config, notes, problems)
+
+
+def _idle_loss_scale(training: TrainingConfig) -> list[str]:
+    """What is said of a loss scale that nothing needs."""
+    names = ("loss_scale", *LOSS_SCALE_RULE)
+    told = [f"{name}={value}" for name in names if (value := getattr(training, name)) != FIELDS[name].default]
+    if training.fp16 or not told:
+        return []
+    return [f"{', '.join(told)}: idle, as {training.precision} needs no loss scale; --fp16 would use it"]
 
 
 def _world_size_problem(parallel: ParallelConfig, world_size: int | None) -> str | None:

@@ -19,6 +19,7 @@ class Rivals(NamedTuple):
 
 STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+LOSS_SCALE_RULE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
 _ONE_ACTIVATION = "an MLP has one activation"
 
@@ -27,6 +28,8 @@ RIVALS = (
     Rivals(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
     Rivals(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Rivals(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
+    Rivals(("bf16",), ("fp16",), "a model is computed in one precision"),
+    Rivals(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
     Rivals(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
     Rivals(
         ("num_layers_per_virtual_pipeline_stage",),

@@ -1,6 +1,7 @@
 """How long, on how much, in which precision?"""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -31,5 +32,22 @@ class TrainingConfig:
     """Of initial weights, dropout and data order."""
     bf16: bool = False
     """Compute in bf16; master weights, gradients and their reduction stay in fp32."""
+    fp16: bool = False
+    """Compute in fp16, with a loss scale; master weights, gradients and their reduction stay in fp32."""
+    loss_scale: float | None = None
+    """fp16: a loss scale that stays the same. Without it, or with 0, the scale follows overflows."""
+    initial_loss_scale: float = 2.0**32
+    """fp16: where the loss scale starts."""
+    min_loss_scale: float = 1.0
+    """fp16: the loss scale is never halved below this."""
+    loss_scale_window: int = 1000
+    """fp16: steps in a row without an overflow after which the loss scale is doubled."""
+    hysteresis: int = 2
+    """fp16: with so many overflows since its last doubling the loss scale is halved, and with each one after them."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or the gradient norm is not finite."""
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """What is computed in."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"

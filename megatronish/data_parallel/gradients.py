@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.data_parallel.plan import BucketPlan, Source
+from megatronish.errors import RunError
 from megatronish.mesh.groups import Axis
 
 MOST_UNDER_WAY = 2  # exchanges of buckets that ZeRO-2 frees afterwards
@@ -145,6 +146,12 @@ class GradientBuckets:
         """Nothing more comes to the gradient of `name` from there. What is none of its sources changes nothing."""
         bucket = self._bucket_of[name]
         if source in bucket.plan.sources:
+            if (name, source) not in bucket.waiting_for:
+                raise RunError(
+                    f"the gradient of {name} was complete, and more of it came in the same backward: layers that share "
+                    "a parameter were computed again one by one. Use --no-overlap-grad-reduce, or leave "
+                    "--recompute-granularity full out"
+                )
             bucket.waiting_for.remove((name, source))
         while self._due and not self._due[0].waiting_for:
             self._exchange_next()

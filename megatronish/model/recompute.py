@@ -41,7 +41,7 @@ class Recompute:
 
 def recompute(run: Callable[..., Tensor], *inputs: Tensor, how: Recompute | None = None) -> Tensor:
     """run(*inputs), of which nothing but the inputs is kept for the backward. `how` says where they are kept."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # nor does anything have to be put away
         return run(*inputs)
     return _Recompute.apply(run, how or Recompute(), *inputs)
 
@@ -85,7 +85,7 @@ def _put_away(x: Tensor, how: Recompute) -> Tensor:
     """What is kept of x: a copy where it is a part of it, as a view would keep the whole."""
     if _is_shared(x, how):
         x = comm.piece_of(x.reshape(-1), how.shared_over).clone()
-    if how.offload and x.device.type != "cpu":
-        away = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    if how.offload:
+        away = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         return away.copy_(x, non_blocking=True)
     return x

@@ -15,14 +15,16 @@ def tick_of(timeline: Timeline) -> float:
     return min((median(times) for times in durations.values()), default=1.0)
 
 
-def draw(timeline: Timeline, *, until: float | None = None) -> str:
+def draw(timeline: Timeline, *, until: float | None = None, most_columns: int | None = None) -> str:
     """A row for each stage and a column for each tick, the shortest action's length; `--` goes on with an action.
 
-    The drawing ends at `until`, by default when the last action ends. Of a real run, every action has a column: a very
-    short one pushes the next to the right.
+    The drawing ends at `until`, by default when the last action ends. `most_columns` makes ticks as long as it takes.
+    Of a real run, every action has a column: a very short one pushes the next to the right.
     """
     until = max((timed.end for row in timeline for timed in row), default=0.0) if until is None else until
     tick, num_chunks = tick_of(timeline), chunks_of(timeline)
+    if most_columns is not None:
+        tick = max(tick, until / most_columns)
     rows = [_cells(row, tick=tick, until=until, num_chunks=num_chunks) for row in timeline]
     width = 2 + max((len(text) for cells in rows for text in cells), default=2)
     margin = len(str(len(timeline) - 1))

@@ -8,6 +8,7 @@ before its output is sent, so waiting is what lies between actions.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ class Recorded:
             rows = [[_row(fields) for fields in stage] for stage in content["stages"]]
             if not rows or not all(rows):
                 raise ValueError("a stage does nothing")
+            for row in rows:
+                for before, after in pairwise(row):
+                    if after[3] < before[4]:
+                        raise ValueError(f"{list(after)} begins before {list(before)} has ended")
             return cls(str(content["schedule"]), rows)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error

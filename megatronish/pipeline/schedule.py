@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatronish.errors import UserError
-from megatronish.pipeline.plan import Placement, Plan, looped, v_shaped
+from megatronish.pipeline.plan import Action, Placement, Plan, looped, v_shaped
 from megatronish.pipeline.schedules.gpipe import gpipe
 from megatronish.pipeline.schedules.interleaved import interleaved
 from megatronish.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -24,7 +24,8 @@ class Schedule:
     """An order of work and a placement that belong together."""
 
     name: str
-    generate: Callable[..., Plan]
+    generate: Callable[..., list[Action]]
+    """The actions of one stage, a pure function, so that each rank computes its own."""
     placement: Callable[..., Placement]
     num_chunks: int | None
     """The chunks of a stage; None where any number will do."""
@@ -32,11 +33,16 @@ class Schedule:
     """Whether its plans have W actions, which need layers that can split their backward."""
 
     def plan(self, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Plan:
-        """The actions of every stage: a pure function, so that each rank computes it for itself."""
+        """The actions of every stage."""
+        sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+        return [self.row(stage=stage, **sizes) for stage in range(max(num_stages, 1))]  # type: ignore[arg-type]
+
+    def row(self, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> list[Action]:
+        """The actions of one stage."""
         chunks = self._checked(num_stages, num_chunks)
         if num_microbatches < 1:
             raise UserError(f"num_microbatches={num_microbatches} must be at least 1")
-        return self.generate(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
+        return self.generate(stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
 
     def place(self, *, num_stages: int, num_chunks: int | None = None) -> Placement:
         """The place of every position of the model."""

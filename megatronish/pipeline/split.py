@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from megatronish.config.stages import stages_problem
 from megatronish.errors import UserError
 from megatronish.pipeline.plan import Placement
-
-FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
 class Weights(NamedTuple):
@@ -28,7 +27,7 @@ def split_layers(
     placement: Placement,
     first: int | None = None,
     last: int | None = None,
-    weights: tuple[float, float] | None = None,
+    weights: Weights | None = None,
 ) -> list[range]:
     """The layers of every position, first position first; UserError where a position would have none.
 
@@ -37,8 +36,10 @@ def split_layers(
     ends cost nothing.
     """
     stages = _positions_of_stages(placement)
-    told = _told(first, last, num_stages=len(stages))
-    _refuse_impossible(told, num_layers=num_layers, num_chunks=len(stages[0]), num_stages=len(stages))
+    sizes_asked = {"num_layers": num_layers, "num_stages": len(stages), "num_chunks": len(stages[0])}
+    if problem := stages_problem(**sizes_asked, first=first, last=last):
+        raise UserError(problem)
+    told = {stage: layers for stage, layers in ((0, first), (len(stages) - 1, last)) if layers is not None}
     extra = _ends(len(placement), *(weights or Weights()))
     inward = [min(position, len(placement) - 1 - position) for position in range(len(placement))]
     free = [stage for stage in range(len(stages)) if stage not in told]
@@ -79,38 +80,3 @@ def _ends(num_positions: int, embedding: float, head: float) -> list[float]:
     costs[0] += embedding
     costs[-1] += head
     return costs
-
-
-def _told(first: int | None, last: int | None, *, num_stages: int) -> dict[int, int]:
-    """The layers of the stages whose number is given."""
-    for name, layers in ((FIRST, first), (LAST, last)):
-        if layers is not None and num_stages == 1:
-            raise UserError(
-                f"{name}={layers} needs two pipeline stages or more, not pipeline_model_parallel_size=1; leave it out"
-            )
-    told = {0: first, num_stages - 1: last}
-    return {stage: layers for stage, layers in told.items() if layers is not None}
-
-
-def _refuse_impossible(told: dict[int, int], *, num_layers: int, num_chunks: int, num_stages: int) -> None:
-    """UserError unless the other stages can hold the rest with a layer in each chunk."""
-    chunks = f"{num_chunks} chunks, each with a layer" if num_chunks > 1 else "a layer at least"
-    if num_layers < num_stages * num_chunks:
-        stages = num_layers // num_chunks
-        raise UserError(
-            f"num_layers={num_layers} is less than pipeline_model_parallel_size={num_stages} x {num_chunks} "
-            f"chunk{'s' if num_chunks > 1 else ''} a stage, so a part would have no layer; "
-            + (f"use at most {stages} stages" if stages else "use fewer chunks")
-        )
-    given = " and ".join(f"{LAST if stage else FIRST}={layers}" for stage, layers in told.items())
-    for stage, layers in told.items():
-        if layers < num_chunks:
-            raise UserError(f"{LAST if stage else FIRST}={layers} must be at least {num_chunks}: a stage has {chunks}")
-    rest, others = num_layers - sum(told.values()), num_stages - len(told)
-    if others == 0 and rest != 0:
-        raise UserError(f"{given} must add up to num_layers={num_layers}; change one by {rest:+d}, or leave one out")
-    if rest < others * num_chunks:
-        raise UserError(
-            f"{given} leaves {max(rest, 0)} of num_layers={num_layers} for the other stages, which need "
-            f"{others * num_chunks} (every stage has {chunks}); give the ends fewer"
-        )

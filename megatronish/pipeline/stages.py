@@ -1,16 +1,15 @@
 """What does a config make of the pipeline? Who holds which layers, who does what when, and what that keeps alive."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.flops import forward_flops
-from megatronish.memory import StageLoad
-from megatronish.pipeline.plan import Place, Placement, Plan
+from megatronish.memory import Moment, StageLoad
+from megatronish.pipeline.plan import Action, Place, Placement
 from megatronish.pipeline.schedule import SCHEDULES, Schedule
-from megatronish.pipeline.split import split_layers
+from megatronish.pipeline.split import Weights, split_layers
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Stages:
             forward = forward_flops(model, vocab_size=vocab_size, seq_length=seq_length)
             layer = (forward.linear + 2 * forward.scores) / model.num_layers
             # Looking an embedding up multiplies nothing: what it costs is a copy of D values against a layer's D^2.
-            weights = (1 / model.hidden_size, forward.logits / layer)
+            weights = Weights(1 / model.hidden_size, forward.logits / layer)
         layers = split_layers(
             num_layers=model.num_layers,
             placement=schedule.place(num_stages=num_stages, num_chunks=num_chunks),
@@ -42,54 +41,54 @@ class Stages:
         )
         return cls(schedule, num_stages, num_chunks, tuple(layers))
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """The place of every position of the model."""
         return self.schedule.place(num_stages=self.num_stages, num_chunks=self.num_chunks)
 
-    def plan(self, num_microbatches: int) -> Plan:
-        """Every stage's actions of a step."""
-        return _plan(self.schedule.name, self.num_stages, num_microbatches, self.num_chunks)
+    @cached_property
+    def _positions(self) -> dict[Place, int]:
+        return {place: position for position, place in enumerate(self.placement)}
+
+    def actions(self, stage: int, num_microbatches: int) -> list[Action]:
+        """A stage's actions of a step."""
+        return _row(self.schedule.name, stage, self.num_stages, num_microbatches, self.num_chunks)
 
     def layers_at(self, place: Place) -> range:
         """The layers of one chunk of one stage."""
-        return self.layers[self.placement.index(place)]
+        return self.layers[self._positions[place]]
 
     def is_first(self, place: Place) -> bool:
         """Whether the model starts there."""
-        return place == self.placement[0]
+        return self._positions[place] == 0
 
     def is_last(self, place: Place) -> bool:
         """Whether the model ends there."""
-        return place == self.placement[-1]
+        return self._positions[place] == len(self._positions) - 1
 
     def loads(self, num_microbatches: int) -> list[StageLoad]:
-        """What each stage holds when it holds most."""
-        plan = self.plan(num_microbatches)
-        return [self._load(stage, plan) for stage in range(self.num_stages)]
+        """What each stage holds, at every moment of a step at which it may hold most."""
+        return [self._load(stage, num_microbatches) for stage in range(self.num_stages)]
 
-    def _load(self, stage: int, plan: Plan) -> StageLoad:
-        released_by = "W" if self.schedule.has_weight_gradients else "B"
+    def _load(self, stage: int, num_microbatches: int) -> StageLoad:
         places = [Place(stage, chunk) for chunk in range(self.num_chunks)]
-        layers = tuple(len(self.layers_at(place)) for place in places)
-        live = [0] * self.num_chunks
-        fullest = tuple(live)
-        for action in plan[stage]:
-            live[action.chunk] += (action.kind == "F") - (action.kind == released_by)
-            if _held(live, layers) > _held(fullest, layers):
-                fullest = tuple(live)
+        live, due = [0] * self.num_chunks, [0] * self.num_chunks
+        moments = {Moment(tuple(live), tuple(due))}
+        for action in self.actions(stage, num_microbatches):
+            live[action.chunk] += (action.kind == "F") - (action.kind == "B")
+            if self.schedule.has_weight_gradients:
+                due[action.chunk] += (action.kind == "B") - (action.kind == "W")
+            moments.add(Moment(tuple(live), tuple(due)))
         return StageLoad(
-            layers=layers,
-            live=fullest,
+            layers=tuple(len(self.layers_at(place)) for place in places),
+            moments=frozenset(moments),
             is_first=any(map(self.is_first, places)),
             is_last=any(map(self.is_last, places)),
         )
 
 
 @cache
-def _plan(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Plan:
-    return SCHEDULES[name].plan(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-
-
-def _held(live: Sequence[int], layers: Sequence[int]) -> int:
-    return sum(count * size for count, size in zip(live, layers, strict=True))
+def _row(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    return SCHEDULES[name].row(
+        stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )

@@ -29,12 +29,15 @@ from megatronish.model.block import TransformerBlock
 from megatronish.model.gpt import GPT, Chunk, MakeBlock
 from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
+from megatronish.optim.loss_scale import LossScale, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.plan import Action, Place
 from megatronish.pipeline.run import Executor, Record
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.sharding import Sharding, collect_shardings, initialize
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NotFiniteError(RunError):
@@ -43,11 +46,16 @@ class NotFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step showed, the same on every rank. `loss` is the mean over the predictions that count."""
+    """What a step showed, the same on every rank. `loss` is the mean over the predictions that count.
+
+    `loss_scale` is what the loss was multiplied by; `skipped` says that the gradient overflowed and changed nothing.
+    """
 
     loss: float
     grad_norm: float
     num_loss_tokens: int
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 @dataclass
@@ -61,6 +69,7 @@ class Engine:
     data_parallel: Zero | FullySharded
     optimizer: Optimizer
     executor: Executor
+    loss_scale: LossScale
     clip_grad: float
     check_finite: bool
     record: Record | None = None
@@ -102,7 +111,7 @@ class Engine:
             )
         shardings = collect_shardings(stage)
         initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
-        dtype = torch.bfloat16 if training.bf16 else torch.float32
+        dtype = DTYPES[training.precision]
         splits_backward = stages.schedule.has_weight_gradients
         data_parallel = _share(stage, shardings, stages, mesh, parallel, dtype)
         for buffer in stage.buffers():
@@ -136,6 +145,7 @@ class Engine:
                 boundary=boundary,
                 weight_gradients=weight_gradients,
             ),
+            loss_scale=loss_scale_of(training),
             clip_grad=optimizer.clip_grad,
             check_finite=training.check_for_nan_in_loss_and_grad,
         )
@@ -145,40 +155,51 @@ class Engine:
     ) -> StepResult:
         """One update from this rank's micro-batches of global step number `step`."""
         result = self.gradients(micro_batches, step=step)
-        self.clip(result.grad_norm)
-        self.data_parallel.collect()
-        self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
-        self.data_parallel.publish()
+        if not result.skipped:
+            self.clip(result.grad_norm)
+            self.data_parallel.collect()
+            self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+            self.data_parallel.publish()
+        self.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
         return result
 
     def gradients(self, micro_batches: Sequence[MicroBatch], *, step: int) -> StepResult:
-        """Leaves on the data axis the gradient of the mean loss over all predictions of the step that count."""
+        """Leaves on the data axis the gradient of the mean loss over all predictions of the step that count.
+
+        Times the loss scale: `clip` takes it out again.
+        """
         micro_batches = self._mine(micro_batches)
-        num_tokens = self._count_loss_tokens(micro_batches)
+        num_tokens, scale = self._count_loss_tokens(micro_batches), self.loss_scale.scale
         self.data_parallel.zero()
         total = self.executor.run(
             self._actions(len(micro_batches)),
             micro_batches,
             step=step,
-            loss_scale=1.0 / max(num_tokens, 1),
+            loss_scale=scale / max(num_tokens, 1),
             starting=self.data_parallel.starting,
             record=self.record,
         )
         self.data_parallel.finish()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)
         counted = self.data_parallel.counted_gradients()
-        grad_norm = global_norm(counted, over=self._counting_axes, device=self.mesh.device)
-        if self.check_finite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        grad_norm = global_norm(counted, over=self._counting_axes, device=self.mesh.device) / scale
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        # Where a smaller scale may help, the step is left out and the run goes on.
+        if self.check_finite and not is_finite and not self.loss_scale.gives_way:
             raise NotFiniteError(
-                f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite; the parameters are as they "
+                f"loss={loss} and grad_norm={grad_norm} in step {step + 1} must be finite; the parameters are as they "
                 "were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step"
             )
-        return StepResult(loss, grad_norm, num_tokens)
+        skipped = not math.isfinite(grad_norm) and self.loss_scale.skips_overflow
+        return StepResult(loss, grad_norm, num_tokens, scale, skipped)
 
     def clip(self, grad_norm: float) -> None:
-        """Shorten the gradient to `clip_grad` if it is longer."""
+        """Take the loss scale out of the gradient, and shorten it to `clip_grad` if it is longer."""
+        factor = 1.0 / self.loss_scale.scale
         if self.clip_grad > 0 and grad_norm > self.clip_grad:
-            self.data_parallel.scale(self.clip_grad / (grad_norm + 1e-6))
+            factor *= self.clip_grad / (grad_norm + 1e-6)
+        if factor != 1.0:
+            self.data_parallel.scale(factor)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -218,7 +239,7 @@ class Engine:
         return self.data_parallel.shared_over, self.mesh.tp, self.mesh.pp
 
     def _actions(self, num_microbatches: int) -> list[Action]:
-        return self.stages.plan(num_microbatches)[self.mesh.pp.rank]
+        return self.stages.actions(self.mesh.pp.rank, num_microbatches)
 
     def _sum_over_ranks(self, total: torch.Tensor) -> float:
         """Over data ranks and stages; tp ranks hold the same."""
@@ -236,6 +257,7 @@ def _share(
     """What the data axis makes of this rank's piece of the model."""
     # Where the model ends on the stage it starts from, nobody else holds its tied embedding.
     holders = mesh.holders if stages.placement[0].stage != stages.placement[-1].stage else Axis("holders")
+    reduce_dtype = torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32
     masters_on = torch.device("cpu") if parallel.optimizer_cpu_offload and not parallel.param_cpu_offload else None
     if parallel.zero == 3:
         assert mesh.fully_shared is not None, "the mesh is not that of the config"
@@ -250,6 +272,7 @@ def _share(
             tp=mesh.tp,
             holders=holders,
             bucket_size=parallel.ddp_bucket_size,
+            reduce_dtype=reduce_dtype,
             masters_on=masters_on,
             offload_parameters=parallel.param_cpu_offload,
         )

@@ -94,8 +94,7 @@ class Job:
                 config.model, vocab_size=self.vocab_size, seq_length=config.training.seq_length
             ),
             num_devices=self.mesh.world.size,
-            peak_tflops=config.log.peak_tflops_per_device
-            or peak_tflops(self.device_name, "bf16" if config.training.bf16 else "fp32"),
+            peak_tflops=config.log.peak_tflops_per_device or peak_tflops(self.device_name, config.training.precision),
         )
 
     def build_engine(self) -> Engine:

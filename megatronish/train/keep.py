@@ -52,6 +52,8 @@ class Save(Hook):
             "consumed_samples": progress.consumed_samples,
             "optimizer_steps": engine.optimizer.num_steps,
             "has_optimizer": self.with_optimizer,
+            "skipped_steps": progress.skipped_steps,
+            "loss_scale": engine.loss_scale.state(),
         }
         path = save_checkpoint(self.folder, step=progress.step, tensors=tensors, state=state, mesh=engine.mesh)
         self.saved_step = progress.step
@@ -98,4 +100,5 @@ def resume(
         return Progress()
     if with_optimizer:
         optimizer.num_steps = state["optimizer_steps"]
-    return Progress(state["step"], state["consumed_samples"])
+    engine.loss_scale.load(state.get("loss_scale", {}))
+    return Progress(state["step"], state["consumed_samples"], state.get("skipped_steps", 0))

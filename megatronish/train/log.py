@@ -1,6 +1,7 @@
 """What does a run tell about its steps? A console line, a line of metrics.jsonl, a progress bar; TensorBoard points."""
 
 import json
+import math
 import resource
 import sys
 from collections.abc import Callable
@@ -36,6 +37,19 @@ class Speed:
         }
 
 
+@dataclass
+class Troubles:
+    """What Megatron-LM's log counts from one line to the next: steps skipped, and steps whose loss is no number."""
+
+    skipped: int = 0
+    nan: int = 0
+
+    def add(self, record: StepRecord) -> None:
+        """One step more."""
+        self.skipped += record.skipped
+        self.nan += not math.isfinite(record.loss)
+
+
 class Log(Hook):
     """Writes every `interval` steps, on the main rank alone; the extras are computed by all."""
 
@@ -52,9 +66,11 @@ class Log(Hook):
     ) -> None:
         self.speed, self.interval, self.board_interval = speed, interval, board_interval
         self.file, self.board, self.device, self.extras = file, board, device, extras
+        self._troubles = Troubles()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """One step's lines."""
+        self._troubles.add(record)
         is_logged = record.step % self.interval == 0 or record.step == trainer.num_steps
         is_drawn = record.step % self.board_interval == 0
         if not (is_logged or is_drawn):
@@ -62,24 +78,35 @@ class Log(Hook):
         extras = {name: compute() for name, compute in self.extras.items()}
         rates = self.speed.rates(record)
         if is_logged and self.file is not None:
-            self._write(self.file, record, rates, extras)
-            tqdm.write(console_line(record, trainer.num_steps, rates, extras), file=sys.stdout)
+            self._write(self.file, record, rates, extras, skipped_steps=trainer.progress.skipped_steps)
+            line = console_line(record, trainer.num_steps, rates, extras, troubles=self._troubles)
+            tqdm.write(line, file=sys.stdout)
+            self._troubles = Troubles()
         if is_drawn:
             self._draw(record, rates, extras)
 
-    def _write(self, file: Path, record: StepRecord, rates: dict[str, float | None], extras: dict[str, float]) -> None:
+    def _write(
+        self,
+        file: Path,
+        record: StepRecord,
+        rates: dict[str, float | None],
+        extras: dict[str, float],
+        *,
+        skipped_steps: int,
+    ) -> None:
         line = {
             "step": record.step,
-            "loss": record.loss,
-            "grad_norm": record.grad_norm,
+            "loss": _number(record.loss),
+            "grad_norm": _number(record.grad_norm),
             "learning_rate": record.learning_rate,
-            "loss_scale": 1.0,
+            "loss_scale": record.loss_scale,
+            "skipped_iterations": skipped_steps,
             "tokens": record.consumed_samples * self.speed.seq_length,
             "consumed_samples": record.consumed_samples,
             "step_seconds": record.seconds,
             **rates,
             "peak_memory_bytes": peak_memory_bytes(self.device),
-            **extras,
+            **{name: _number(value) for name, value in extras.items()},
         }
         with file.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
@@ -91,7 +118,7 @@ class Log(Hook):
             "grad-norm": record.grad_norm,
             "learning-rate": record.learning_rate,
             "batch-size": record.global_batch_size,
-            "loss-scale": 1.0,
+            "loss-scale": record.loss_scale,
             "iteration-time": record.seconds,
             "throughput": rates["model_tflops_per_device"],
             **{name.replace("_", "-"): value for name, value in extras.items()},
@@ -122,7 +149,9 @@ class ProgressBar(Hook):
         self.bar.close()
 
 
-def console_line(record: StepRecord, num_steps: int, rates: dict[str, float | None], extras: dict[str, float]) -> str:
+def console_line(
+    record: StepRecord, num_steps: int, rates: dict[str, float | None], extras: dict[str, float], *, troubles: Troubles
+) -> str:
     """A step in the shape of Megatron-LM's log, for which people have parsers; what is new comes at the end."""
     tflops = rates["model_tflops_per_device"] or 0.0
     parts = [
@@ -133,18 +162,24 @@ def console_line(record: StepRecord, num_steps: int, rates: dict[str, float | No
         f"learning rate: {record.learning_rate:.6E}",
         f"global batch size: {record.global_batch_size:5d}",
         f"lm loss: {record.loss:.6E}",
-        "loss scale: 1.0",
+        f"loss scale: {record.loss_scale:.1f}",
         f"grad norm: {record.grad_norm:.3f}",
     ]
     if "num_zeros" in extras:
         parts.append(f"num zeros: {int(extras['num_zeros'])}")
     if "params_norm" in extras:
         parts.append(f"params norm: {extras['params_norm']:.3f}")
-    parts += ["number of skipped iterations:   0", "number of nan iterations:   0"]
+    parts.append(f"number of skipped iterations: {troubles.skipped:3d}")
+    parts.append(f"number of nan iterations: {troubles.nan:3d}")
     parts.append(f"tokens per second: {rates['tokens_per_second']:.0f}")
     if rates["mfu"] is not None:
         parts.append(f"MFU: {100 * rates['mfu']:.1f}%")
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {' | '.join(parts)} |"
+
+
+def _number(value: float) -> float | None:
+    """Infinity and not-a-number, which JSON does not have, as null."""
+    return value if math.isfinite(value) else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -11,6 +11,11 @@ from megatronish.memory import expected_memory, memory_table
 from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
 
+OVER_CP = {
+    "p2p": "keys and values round a ring over cp, ",
+    "a2a": "sequence traded for heads over cp, ",
+}
+
 
 def dry_run(config: Config, notes: Sequence[str]) -> int:
     """Print the first lines and start nothing; the exit status."""
@@ -32,14 +37,21 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     lines = [
         f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
         + (", sequence parallel" if parallel.sequence_parallel else "")
-        + (f", {parallel.schedule} with {num_microbatches} micro-batches" if layout.pp > 1 else ""),
+        + (
+            f", {parallel.schedule} with {num_microbatches} micro-batches"
+            if layout.pp > 1 or stages.schedule.name not in ("gpipe", "1f1b")
+            else ""
+        ),
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
-        f"{'bf16 with fp32 masters' if training.bf16 else 'fp32'}",
+        f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
         "attention: "
+        + (OVER_CP[parallel.cp_comm_type] if layout.cp > 1 else "")
         + (
             "explicit softmax, because attention dropout is above 0 and its masks must not depend on the layout"
             if dropout
             else "scaled_dot_product_attention (flash where the device has it)"
+            if layout.cp == 1 or parallel.cp_comm_type == "a2a"
+            else "scaled_dot_product_attention's flash operations"
         )
         + f"; optimizer: torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}",
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
@@ -57,8 +69,9 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
                 stages=stages.loads(num_microbatches),
                 layout=layout,
                 sequence_parallel=parallel.sequence_parallel,
-                bf16=training.bf16,
+                bf16=training.precision != "fp32",
                 optimizer=config.optimizer.optimizer,
+                cp_comm_type=parallel.cp_comm_type,
                 recompute=config.recompute,
             )
         ),

@@ -26,6 +26,7 @@ class ProfileSchedule(Hook):
     def __init__(self, folder: Path, *, first: int, last: int) -> None:
         self.folder, self.first, self.last = folder, first, last
         self._times: list[tuple[Action, float, float]] = []
+        self._num_recorded = 0
 
     def start(self, trainer: Trainer) -> None:
         """The first step of this part of the run may be one of them."""
@@ -35,7 +36,16 @@ class ProfileSchedule(Hook):
         """Write what this step showed, and be ready for the next."""
         if trainer.engine.record is not None:
             self._write(trainer, record.step)
+            self._num_recorded += 1
         self._arm(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """A run that has not been where it was told to look says so."""
+        if self._num_recorded == 0 and trainer.engine.mesh.is_main:
+            tqdm.write(
+                f" --profile-schedule recorded nothing: this run was never in steps {self.first} to {self.last}; set "
+                "--profile-step-start and --profile-step-end"
+            )
 
     def _arm(self, trainer: Trainer) -> None:
         coordinates, next_step = trainer.engine.mesh.coordinates, trainer.progress.step + 1
@@ -54,12 +64,25 @@ class ProfileSchedule(Hook):
         if not engine.mesh.is_main:
             return
         # Each stage does as many actions: those of its plan.
-        plan = engine.stages.plan(sum(action.kind == "F" and action.chunk == 0 for action, _, _ in self._times))
+        num_microbatches = sum(action.kind == "F" and action.chunk == 0 for action, _, _ in self._times)
         rows: list[list[Row]] = [
-            [(*action, start, end) for action, (start, end) in zip(actions, of_stage.tolist(), strict=True)]
-            for actions, of_stage in zip(plan, gathered.chunk(engine.mesh.pp.size), strict=True)
+            [
+                (*action, start, end)
+                for action, (start, end) in zip(
+                    engine.stages.actions(stage, num_microbatches), of_stage.tolist(), strict=True
+                )
+            ]
+            for stage, of_stage in enumerate(gathered.chunk(engine.mesh.pp.size))
         ]
         recorded = Recorded(engine.stages.schedule.name, rows)
+        try:
+            self._draw(recorded, step)
+        except OSError as error:
+            tqdm.write(
+                f" step {step} was recorded and could not be written to {self.folder}: {error.strerror or error}"
+            )
+
+    def _draw(self, recorded: Recorded, step: int) -> None:
         path = partial("step_{}{}".format, step)
         recorded.write(self.folder / path(".json"))
         recorded.write_chrome_trace(self.folder / path(".trace.json"))

@@ -39,9 +39,12 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
                 stack.enter_context(locked(config.save_dir, flag="--save"))
             make_writable(config.save_dir, flag="--save")
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
+            if config.log.profile_schedule:
+                make_writable(config.run_dir / "schedule", flag="--profile-schedule")
         mesh = start_mesh(config, place)
-        stack.callback(leave)
         _train(config, notes, mesh, stack)
+    # Not on the way out of a failure: others would tell of a lost peer before this rank has told what happened to it.
+    leave()
     return 0
 
 

@@ -21,11 +21,15 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
+    skipped_steps: int = 0  # of them: their gradient overflowed, and they changed no parameter
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step showed. `seconds` is the update alone: no data, no saving, no evaluation."""
+    """What a step showed. `seconds` is the update alone: no data, no saving, no evaluation.
+
+    `loss_scale` is what its loss was multiplied by before the backward; `skipped` if its gradient overflowed.
+    """
 
     step: int
     loss: float
@@ -34,6 +38,8 @@ class StepRecord:
     global_batch_size: int
     consumed_samples: int
     seconds: float
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class Hook:
@@ -94,7 +100,8 @@ class Trainer:
         )
         seconds = time.perf_counter() - start
         size = self.batch_sizes.at(consumed)
-        self.progress = Progress(self.progress.step + 1, consumed + size)
+        before = self.progress
+        self.progress = Progress(before.step + 1, consumed + size, before.skipped_steps + result.skipped)
         return StepRecord(
             step=self.progress.step,
             loss=result.loss,
@@ -103,4 +110,6 @@ class Trainer:
             global_batch_size=size,
             consumed_samples=self.progress.consumed_samples,
             seconds=seconds,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
         )

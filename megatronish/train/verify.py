@@ -29,7 +29,7 @@ from megatronish.train.run import start_mesh
 from megatronish.train.trainer import Progress, Trainer
 
 TOLERANCE = 1e-5
-WIDTHS = (5, 14, 18, 11, 18, 18, 11)
+WIDTHS = (5, 14, 18, 11, 18, 18, 11)  # at least
 
 
 class Trace(NamedTuple):
@@ -47,8 +47,6 @@ class Recorder:
         self.mesh, self.outputs = mesh, dict[str, tuple[float, float]]()
         self.step = 0
         self.sequence_is_cut = bool(model.sequence_parallel)
-        self.sample_ids: list[int] = []
-        model.register_forward_pre_hook(self._remember_samples)
         layers = model.get_submodule("layers")
         watched = {f"layers.{name}": layer for name, layer in layers.named_children()}
         if model.is_first:
@@ -56,16 +54,14 @@ class Recorder:
         for name, module in watched.items():
             module.register_forward_hook(partial(self._record, name))
 
-    def _remember_samples(self, _model: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self.sample_ids = arguments[1].sample_ids.tolist()
-
-    def _record(self, layer: str, _module: nn.Module, _arguments: Any, output: Tensor) -> None:
+    def _record(self, layer: str, _module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        """The context, a layer's last argument, knows the samples: under recomputation others may have come since."""
         values = output.detach().double()
         sums = torch.stack((values.sum((0, 2)), values.square().sum((0, 2))))
         if self.sequence_is_cut:
             comm.all_reduce(sums, self.mesh.tp)
         comm.all_reduce(sums, self.mesh.cp)
-        for sample, (total, squares) in zip(self.sample_ids, sums.t().tolist(), strict=True):
+        for sample, (total, squares) in zip(arguments[-1].batch.sample_ids.tolist(), sums.t().tolist(), strict=True):
             self.outputs[f"{self.step}/{layer}/{sample}"] = (total, squares)
 
 
@@ -100,7 +96,7 @@ def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> in
 
 
 def _gradient_squares(engine: Engine) -> dict[str, float]:
-    """The sum of squares of every parameter's gradient (after clipping), over tp; only where this rank counts it."""
+    """The sum of squares of every parameter's gradient (after clipping), over tp."""
     tp = engine.mesh.tp
     found = {}
     sharing = engine.data_parallel
@@ -165,13 +161,14 @@ class Verdict(NamedTuple):
 def compare(one: Trace, other: Trace, *, layout: str, tolerance: float = TOLERANCE) -> Verdict:
     """Lay the trace of one process beside that of a layout."""
     titles = ("step", "loss of one", layout, "rel. diff", "grad norm of one", layout, "rel. diff")
-    lines, worst = ["".join(f"{title:>{width}}" for title, width in zip(titles, WIDTHS, strict=True))], 0.0
+    widths = [max(width, len(title) + 2) for title, width in zip(titles, WIDTHS, strict=True)]
+    lines, worst = ["".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))], 0.0
     for step, (before, after) in enumerate(zip(one.steps, other.steps, strict=True), start=1):
         apart = [_apart(a, b) for a, b in zip(before, after, strict=True)]
         worst = max(worst, *apart)
         cells: list[int | str] = [step, f"{before[0]:.8f}", f"{after[0]:.8f}", f"{apart[0]:.1e}"]
         cells += [f"{before[1]:.6f}", f"{after[1]:.6f}", f"{apart[1]:.1e}"]
-        lines.append("".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)))
+        lines.append("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     if worst <= tolerance:
         return Verdict("\n".join(lines), None)
     return Verdict("\n".join(lines), _place(one, other, tolerance) or "no single layer: differences add up over steps")

@@ -1,10 +1,10 @@
 """What is interleaved 1F1B's order of work? 1F1B over several chunks a stage, in groups of micro-batches."""
 
-from megatronish.pipeline.plan import Action, Plan, one_by_one
+from megatronish.pipeline.plan import Action, one_by_one
 from megatronish.pipeline.schedules.one_f_one_b import one_f_one_b
 
 
-def interleaved(*, num_stages: int, num_microbatches: int, num_chunks: int) -> Plan:
+def interleaved(*, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
     """Interleaved 1F1B of Narayanan et al. 2021 (arXiv:2104.04473, section 2.2); with one chunk it is 1F1B.
 
     A group of num_stages micro-batches goes through the stage's first chunk, then through its second, and so on: when
@@ -17,15 +17,12 @@ def interleaved(*, num_stages: int, num_microbatches: int, num_chunks: int) -> P
     alive) holds for any number of micro-batches.
     """
     if num_chunks == 1:
-        return one_f_one_b(num_stages=num_stages, num_microbatches=num_microbatches)
+        return one_f_one_b(stage=stage, num_stages=num_stages, num_microbatches=num_microbatches)
     forwards, backwards = [], []
     for group in range(0, num_microbatches, num_stages):
         for chunk in range(num_chunks):
             forwards += [Action("F", chunk, group + i) for i in range(num_stages)]
             backwards += [Action("B", num_chunks - 1 - chunk, group + i) for i in range(num_stages)]
-    plan = []
-    for stage in range(num_stages):
-        warm_up = 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages
-        row = one_by_one(forwards, backwards, ahead=warm_up + 1)
-        plan.append([action for action in row if action.micro_batch < num_microbatches])
-    return plan
+    warm_up = 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages
+    row = one_by_one(forwards, backwards, ahead=warm_up + 1)
+    return [action for action in row if action.micro_batch < num_microbatches]

@@ -1,9 +1,9 @@
 """What is ZB-H1's order of work? 1F1B with weight gradients moved to where a stage would idle."""
 
-from megatronish.pipeline.plan import Action, Plan
+from megatronish.pipeline.plan import Action
 
 
-def zb_h1(*, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Plan:
+def zb_h1(*, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """ZB-H1 of Qi et al. 2023 (arXiv:2401.10241, section 2.2).
 
     Forwards and backwards stand as in 1F1B. Stage s computes a weight gradient s micro-batches after its input
@@ -12,13 +12,10 @@ def zb_h1(*, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Pla
     """
     assert num_chunks == 1
     micro_batches = range(num_microbatches)
-    plan = []
-    for stage in range(num_stages):
-        ahead = min(num_stages - stage, num_microbatches)
-        row = [Action("F", 0, i) for i in range(ahead)]
-        for i in micro_batches:
-            row.append(Action("B", 0, i))
-            row += [Action("W", 0, i - stage)] if i >= stage else []
-            row += [Action("F", 0, i + ahead)] if i + ahead < num_microbatches else []
-        plan.append(row + [Action("W", 0, i) for i in micro_batches[-stage:] if stage])
-    return plan
+    ahead = min(num_stages - stage, num_microbatches)
+    row = [Action("F", 0, i) for i in range(ahead)]
+    for i in micro_batches:
+        row.append(Action("B", 0, i))
+        row += [Action("W", 0, i - stage)] if i >= stage else []
+        row += [Action("F", 0, i + ahead)] if i + ahead < num_microbatches else []
+    return row + [Action("W", 0, i) for i in micro_batches[-stage:] if stage]

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from megatronish.pipeline.plan import Action, Kind, Plan
+from megatronish.pipeline.plan import Action, Kind
 
 CHUNKS = {"a": 0, "b": 1}
 
 
-def zb_v(*, num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Plan:
+def zb_v(*, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 2) -> list[Action]:
     """ZB-V of Qi et al. 2023 (arXiv:2401.10241, section 6), for forwards, backwards and weight gradients equally long.
 
     Every stage holds at most 2 num_stages live activations of a chunk: as much as 1F1B's first stage.
@@ -16,22 +16,19 @@ def zb_v(*, num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Plan
     2 p - 1 micro-batches to fill the V. With fewer, those that do not exist are left out, as in `interleaved`.
     """
     assert num_chunks == 2
-    p, m = num_stages, max(num_microbatches, 2 * num_stages - 1)
-    plan = []
-    for s in range(num_stages):
-        work = (
-            ("Fa", 2 * (p - s) - 1),  # until the first micro-batch comes back up the V
-            ("Fb Fa", s),
-            ("Fb Bb Wb", p - s),
-            ("Fa Ba Wa Fb Bb Wb", m - 2 * p + s + 1),
-            ("Ba Wa Fb Bb Wb", p - s - 1),  # no forward of the first chunk is left
-            ("Ba Bb", s),  # stages above wait for these
-            ("Ba Wa", p - s),
-            ("Wb", s),
-            ("Wa", s),
-        )
-        plan.append([action for action in _numbered(work) if action.micro_batch < num_microbatches])
-    return plan
+    s, p, m = stage, num_stages, max(num_microbatches, 2 * num_stages - 1)
+    work = (
+        ("Fa", 2 * (p - s) - 1),  # until the first micro-batch comes back up the V
+        ("Fb Fa", s),
+        ("Fb Bb Wb", p - s),
+        ("Fa Ba Wa Fb Bb Wb", m - 2 * p + s + 1),
+        ("Ba Wa Fb Bb Wb", p - s - 1),  # no forward of the first chunk is left
+        ("Ba Bb", s),  # stages above wait for these
+        ("Ba Wa", p - s),
+        ("Wb", s),
+        ("Wa", s),
+    )
+    return [action for action in _numbered(work) if action.micro_batch < num_microbatches]
 
 
 def _numbered(work: tuple[tuple[str, int], ...]) -> list[Action]:
