@@ -40,7 +40,7 @@ def forward_flops(
     visible = min(model.window_size or seq_length, seq_length)
     keys = float(visible) if attention == "full" else visible - visible**2 / (2 * seq_length)
     return ForwardFlops(
-        linear=2 * model.num_layers * (_attention_matrices(model) + _mlp_matrices(model)),
+        linear=2 * model.num_layers * matrices_of_layer(model),
         scores=2 * model.num_layers * queries * keys,
         logits=2 * hidden * vocab_size,
     )
@@ -103,6 +103,11 @@ def parameters_of_stage(
     return Parameters(split, whole)
 
 
+def matrices_of_layer(model: ModelConfig) -> int:
+    """Weights of a layer that tokens are multiplied by."""
+    return _attention_matrices(model) + _mlp_matrices(model)
+
+
 def _attention_matrices(model: ModelConfig) -> int:
     """Weights of a layer's projections."""
     return 2 * model.hidden_size * (model.num_attention_heads + model.num_kv_heads) * model.head_size
@@ -119,7 +124,7 @@ def _norm(model: ModelConfig, size: int) -> int:
 
 
 def _parameters_of_layer(model: ModelConfig) -> Parameters:
-    split = _attention_matrices(model) + _mlp_matrices(model)
+    split = matrices_of_layer(model)
     whole = 2 * _norm(model, model.hidden_size)
     if model.qkv_bias:
         split += (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_size

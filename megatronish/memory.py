@@ -1,10 +1,12 @@
 """How many bytes will a device hold? An estimate before any is allocated.
 
-Model state is exact: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam 8, 16 in all; with bf16 it takes 2,
-a gradient in fp32 4, master weight and Adam 12, 18 in all. Activations follow Korthikanti et al. 2022
-(arXiv:2205.05198, section 4), with flash attention: 34 s b h bytes a layer for a GPT in bf16, of which tensor
-parallelism splits 24 and sequence parallelism the rest. Not counted: buffers of communication, what one operation
-needs while it runs, and what the allocator and the device's own libraries keep (on CUDA, 1 to 2 GiB).
+Model state is exact but for the padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
+8, 16 in all; with bf16 it takes 2, a gradient in fp32 4, master weight and Adam 12, 18 in all. What ZeRO shares is
+divided by the ranks that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is
+called passing. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), with flash attention:
+34 s b h bytes a layer for a GPT in bf16, of which tensor parallelism splits 24 and sequence parallelism the rest. Not
+counted: buffers of communication, what one operation needs while it runs, and what the allocator and the device's own
+libraries keep (on CUDA, 1 to 2 GiB).
 """
 
 from collections.abc import Sequence
@@ -12,24 +14,54 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from megatronish.config.model import ModelConfig
+from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
-from megatronish.flops import Parameters, parameters_of_stage
+from megatronish.flops import Parameters, matrices_of_layer, parameters_of_stage
 from megatronish.mesh.layout import Layout
 
 
 class Memory(NamedTuple):
-    """Bytes on one device."""
+    """Bytes on one device, and on its `host`: the CPU's memory.
+
+    `passing` is what is whole for a part of a step: gradients of ZeRO-2 until they are exchanged, with ZeRO-3 the
+    layers that were gathered and their gradients.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
-    activations: int
-    logits: int
+    activations: int = 0
+    logits: int = 0
+    passing: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return sum(self)
+        """All of them on the device."""
+        return sum(self) - self.host
+
+
+class Sharing(NamedTuple):
+    """What ZeRO shares among how many ranks, and what of it waits in the CPU's memory."""
+
+    stage: int = 0
+    ranks: int = 1
+    offloads_optimizer: bool = False
+    offloads_parameters: bool = False
+    bucket_size: int = 0
+    overlap: bool = True
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, layout: Layout) -> "Sharing":
+        """As the flags say."""
+        return cls(
+            stage=parallel.zero,
+            ranks=layout.dp * layout.cp // parallel.num_distributed_optimizer_instances if parallel.zero else 1,
+            offloads_optimizer=parallel.optimizer_cpu_offload or parallel.param_cpu_offload,
+            offloads_parameters=parallel.param_cpu_offload,
+            bucket_size=parallel.ddp_bucket_size,
+            overlap=parallel.overlap_grad_reduce,
+        )
 
 
 class Moment(NamedTuple):
@@ -58,14 +90,15 @@ def expected_memory(
     layout: Layout,
     sequence_parallel: bool = False,
     bf16: bool = False,
-    optimizer: Literal["adam", "sgd"] = "adam",
+    optimizer: Literal["adam", "sgd", "muon"] = "adam",
     cp_comm_type: Literal["p2p", "a2a"] = "p2p",
     recompute: RecomputeConfig | None = None,
+    sharing: Sharing | None = None,
 ) -> list[Memory]:
     """Bytes on a device of each pipeline stage."""
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = seq_length * micro_batch_size // layout.cp
-    element_bytes = 2 if bf16 else 4
+    element_bytes, sharing = 2 if bf16 else 4, sharing or Sharing()
     if layout.cp > 1 and cp_comm_type == "p2p":  # a ring keeps no probabilities, whatever it drops of them
         model = replace(model, attention_dropout=0.0)
     keeping = Keeping(model, seq_length, element_bytes, layout.tp, sequence_parallel, recompute or RecomputeConfig())
@@ -81,9 +114,12 @@ def expected_memory(
         )
         activations, logits = max((keeping.held(stage, moment, padded_vocab_size) for moment in stage.moments), key=sum)
         expected.append(
-            _model_state(held, tp=layout.tp, bf16=bf16, optimizer=optimizer)._replace(
-                activations=tokens * (activations + keeping.once(max(stage.layers))), logits=tokens * logits
-            )
+            _model_state(
+                held,
+                num_moments=_num_moments(optimizer, held, sum(stage.layers) * matrices_of_layer(model), layout.tp),
+                tp=layout.tp,
+                bf16=bf16,
+            )._replace(activations=tokens * (activations + keeping.once(max(stage.layers))), logits=tokens * logits)
         )
     return expected
 
@@ -175,17 +211,42 @@ def activation_bytes_per_token(
     return split // tp + whole // (tp if sequence_parallel else 1)
 
 
-def _model_state(held: Parameters, *, tp: int, bf16: bool, optimizer: Literal["adam", "sgd"]) -> Memory:
-    """Parameters, gradients and optimizer of one rank."""
+def _num_moments(optimizer: Literal["adam", "sgd", "muon"], held: Parameters, in_matrices: int, tp: int) -> int:
+    """Elements that the optimizer keeps beside masters: Adam's two of each, SGD's one, and Muon's one of a matrix."""
     count = held.per_rank(tp)
+    return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices // tp}[optimizer]
+
+
+def model_state(
+    count: int, sharing: Sharing, *, bf16: bool, optimizer: Literal["adam", "sgd"] = "adam"
+) -> Memory:
+    """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
+
+    `bf16` stands for fp16 too.
+    """
+    stage, share = sharing.stage, -(-count // sharing.ranks)
     moments = 8 if optimizer == "adam" else 4
-    return Memory(
-        parameters=count * (2 if bf16 else 4),
-        gradients=count * 4,
-        optimizer=count * (moments + (4 if bf16 else 0)),
-        activations=0,
-        logits=0,
-    )
+    parameters = 4 * share if stage == 3 else (2 if bf16 else 4) * count
+    gradients = 4 * (count if stage < 2 else share)
+    if sharing.offloads_parameters:
+        return Memory(0, 0, 0, host=parameters + gradients + moments * share)
+    if sharing.offloads_optimizer:  # masters, and the gradients that they are stepped by
+        return Memory(parameters, gradients, 0, host=(4 + 4 + moments) * share)
+    has_masters = bf16 and stage < 3
+    return Memory(parameters, gradients, (moments + (4 if has_masters else 0)) * share)
+
+
+BUCKETS_AT_ONCE = 3  # of ZeRO-2: one is filled while two are exchanged
+
+
+def _passing(
+    model: ModelConfig, held: Parameters, num_layers: int, sharing: Sharing, *, tp: int, element_bytes: int
+) -> int:
+    """Bytes that are whole for a part of a step."""
+    count, layer, table = held.per_rank(tp), parameters_of_layer(model).per_rank(tp), ...
+    if sharing.stage == 2:
+        ...
+    return 0
 
 
 def format_bytes(size: float) -> str:

@@ -1,4 +1,8 @@
-"""The optimizer: torch's own steps, decay on matrices alone, fp32 masters under bf16."""
+"""The optimizer: torch's own steps, or apex's where it is there; decay on matrices alone; norms of all elements."""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -6,11 +10,19 @@ from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.mesh.groups import Axis
+from megatronish.optim.adam import Found, adamw, find_fused_adam
 from megatronish.optim.clip import global_norm, num_zeros
-from megatronish.optim.optimizer import STATE_NAMES, Optimizer
+from megatronish.optim.optimizer import Optimizer, optimizer_line
 from megatronish.sharding import Shard, Sharding
 
 SHAPES = {"matrix": (4, 3), "bias": (4,), "norm": (3,)}
+STATE_NAMES = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
+ALONE: dict[str, Any] = {
+    "device": torch.device("cpu"),
+    "tp": Axis("tp"),
+    "shared_over": Axis("shared"),
+    "copied_over": Axis("copied"),
+}
 
 
 def parameters_of() -> dict[str, nn.Parameter]:
@@ -22,7 +34,7 @@ def optimizer_of(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -
     gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     shardings = {name: Sharding(shape) for name, shape in SHAPES.items()}
     shards = {name: Shard(parameter.detach(), ()) for name, parameter in parameters.items()}
-    return Optimizer(shards, gradients, shardings, config), gradients
+    return Optimizer(shards, gradients, shardings, config, **ALONE), gradients
 
 
 def fill(gradients: dict[str, Tensor], step: int) -> None:
@@ -81,7 +93,7 @@ def test_the_values_of_the_shards_are_what_is_stepped() -> None:
 
 
 def test_a_rank_that_keeps_nothing_steps_nothing() -> None:
-    optimizer = Optimizer({}, {}, {"matrix": Sharding((4, 3))}, ADAM)
+    optimizer = Optimizer({}, {}, {"matrix": Sharding((4, 3))}, ADAM, **ALONE)
     optimizer.step(learning_rate=0.1, weight_decay=0.1)
     assert (optimizer.num_steps, optimizer.state) == (1, {})
 
@@ -97,7 +109,7 @@ def test_a_state_put_back_goes_on_as_if_never_stopped(config: OptimizerConfig) -
     copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
     resumed, same_gradients = optimizer_of(copies, config)
     for name, tensors in optimizer.state.items():
-        assert set(tensors) == set(STATE_NAMES[config.optimizer])
+        assert set(tensors) == STATE_NAMES[config.optimizer]
         for key, tensor in tensors.items():
             resumed.state[name][key].copy_(tensor)
     resumed.num_steps = optimizer.num_steps
@@ -105,6 +117,80 @@ def test_a_state_put_back_goes_on_as_if_never_stopped(config: OptimizerConfig) -
         fill(grads, 3)
         each.step(learning_rate=0.1, weight_decay=0.1)
     assert all(torch.equal(parameters[name], copies[name]) for name in SHAPES)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Stands in for apex's, whose kernels need CUDA: the same arguments, and steps counted by group as it counts."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
+        self.given = {"lr": lr, "betas": betas, "eps": eps, "adam_w_mode": adam_w_mode}
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+
+
+def install_apex(monkeypatch: pytest.MonkeyPatch, fused_adam: object) -> None:
+    for name in ("apex", "apex.optimizers", "amp_C"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    if fused_adam is not None:
+        sys.modules["apex.optimizers"].FusedAdam = fused_adam  # type: ignore[attr-defined]
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_apex_steps_masters_on_cuda_and_is_told_what_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_apex(monkeypatch, FusedAdam)
+    parameters = parameters_of()
+    groups = [{"params": list(parameters.values()), "decays": True}]
+    stepping = adamw(groups, config=ADAM, masters_on=CUDA)
+    assert isinstance(stepping, FusedAdam)
+    assert stepping.given == {"lr": 0.0, "betas": (0.8, 0.9), "eps": 1e-3, "adam_w_mode": True}
+    assert isinstance(adamw(groups, config=ADAM, masters_on=CPU), torch.optim.AdamW)
+    assert optimizer_line(ADAM, CUDA) == "apex's fused AdamW (masters are on CUDA)"
+    assert optimizer_line(ADAM, CPU) == "torch's fused AdamW (masters are on the CPU)"
+    assert optimizer_line(SGD, CUDA) == "torch's fused SGD"
+
+
+def test_apex_finds_our_state_and_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronish.optim.adam.find_fused_adam", lambda _: Found(FusedAdam, "for the test"))
+    optimizer, _ = optimizer_of(parameters_of(), ADAM)
+    optimizer.num_steps = 6
+    inner = optimizer.update.inner
+    optimizer.step(learning_rate=0.1, weight_decay=0.2)
+    assert [(group["step"], group["lr"], group["weight_decay"]) for group in inner.param_groups] == [
+        (7, 0.1, 0.2),
+        (7, 0.1, 0.0),
+    ]
+    for name, master in optimizer.masters.items():
+        assert all(inner.state[master][state] is tensor for state, tensor in optimizer.state[name].items())
+
+
+@pytest.mark.parametrize(
+    ("fused_adam", "reason"),
+    [
+        (None, "NVIDIA apex does not import: AttributeError: module 'apex.optimizers' has no attribute 'FusedAdam'"),
+        (len, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex"),
+        (dict, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex"),
+    ],
+)
+def test_another_package_called_apex_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, fused_adam: object, reason: str
+) -> None:
+    install_apex(monkeypatch, fused_adam)
+    assert find_fused_adam(CUDA) == (None, reason)
+    assert optimizer_line(ADAM, CUDA) == f"torch's fused AdamW ({reason})"
+
+
+def test_no_apex_or_apex_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_apex(monkeypatch, FusedAdam)
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    assert find_fused_adam(CUDA) == (None, "there is no module amp_C of NVIDIA apex")
+    monkeypatch.setitem(sys.modules, "apex", None)
+    monkeypatch.delitem(sys.modules, "apex.optimizers")
+    assert find_fused_adam(CUDA) == (None, "there is no module apex.optimizers of NVIDIA apex")
 
 
 def test_the_norm_and_the_zeros_are_of_all_elements() -> None:

@@ -4,7 +4,7 @@ Tensors are stored in global names, as fp32 masters in the true vocabulary, so n
 the run that saved them matters to the run that loads them:
 
     model.NAME                     the parameter
-    optimizer.STATE.NAME           exp_avg, exp_avg_sq, ... of the same shape
+    optimizer.STATE.NAME           exp_avg, exp_avg_sq, ... of the same shape, those that step this parameter
 """
 
 import shutil
@@ -36,8 +36,8 @@ def optimizer_tensors(
 ) -> dict[str, GlobalTensor]:
     """The optimizer's tensors as global tensors."""
     found: dict[str, GlobalTensor] = {}
-    for state in optimizer.state_names:
-        tensors = {name: tensors[state] for name, tensors in optimizer.state.items()}
+    for state in dict.fromkeys(state for tensors in optimizer.state.values() for state in tensors):
+        tensors = {name: tensors[state] for name, tensors in optimizer.state.items() if state in tensors}
         found |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, mesh, copied_over)
     return found
 

@@ -75,6 +75,14 @@ KNOWN: dict[str, Known] = {
     "calculate-per-token-loss": _idle("the loss is always a mean over all tokens of a step that count"),
     "manual-gc": _idle("it changes speed alone"),
     "empty-unused-memory-level": _idle("it changes no number of the run", 1),
+    # optimizer
+    "muon-use-nesterov": _means("muon_nesterov", "true"),
+    "muon-no-split-qkv": _refused("queries, keys and values are matrices of their own; leave it out"),
+    "muon-tp-mode": _refused(
+        "a matrix is made orthogonal as a whole, however it is cut; leave it out", 1, ("duplicated", "distributed")
+    ),
+    "muon-fp32-matmul-prec": _idle("the iteration computes in fp32, more exactly than any of its choices", 1),
+    "muon-scalar-optimizer": _refused("what is no matrix of a layer is adam's; leave it out", 1, ("adam",)),
     # precision
     "accumulate-allreduce-grads-in-fp32": _idle("gradients are in fp32 unless --grad-reduce-in-bf16 says otherwise"),
     "fp32-residual-connection": _refused("it is not there yet; leave it out, or train in fp32 without --bf16"),
@@ -153,6 +161,7 @@ DIFFERENCES: dict[str, str] = {
     "recompute_num_layers": "No default in Megatron-LM, which wants it with full; here 1.",
     "pipeline_schedule": "Not in Megatron-LM, where the schedule follows from virtual stages alone.",
     "window_size": "Counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1` here.",
+    "muon_coefficient_type": "Megatron-LM has more sets; here a set beyond the last repeats the last.",
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",
 }
 

@@ -8,8 +8,8 @@ from typing import Literal
 class OptimizerConfig:
     """Optimizer, weight decay, clipping, and the learning rate over time."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW: decoupled weight decay."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam is AdamW: decoupled weight decay. muon is for the matrices of layers, with adam for the rest."""
     lr: float | None = None
     """Learning rate at its peak."""
     min_lr: float = 0.0
@@ -52,3 +52,15 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     sgd_momentum: float = 0.9
     """Momentum of sgd."""
+    muon_momentum: float = 0.95
+    """Momentum of muon."""
+    muon_nesterov: bool = False
+    """Nesterov's momentum, as in the papers on Muon."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps that make a matrix orthogonal."""
+    muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
+    """Of these steps: quintic has one set for each of five, simple has Jordan's for all."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """A step of muon times sqrt(max(rows, columns)), sqrt(rows / columns) or sqrt(max(1, rows / columns))."""
+    muon_extra_scale_factor: float = 1.0
+    """And times this: with spectral and 0.2, muon takes the learning rate and weight decay of adam."""

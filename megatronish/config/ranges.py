@@ -31,7 +31,7 @@ RANGES = (
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         num_distributed_optimizer_instances ddp_bucket_size seq_length micro_batch_size global_batch_size train_iters
         train_samples loss_scale_window hysteresis exit_interval eval_interval lr_decay_iters lr_decay_samples
-        lr_wsd_decay_iters lr_wsd_decay_samples
+        lr_wsd_decay_iters lr_wsd_decay_samples muon_num_ns_steps
         profile_step_start profile_step_end
         save_interval log_interval tensorboard_log_interval sample_tokens vocab_size
         """,
@@ -49,14 +49,14 @@ RANGES = (
         lambda value: value > 0,
         """
         rotary_base rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_beta_fast
-        rope_beta_slow norm_epsilon init_method_std distributed_timeout_minutes lr adam_eps
+        rope_beta_slow norm_epsilon init_method_std distributed_timeout_minutes lr adam_eps muon_extra_scale_factor
         exit_duration_in_mins peak_tflops_per_device initial_loss_scale min_loss_scale
         """,
     ),
     Range(
         "must be at least 0 and less than 1",
         lambda value: 0 <= value < 1,
-        "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum",
+        "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum muon_momentum",
     ),
     Range(
         "must be greater than 0 and at most 1",
@@ -73,7 +73,7 @@ LARGEST = (
         """
         num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size context_parallel_size
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank recompute_num_layers
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers muon_num_ns_steps
         """,
     ),
     Range(

@@ -1,34 +1,25 @@
 """How do gradients move parameters? The optimizer over a rank's fp32 masters, whatever the model computes in."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
+from megatronish.mesh.groups import Axis
+from megatronish.optim.adam import AdamW
+from megatronish.optim.masters import Masters, Update
+from megatronish.optim.muon import Muon
+from megatronish.optim.sgd import SGD
 from megatronish.sharding import Shard, Sharding
 
-
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101), torch's fused kernel."""
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
-
-
-def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Stochastic gradient descent with momentum."""
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
-
-
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adam": _adamw,
-    "sgd": _sgd,
-}
+OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
 """The optimizers of --optimizer."""
 
-STATE_NAMES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""What each keeps for every element of a parameter."""
+
+def optimizer_line(config: OptimizerConfig, masters_on: torch.device) -> str:
+    """What steps masters that live there, and why it and no other."""
+    return OPTIMIZERS[config.optimizer].described(masters_on)
 
 
 class Optimizer:
@@ -40,24 +31,26 @@ class Optimizer:
         gradients: Mapping[str, Tensor],
         shardings: Mapping[str, Sharding],
         config: OptimizerConfig,
+        *,
+        device: torch.device,
+        tp: Axis,
+        shared_over: Axis,
+        copied_over: Axis,
     ) -> None:
-        """`gradients` are those of the masters that learn, of the same shapes; each step reads them there."""
-        self.state_names = STATE_NAMES[config.optimizer]
+        """`gradients` are those of the masters that learn, of the same shapes; each step reads them there.
+
+        `shardings` are of every parameter of the stage that learns, whether or not this rank has a part of it.
+        """
         self.shards = shards
-        self.masters = {name: nn.Parameter(shard.master) for name, shard in shards.items() if name in gradients}
-        for name, master in self.masters.items():
+        masters = {name: nn.Parameter(shards[name].master) for name in shards if name in gradients}
+        for name, master in masters.items():
             master.grad = gradients[name]
-        groups = [
-            {"params": masters, "decays": decays}
-            for decays in (True, False)
-            if (masters := [master for name, master in self.masters.items() if shardings[name].decays == decays])
-        ]
-        self.inner = OPTIMIZERS[config.optimizer](groups, config) if groups else None
-        self.state: dict[str, dict[str, Tensor]] = {
-            name: {state: torch.zeros_like(master) for state in self.state_names}
-            for name, master in self.masters.items()
-        }
-        self.num_steps = 0
+        self.masters = masters
+        self.update = OPTIMIZERS[config.optimizer](
+            Masters(masters, shards, shardings, device, tp, shared_over, copied_over), config
+        )
+        self.state = self.update.state
+        self._num_steps = 0
 
     @property
     def num_steps(self) -> int:
@@ -67,17 +60,9 @@ class Optimizer:
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._num_steps = value
-        for name, master in self.masters.items():
-            assert self.inner is not None
-            step = {"step": torch.tensor(float(value), device=master.device)} if "exp_avg" in self.state_names else {}
-            self.inner.state[master] = self.state[name] | step
+        self.update.start_after(value)
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update of every master from its gradient."""
+        """One update of every master from its gradient. Every rank of the stage takes part, whatever it has."""
         self._num_steps += 1
-        if self.inner is None:
-            return
-        for group in self.inner.param_groups:
-            group["lr"] = learning_rate
-            group["weight_decay"] = weight_decay if group["decays"] else 0.0
-        self.inner.step()
+        self.update.step(learning_rate=learning_rate, weight_decay=weight_decay)

@@ -137,7 +137,16 @@ class Engine:
             model=stage,
             shardings=shardings,
             data_parallel=data_parallel,
-            optimizer=Optimizer(data_parallel.shards, data_parallel.gradients, shardings, optimizer),
+            optimizer=Optimizer(
+                data_parallel.shards,
+                data_parallel.gradients,
+                {name: shardings[name] for name, parameter in stage.named_parameters() if parameter.requires_grad},
+                optimizer,
+                device=mesh.device,
+                tp=mesh.tp,
+                shared_over=data_parallel.shared_over,
+                copied_over=data_parallel.copied_over,
+            ),
             executor=Executor(
                 [partial(stage, chunk=chunk) for chunk in range(stages.num_chunks)],
                 stages.placement,

@@ -8,6 +8,7 @@ import torch
 from megatronish.config.config import Config
 from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
 from megatronish.memory import expected_memory, memory_table
+from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
 
@@ -34,6 +35,8 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     flops = tokens * model_flops_per_token(model, vocab_size=vocab_size, seq_length=training.seq_length)
     stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     dropout = model.attention_dropout > 0
+    on_cpu = device == "cpu" or parallel.optimizer_cpu_offload or parallel.param_cpu_offload
+    masters_on = torch.device("cpu" if on_cpu else "cuda")
     lines = [
         f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
         + (", sequence parallel" if parallel.sequence_parallel else "")
@@ -53,7 +56,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
             if layout.cp == 1 or parallel.cp_comm_type == "a2a"
             else "scaled_dot_product_attention's flash operations"
         )
-        + f"; optimizer: torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}",
+        + f"; optimizer: {optimizer_line(config.optimizer, masters_on)}",
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",

@@ -1,0 +1,64 @@
+"""Who steps AdamW? NVIDIA apex's FusedAdam where it is there and masters are on CUDA, else torch's fused kernel.
+
+AdamW is Loshchilov & Hutter's (2017, arXiv:1711.05101). Both keep the same two tensors under the same names, so a
+checkpoint of one goes on under the other.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.optim.masters import Masters, TorchUpdate
+
+
+class Found(NamedTuple):
+    """apex's FusedAdam, or None, and why."""
+
+    fused_adam: Callable[..., torch.optim.Optimizer] | None
+    reason: str
+
+
+class AdamW(TorchUpdate):
+    """Adam with decoupled weight decay."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, masters: Masters, config: OptimizerConfig) -> None:
+        devices = {each.device for each in masters.parameters.values()}
+        assert len(devices) <= 1, "masters of one rank live in one place"
+        super().__init__(masters, partial(adamw, config=config, masters_on=next(iter(devices), masters.device)))
+
+    @staticmethod
+    def described(masters_on: torch.device, /) -> str:
+        """The kernel, and why it."""
+        found = find_fused_adam(masters_on)
+        return f"{'torch' if found.fused_adam is None else 'apex'}'s fused AdamW ({found.reason})"
+
+
+def adamw(groups: list[dict[str, Any]], *, config: OptimizerConfig, masters_on: torch.device) -> torch.optim.Optimizer:
+    """Learning rate and weight decay are set before each step."""
+    given: dict[str, Any] = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    fused_adam = find_fused_adam(masters_on).fused_adam
+    if fused_adam is None:
+        return torch.optim.AdamW(groups, **given, fused=True)
+    return fused_adam(groups, **given, adam_w_mode=True)
+
+
+def find_fused_adam(masters_on: torch.device) -> Found:
+    """What is there for masters that live here."""
+    if masters_on.type != "cuda":
+        return Found(None, "masters are on the CPU")
+    try:
+        found = import_module("apex.optimizers").FusedAdam
+        import_module("amp_C")  # its kernels, an extension that apex may have been built without
+    except ModuleNotFoundError as error:
+        return Found(None, f"there is no module {error.name} of NVIDIA apex")
+    except Exception as error:  # a broken build, or the other package that is called apex
+        return Found(None, f"NVIDIA apex does not import: {type(error).__name__}: {error}")
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        return Found(None, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex")
+    return Found(found, "masters are on CUDA")
