@@ -43,7 +43,7 @@ class FlatParameters:
         self.shared_over, self.overlap = shared_over, overlap
         self.plans, self._num_learning = (*plans, *frozen), len(plans)
         self.flats, self.masters = list[Tensor](), list[Tensor]()
-        self.shards: dict[str, Shard] = {}
+        shards: dict[str, Shard] = {}
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
         for number, plan in enumerate(self.plans):
@@ -59,9 +59,10 @@ class FlatParameters:
                 self._bucket_of[name] = number
             for name, segment in plan.segments(shared_over).items():
                 pieces, shape = list(shardings[name].pieces(tp)), parameters[name].shape
-                self.shards[name] = Shard(segment.of(master), flat_pieces(pieces, shape, segment.start, segment.stop))
+                shards[name] = Shard(segment.of(master), flat_pieces(pieces, shape, segment.start, segment.stop))
             self.flats.append(flat)
             self.masters.append(master)
+        self.shards = {name: shards[name] for name in parameters if name in shards}  # in the model's order
 
     @torch.no_grad()
     def publish(self, *, frozen: bool = False) -> None:
