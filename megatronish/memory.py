@@ -113,13 +113,23 @@ def expected_memory(
             is_last=stage.is_last,
         )
         activations, logits = max((keeping.held(stage, moment, padded_vocab_size) for moment in stage.moments), key=sum)
+        count = held.per_rank(layout.tp)
+        num_moments = _num_moments(optimizer, held, sum(stage.layers) * matrices_of_layer(model), layout.tp)
+        passing = _passing(
+            model,
+            sharing,
+            count=count,
+            num_layers=sum(stage.layers),
+            table=padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0,
+            tp=layout.tp,
+            element_bytes=element_bytes,
+        )
         expected.append(
-            _model_state(
-                held,
-                num_moments=_num_moments(optimizer, held, sum(stage.layers) * matrices_of_layer(model), layout.tp),
-                tp=layout.tp,
-                bf16=bf16,
-            )._replace(activations=tokens * (activations + keeping.once(max(stage.layers))), logits=tokens * logits)
+            model_state(count, num_moments, sharing, bf16=bf16)._replace(
+                activations=tokens * (activations + keeping.once(max(stage.layers))),
+                logits=tokens * logits,
+                passing=passing,
+            )
         )
     return expected
 
@@ -217,35 +227,43 @@ def _num_moments(optimizer: Literal["adam", "sgd", "muon"], held: Parameters, in
     return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices // tp}[optimizer]
 
 
-def model_state(
-    count: int, sharing: Sharing, *, bf16: bool, optimizer: Literal["adam", "sgd"] = "adam"
-) -> Memory:
+def model_state(count: int, num_moments: int, sharing: Sharing, *, bf16: bool) -> Memory:
     """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
 
-    `bf16` stands for fp16 too.
+    `num_moments` are the elements that its optimizer would keep beside masters, were nothing shared. `bf16` stands for
+    fp16 too.
     """
-    stage, share = sharing.stage, -(-count // sharing.ranks)
-    moments = 8 if optimizer == "adam" else 4
+    stage, (share, moments) = sharing.stage, (-(-each // sharing.ranks) for each in (count, num_moments))
     parameters = 4 * share if stage == 3 else (2 if bf16 else 4) * count
     gradients = 4 * (count if stage < 2 else share)
     if sharing.offloads_parameters:
-        return Memory(0, 0, 0, host=parameters + gradients + moments * share)
+        return Memory(0, 0, 0, host=parameters + gradients + 4 * moments)
     if sharing.offloads_optimizer:  # masters, and the gradients that they are stepped by
-        return Memory(parameters, gradients, 0, host=(4 + 4 + moments) * share)
-    has_masters = bf16 and stage < 3
-    return Memory(parameters, gradients, (moments + (4 if has_masters else 0)) * share)
+        return Memory(parameters, gradients, 0, host=(4 + 4) * share + 4 * moments)
+    masters = 4 * share if bf16 and stage < 3 else 0  # in fp32 they are the parameters, as ever with ZeRO-3
+    return Memory(parameters, gradients, masters + 4 * moments)
 
 
-BUCKETS_AT_ONCE = 3  # of ZeRO-2: one is filled while two are exchanged
+BUCKETS_AT_ONCE = 3  # of ZeRO-2: two are exchanged while one fills
 
 
 def _passing(
-    model: ModelConfig, held: Parameters, num_layers: int, sharing: Sharing, *, tp: int, element_bytes: int
+    model: ModelConfig, sharing: Sharing, *, count: int, num_layers: int, table: int, tp: int, element_bytes: int
 ) -> int:
-    """Bytes that are whole for a part of a step."""
-    count, layer, table = held.per_rank(tp), parameters_of_layer(model).per_rank(tp), ...
+    """Bytes that are whole for a part of a step, on a rank of `count` parameters; `table` are those of an embedding."""
     if sharing.stage == 2:
-        ...
+        if not sharing.overlap:
+            return 4 * count
+        up = model.hidden_size * model.ffn_size * (2 if model.swiglu else 1) // tp
+        bucket = max(sharing.bucket_size, up)  # a matrix is never cut
+        return 4 * min(count, (BUCKETS_AT_ONCE - 1) * bucket + max(bucket, table))
+    if sharing.stage == 3:
+        # The layer at work, the next one, which is gathered meanwhile, and what is left of the stage around them; of
+        # the gradients all but the next one's.
+        one = parameters_of_stage(model, vocab_size=0, seq_length=0, num_layers=1, is_first=False, is_last=False)
+        layer = one.per_rank(tp)
+        rest = count - num_layers * layer
+        return element_bytes * (rest + min(num_layers, 2) * layer + rest + layer)
     return 0
 
 
@@ -259,7 +277,9 @@ def format_bytes(size: float) -> str:
 
 
 def memory_table(stages: list[Memory]) -> str:
-    """A row for each stage, a column for each kind of bytes."""
-    header = ["", *Memory._fields, "total"]
-    rows = [[f"stage {i}", *map(format_bytes, memory), format_bytes(memory.total)] for i, memory in enumerate(stages)]
-    return "\n".join("".join(f"{cell:>12}" for cell in row).rstrip() for row in [header, *rows])
+    """A row for each stage, a column for each kind of bytes; what few runs have is there where there is any."""
+    optional = {"passing", "host"}
+    names = [name for name in Memory._fields if name not in optional or any(getattr(each, name) for each in stages)]
+    names.insert(len(names) - names.count("host"), "total")
+    rows = [[f"stage {i}", *(format_bytes(getattr(each, name)) for name in names)] for i, each in enumerate(stages)]
+    return "\n".join("".join(f"{cell:>12}" for cell in row).rstrip() for row in [["", *names], *rows])

@@ -14,7 +14,7 @@ import pytest
 from megatronish.config.config import Config
 from megatronish.config.read import ConfigError, read_config
 from megatronish.flops import num_parameters
-from megatronish.memory import expected_memory, format_bytes
+from megatronish.memory import Sharing, expected_memory, format_bytes
 from megatronish.pipeline.stages import Stages
 
 ROOT = Path(__file__).parent.parent
@@ -154,6 +154,7 @@ def fullest_stage(config: Config, vocab_size: int) -> str:
         optimizer=config.optimizer.optimizer,
         cp_comm_type=config.parallel.cp_comm_type,
         recompute=config.recompute,
+        sharing=Sharing.of(config.parallel, layout),
     )
     return format_bytes(max(stage.total for stage in memory))
 

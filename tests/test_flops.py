@@ -16,7 +16,14 @@ from megatronish.flops import (
     parameters_of_stage,
     peak_tflops,
 )
-from megatronish.memory import Memory, activation_bytes_per_token, expected_memory, format_bytes, memory_table
+from megatronish.memory import (
+    Memory,
+    Sharing,
+    activation_bytes_per_token,
+    expected_memory,
+    format_bytes,
+    memory_table,
+)
 from megatronish.mesh.layout import Layout
 from megatronish.model.gpt import GPT, Chunk
 from megatronish.pipeline.stages import Stages
@@ -158,6 +165,7 @@ def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: 
         stages=loads,
         sequence_parallel=parallel.sequence_parallel,
         cp_comm_type=parallel.cp_comm_type,
+        sharing=Sharing.of(parallel, layout),
         **(sizes | settings),  # type: ignore[arg-type]
     )
 
@@ -167,6 +175,54 @@ def test_model_state_takes_16_bytes_a_parameter_in_fp32_and_18_with_bf16() -> No
     for bf16, optimizer, size in [(False, "adam", 16), (True, "adam", 18), (False, "sgd", 12), (True, "sgd", 14)]:
         (memory,) = expect(bf16=bf16, optimizer=optimizer)
         assert sum(memory[:3]) == size * padded
+
+
+@pytest.mark.parametrize("dp", [1, 8, 64])
+def test_what_zero_shares_is_divided_by_the_ranks_that_share_it(dp: int) -> None:
+    count = 124_439_808 + (50304 - 50257) * 768  # divisible by 64
+    for stage, bf16, size in [
+        (0, True, 18),
+        (1, True, 6 + 12 / dp),
+        (2, True, 2 + 16 / dp),
+        (3, True, 16 / dp),
+        (0, False, 16),
+        (1, False, 8 + 8 / dp),
+        (2, False, 4 + 12 / dp),
+        (3, False, 16 / dp),
+    ]:
+        (memory,) = expect(layout=Layout(dp=dp), bf16=bf16, zero_stage=stage)
+        assert sum(memory[:3]) == size * count
+        assert memory.host == 0
+        assert (memory.passing > 0) == (stage >= 2)
+
+
+def test_copies_and_context_parallelism_say_how_many_share() -> None:
+    for layout, copies, ranks in [(Layout(dp=8), 2, 4), (Layout(dp=4, cp=2), 1, 8), (Layout(dp=4, cp=2), 4, 2)]:
+        parallel = ParallelConfig(zero_stage=1, num_distributed_optimizer_instances=copies)
+        assert Sharing.of(parallel, layout).ranks == ranks
+        assert Sharing.of(ParallelConfig(), layout).ranks == 1
+
+
+def test_what_is_offloaded_lies_on_the_host() -> None:
+    count = 124_439_808 + (50304 - 50257) * 768
+    for stage, offload, device, host in [
+        (1, "optimizer", 6, 16 / 8),
+        (2, "optimizer", 2 + 4 / 8, 16 / 8),
+        (3, "optimizer", 8 / 8, 16 / 8),
+        (3, "param", 0, 16 / 8),
+    ]:
+        (memory,) = expect(layout=Layout(dp=8), bf16=True, zero_stage=stage, **{f"{offload}_cpu_offload": True})
+        assert (sum(memory[:3]), memory.host) == (device * count, host * count)
+        assert memory.total == sum(memory) - memory.host
+
+
+def test_what_passes_is_a_few_buckets_or_layers() -> None:
+    count, layer = 124_439_808 + (50304 - 50257) * 768, 12 * 768**2 + 13 * 768
+    (buckets,) = expect(layout=Layout(dp=2), zero_stage=2)
+    assert buckets.passing == 4 * (2 * 8_000_000 + 50304 * 768)
+    assert expect(layout=Layout(dp=2), zero_stage=2, overlap_grad_reduce=False)[0].passing == 4 * count
+    (layers,) = expect(layout=Layout(dp=2), zero_stage=3, bf16=True)
+    assert layers.passing == 2 * (2 * (count - 12 * layer) + 3 * layer)
 
 
 def test_activations_follow_the_formula_of_korthikanti() -> None:
@@ -263,4 +319,9 @@ def test_memory_draws_itself_as_a_table() -> None:
     assert memory_table([Memory(2**20, 2**20, 2**21, 0, 0)]).splitlines() == [
         "              parameters   gradients   optimizer activations      logits       total",
         "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     4.0 MiB",
+    ]
+    shared = Memory(2**20, 2**20, 2**21, passing=2**10, host=2**22)
+    assert memory_table([shared]).splitlines() == [
+        "              parameters   gradients   optimizer activations      logits     passing       total        host",
+        "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     1.0 KiB     4.0 MiB     4.0 MiB",
     ]

@@ -7,7 +7,7 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
-from megatronish.memory import expected_memory, memory_table
+from megatronish.memory import Sharing, expected_memory, memory_table
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
@@ -76,6 +76,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
                 optimizer=config.optimizer.optimizer,
                 cp_comm_type=parallel.cp_comm_type,
                 recompute=config.recompute,
+                sharing=Sharing.of(parallel, layout),
             )
         ),
         *(f"note: {note}" for note in notes),
