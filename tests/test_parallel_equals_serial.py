@@ -2,9 +2,10 @@
 
 Each of the 55 layouts of dp x tp x pp x cp (cp 1, 2 or 4) with at most eight ranks is trained, with features that a
 seeded pairwise array has dealt to it, and compared with one process that takes each global batch as a single
-micro-batch: initial values bit by bit, losses and gradient norms of three Adam steps, an evaluation, every element of
-the first gradient (clipped), and the parameters after SGD steps. Not after Adam steps: Adam turns the rounding noise of
-a gradient that is truly zero, a key bias's, into whole steps. The tolerance is the same for all: 1e-5 in fp32.
+micro-batch: initial values bit by bit, losses and gradient norms of three Adam or Muon steps, an evaluation, every
+element of the first gradient (clipped), the parameters after SGD steps, and matrices after Muon steps. Nothing after
+Adam steps: Adam turns the rounding noise of a gradient that is truly zero, a key bias's, into whole steps. The
+tolerance is the same for all: 1e-5 in fp32.
 
 `pytest --all-layouts` takes the product of the features that meet in the maths, for every layout.
 """
@@ -34,6 +35,7 @@ from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh
 from megatronish.mesh.layout import Layout
 from megatronish.model.batch import MicroBatch
+from megatronish.optim.muon import is_matrix
 from megatronish.streams import numpy_stream
 from megatronish.train.engine import Engine
 
@@ -41,10 +43,14 @@ RTOL = 1e-5
 SEED = 7
 VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
 EOD = 0
-ADAM_STEPS = 3
+NUM_STEPS = 3
 SGD_STEPS = 2
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 CLIP = 0.5  # below every gradient norm here, so that clipping acts
+OPTIMIZERS = {
+    "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
+    "muon": OptimizerConfig(optimizer="muon", lr=0.02, muon_nesterov=True, muon_extra_scale_factor=0.2, clip_grad=CLIP),
+}
 
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp)
@@ -68,6 +74,7 @@ class Problem:
     global_batch_size: int
     eod_mask_loss: bool = False
     documents: bool = False
+    optimizer: str = "adam"
     bf16: bool = False
 
 
@@ -132,6 +139,7 @@ class Record(NamedTuple):
     initial_parts: Parts
     gradient_parts: Parts
     trained_parts: Parts
+    muon_parts: Parts
 
 
 class Samples:
@@ -154,7 +162,7 @@ class Samples:
 
 
 def train(place: Place, problem: Problem, spread: Spread) -> Record:
-    """SGD steps from the initial values, then Adam steps from them again."""
+    """SGD steps from the initial values, then Adam or Muon steps from them again."""
     mesh = Mesh.start(
         spread.layout,
         rank=place.rank,
@@ -184,16 +192,26 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
         sgd.step(batches(step), step=step, learning_rate=0.1, weight_decay=0.1)
         if step == 0:
             gradients = parts(sgd, sgd.data_parallel.gradients)
-    adam = build(mesh, problem, spread, OptimizerConfig(optimizer="adam", clip_grad=CLIP))
-    results = [adam.step(batches(step), step=step, learning_rate=1e-3, weight_decay=0.1) for step in range(ADAM_STEPS)]
+    config = OPTIMIZERS[problem.optimizer]
+    engine = build(mesh, problem, spread, config)
+    assert config.lr is not None
+    results = [
+        engine.step(batches(step), step=step, learning_rate=config.lr, weight_decay=0.1) for step in range(NUM_STEPS)
+    ]
+    of_muon = {
+        name: held
+        for name, held in parts(engine, masters_of(engine)).items()
+        if problem.optimizer == "muon" and is_matrix(name, engine.shardings[name])
+    }
     return Record(
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
-        evaluation=adam.evaluate(batches(ADAM_STEPS)),
-        params_norm=adam.params_norm(),
+        evaluation=engine.evaluate(batches(NUM_STEPS)),
+        params_norm=engine.params_norm(),
         initial_parts=initial,
         gradient_parts=gradients,
         trained_parts=parts(sgd, masters_of(sgd)),
+        muon_parts=of_muon,
     )
 
 
@@ -274,7 +292,7 @@ def assert_equal_to_serial(problem: Problem, spread: Spread) -> None:
         assert record.grad_norms == pytest.approx(reference.grad_norms, rel=RTOL)
         assert record.evaluation == pytest.approx(reference.evaluation, rel=RTOL)
         assert record.params_norm == pytest.approx(reference.params_norm, rel=RTOL)
-    for kind in ("initial_parts", "gradient_parts", "trained_parts"):
+    for kind in ("initial_parts", "gradient_parts", "trained_parts", "muon_parts"):
         actual = whole([getattr(record, kind) for record in records])
         expected = whole([getattr(reference, kind)])
         assert actual.keys() == expected.keys()
@@ -304,6 +322,7 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "micro_batch_size": (1, 2),
         "num_microbatches": (1, 3, 4) if layout.pp in (2, 3) else (1, 3),
         "overlap": (True, False) if layout.dp * layout.cp > 1 else (None,),
+        "optimizer": ("adam", "muon"),
         "zero": (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0, 1),
         "copies": (1, 2) if layout.dp * layout.cp in (4, 6, 8) else (None,),
         "offload": ("none", "optimizer", "parameters"),
@@ -327,7 +346,7 @@ CASES = [
     *[Layout(dp=4, pp=2)] * 3,
 ]
 CHOICES = [choices(layout) for layout in CASES]
-DEALT = pairwise(CHOICES, seed=17)
+DEALT = pairwise(CHOICES, seed=27)
 
 
 def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
@@ -373,6 +392,7 @@ def problem_of(layout: Layout, chosen: Chosen) -> Problem:
         global_batch_size=layout.dp * chosen["micro_batch_size"] * chosen["num_microbatches"],
         eod_mask_loss=chosen["eod_mask_loss"],
         documents=chosen["documents"],
+        optimizer=chosen["optimizer"],
     )
 
 
@@ -422,6 +442,7 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
         "overlap": {True: "", False: "no_overlap", None: ""},
     }
     words = [chosen["family"], *(said[feature][chosen[feature]] for feature in said)]
+    words += [chosen["optimizer"]] if chosen["optimizer"] != "adam" else []
     words += [f"recompute_{chosen['recompute']}"] if chosen["recompute"] != "none" else []
     if layout.cp > 1:
         words.append(chosen["cp_comm_type"])
@@ -481,7 +502,7 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, main: Chosen) -> None:
     rest = {"eod_mask_loss": True, "documents": True, "micro_batch_size": 1, "num_microbatches": 3, "overlap": True}
     usual: Chosen = {"schedule": "1f1b", "split": "even", "recompute": "none", "cp_comm_type": "p2p"}
-    usual |= {"zero": 0, "copies": 1, "offload": "none"}
+    usual |= {"optimizer": "adam", "zero": 0, "copies": 1, "offload": "none"}
     chosen = usual | rest | main
     exact = problem_of(layout, chosen)
     rounded = replace(exact, bf16=True)
