@@ -117,8 +117,12 @@ def load_and_save(
                 "--pp 2",
             ],
         ),
+        (
+            f"{GPT2} --optimizer muon --global-batch-size 12",
+            ["--tp 2 --dp 2 --zero-stage 2", "--dp 3 --zero-stage 3", "--pp 2 --tp 2"],
+        ),
     ],
-    ids=["gpt2", "llama"],
+    ids=["gpt2", "llama", "muon"],
 )
 def test_a_checkpoint_of_any_layout_loads_in_any_other_bit_by_bit(
     tmp_path: Path, model: str, layouts: list[str]
