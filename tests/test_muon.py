@@ -276,6 +276,14 @@ def test_each_matrix_is_computed_by_one_rank_alone() -> None:
     assert sorted(owned) == [(4, 8), (4, 8), (8, 8)]
 
 
+def test_of_what_tp_does_not_cut_one_copy_is_summed() -> None:
+    matrices = {"cut": Sharding((4, 6), dim=1), "whole": Sharding((4, 3))}
+    for rank in range(2):
+        dealt = Dealt(Masters({}, {}, matrices, CPU, Axis("tp", 2, rank), *ALONE[1:]))
+        lays_down = {slot.matrix.name: dealt.lays_down(slot) for round_ in dealt.rounds for slot in round_.slots}
+        assert lays_down == {"cut": True, "whole": rank == 0}
+
+
 def test_a_rank_that_keeps_nothing_computes_and_steps_nothing() -> None:
     optimizer = optimizer_of({}, {}, ALONE)
     optimizer.step(learning_rate=0.1, weight_decay=0.1)
