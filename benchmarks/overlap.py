@@ -36,7 +36,7 @@ from megatronish.train.run import start_mesh
 COLLECTIVES = {"start_all_reduce": "reduce", "start_reduce_scatter": "reduce", "start_all_gather": "gather"}
 COLOURS = {"forward": "#4a7fcb", "backward": "#58ad5f", "update": "#b7b7b7", "reduce": "#e9b33f", "gather": "#c2607c"}
 FLAGS = (
-    "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --micro-batch-size 4 --vocab-size 1024 "
+    "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --micro-batch-size 4 --vocab-size 1024 "
     "--global-batch-size 8 --train-iters 4 --lr 1e-3 --mock-data --device cpu --dp 2 --ddp-bucket-size 3000000 "
     "--hidden-dropout 0 --attention-dropout 0"
 )
@@ -148,7 +148,8 @@ def record(place: Place, flags: str, folder: Path) -> int:
 
 def draw(ranks: list[dict[str, Any]], path: Path, title: str) -> None:
     """Of each rank a row of what it computes, and below it a line for each exchange under way."""
-    start, end = window(ranks[0]["spans"])
+    starts, ends = zip(*(window(recorded["spans"]) for recorded in ranks), strict=True)
+    start, end = min(starts), max(ends)
     figure = Figure(figsize=(14, 2.6 * len(ranks) + 1), layout="constrained")
     several = figure.subplots(len(ranks), sharex=True, squeeze=False)[:, 0]
     for rank, (axes, recorded) in enumerate(zip(several, ranks, strict=True)):
