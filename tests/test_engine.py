@@ -46,6 +46,8 @@ def engine_of(
     recompute: RecomputeConfig | None = None,
     model: ModelConfig = MODEL,
     num_microbatches: int = 2,
+    bf16: bool = False,
+    optimizer: OptimizerConfig | None = None,
 ) -> tuple[Engine, list[MicroBatch]]:
     layout = Layout(
         pp=parallel.pipeline_model_parallel_size,
@@ -53,14 +55,20 @@ def engine_of(
         cp=parallel.context_parallel_size,
         tp=parallel.tensor_model_parallel_size,
     )
-    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous)
+    mesh = Mesh.start(
+        layout,
+        rank=place.rank,
+        init_method=place.rendezvous,
+        copies=parallel.num_distributed_optimizer_instances,
+        fully_shared=parallel.zero == 3,
+    )
     batch = B * layout.dp * num_microbatches
     engine = Engine.build(
         mesh,
         model=model,
         parallel=parallel,
-        training=TrainingConfig(seq_length=S, micro_batch_size=B, global_batch_size=batch),
-        optimizer=OptimizerConfig(),
+        training=TrainingConfig(seq_length=S, micro_batch_size=B, global_batch_size=batch, bf16=bf16),
+        optimizer=optimizer or OptimizerConfig(),
         vocab_size=VOCABULARY,
         recompute=recompute,
     )

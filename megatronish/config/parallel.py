@@ -35,7 +35,7 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = None
     """Layers of the last stage; the others share the rest."""
     overlap_grad_reduce: bool = True
-    """Start each gradient bucket's all-reduce during the last backward pass."""
+    """Exchange each gradient bucket as soon as it is final, while the backward goes on."""
     grad_reduce_in_bf16: bool = False
     """Gradients are summed in bf16 instead of fp32: half the bytes, and 8 bits of each sum (needs --bf16)."""
     ddp_bucket_size: int = 8_000_000

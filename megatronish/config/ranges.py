@@ -68,6 +68,11 @@ RANGES = (
 # More is a slip of the finger, over which some loop would count for hours or some product overflow.
 LARGEST = (
     Range(
+        "must be at most 2^120, as fp32 ends at 2^128",
+        lambda value: value <= 2.0**120,
+        "loss_scale initial_loss_scale min_loss_scale",
+    ),
+    Range(
         "must be at most 100000",
         lambda value: value <= 100_000,
         """

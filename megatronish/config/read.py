@@ -14,6 +14,7 @@ from megatronish.config.check_parallel import MESH
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, read_fields, with_fields
 from megatronish.config.files import missing_files
+from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
 from megatronish.config.settle import LOSS_SCALE_RULE, merge, settle
@@ -165,6 +166,7 @@ def _derive(config: Config, *, path: Path | None, world_size: int | None, unsoun
         notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
+    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer)
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
@@ -183,6 +185,31 @@ def _idle_loss_scale(training: TrainingConfig) -> list[str]:
     if training.fp16 or not told:
         return []
     return [f"{', '.join(told)}: idle, as {training.precision} needs no loss scale; --fp16 would use it"]
+
+
+def _idle_sharing(parallel: ParallelConfig) -> list[str]:
+    """What is said of settings that the stage of ZeRO does not ask."""
+    notes = []
+    if parallel.zero == 3 and not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
+        notes.append(
+            "overlap_grad_reduce and overlap_param_gather are idle: with zero_stage=3 fully_shard overlaps both"
+        )
+    if parallel.optimizer_cpu_offload and parallel.param_cpu_offload:
+        notes.append("optimizer_cpu_offload is idle: param_cpu_offload takes masters and states along")
+    return notes
+
+
+def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
+    """What is said of settings that belong to another optimizer."""
+    used = {"adam": ("adam_",), "sgd": ("sgd_",), "muon": ("muon_", "adam_")}[optimizer.optimizer]
+    told = [
+        f"{name}={getattr(optimizer, name)}"
+        for name in vars(optimizer)
+        if name.startswith(("adam_", "sgd_", "muon_"))
+        and not name.startswith(used)
+        and getattr(optimizer, name) != FIELDS[name].default
+    ]
+    return [f"{', '.join(told)}: idle with optimizer={optimizer.optimizer}"] if told else []
 
 
 def _world_size_problem(parallel: ParallelConfig, world_size: int | None) -> str | None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from megatronish import comm
-from megatronish.data_parallel.parameters import memory_on
+from megatronish.data_parallel.offload import SeenGradients, memory_on
 from megatronish.data_parallel.plan import BucketPlan, plan_buckets
 from megatronish.mesh.groups import Axis
 from megatronish.sharding import FlatPiece, Piece, Shard, Sharding, flat_pieces
@@ -47,7 +47,7 @@ class FullySharded:
         tp: Axis,
         holders: Axis,
         bucket_size: int,
-        reduce_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype,
         masters_on: torch.device | None = None,
         offload_parameters: bool = False,
     ) -> None:
@@ -87,14 +87,13 @@ class FullySharded:
         self._sums = [torch.zeros(each.size, device=self._rows[each.names[0]].device) for each in self._plans]
         for name, total in self._views(self._sums).items():
             _let_add_up(kept[name], in_=total)
-        # Where masters live elsewhere, so do the gradients that the optimizer reads.
-        self._seen_by_optimizer, self._masters = self._sums, dict[str, Tensor]()
+        self._masters: dict[str, Tensor] = {}
         if masters_on is not None:
-            self._seen_by_optimizer, masters = ([memory_on(masters_on, each) for each in self._sums] for _ in range(2))
-            self._masters = self._views(masters)
+            self._masters = self._views([memory_on(masters_on, each) for each in self._sums])
             for name, master in self._masters.items():
                 master.copy_(self._rows[name])
-        self.gradients = self._views(self._seen_by_optimizer)
+        self._seen = SeenGradients(self._sums, masters_on)
+        self.gradients = self._views(self._seen.tensors)
         self.shards = {
             name: Shard(
                 self._masters.get(name, rows),
@@ -129,21 +128,21 @@ class FullySharded:
         for plan, total in zip(self._plans, self._sums, strict=True):
             for axis in plan.finishing_axes:
                 comm.all_reduce(total, axis)
+        self._seen.start()
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient."""
         for total in self._sums:
             total.mul_(factor)
+        self._seen.scale(factor)
 
     def counted_gradients(self) -> list[Tensor]:
         """Flat tensors with the gradients that this rank counts."""
         return [total for plan, total in zip(self._plans, self._sums, strict=True) if plan.counted]
 
     def collect(self) -> None:
-        """Bring the gradients to where the optimizer reads them."""
-        for total, seen in zip(self._sums, self._seen_by_optimizer, strict=True):
-            if seen is not total:
-                seen.copy_(total)
+        """Returns once the gradients are where the optimizer reads them."""
+        self._seen.finish()
 
     def publish(self, *, frozen: bool = False) -> None:
         """Bring the masters back to where the model is gathered from; the frozen ones never left."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish import comm
+from megatronish.data_parallel.offload import memory_on
 from megatronish.data_parallel.plan import BucketPlan
 from megatronish.mesh.groups import Axis
 from megatronish.sharding import Shard, Sharding, flat_pieces
@@ -71,7 +72,7 @@ class FlatParameters:
             flat, master = self.flats[number], self.masters[number]
             part = self.plans[number].part(flat, self.shared_over)
             if part.data_ptr() != master.data_ptr():
-                part.copy_(master)
+                part.copy_(master, non_blocking=True)
             self._gathering[number] = comm.start_all_gather(part, self.shared_over, into=flat)
         if not self.overlap:
             self.wait_for(self._bucket_of)
@@ -94,9 +95,3 @@ class FlatParameters:
 def _away(part: Tensor, device: torch.device | None) -> Tensor:
     """A copy of its own, there."""
     return part.clone() if device is None else memory_on(device, part).copy_(part)
-
-
-def memory_on(device: torch.device, like: Tensor) -> Tensor:
-    """Zeros of this shape there; in memory that a GPU can copy from and to without waiting if it is the CPU's."""
-    pin_memory = like.device.type == "cuda" and device.type == "cpu"
-    return torch.zeros(like.shape, dtype=like.dtype, device=device, pin_memory=pin_memory)

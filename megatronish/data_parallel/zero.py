@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.data_parallel.gradients import GradientBuckets
+from megatronish.data_parallel.offload import SeenGradients
 from megatronish.data_parallel.parameters import FlatParameters
 from megatronish.data_parallel.plan import Source, plan_buckets
 from megatronish.mesh.groups import Axis
@@ -40,7 +41,7 @@ class Zero:
         bucket_size: int,
         overlap_reduce: bool,
         overlap_gather: bool,
-        reduce_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype,
         masters_on: torch.device | None = None,
     ) -> None:
         self.shared_over, self.copied_over = shared_over, copied_over
@@ -78,19 +79,15 @@ class Zero:
             reduce_dtype=reduce_dtype,
         )
         self.shards: dict[str, Shard] = self.parameters.shards
-        # Where masters live elsewhere, so do the gradients that the optimizer reads.
-        self._seen_by_optimizer = self.buckets.parts
-        if masters_on is not None:
-            self._seen_by_optimizer = [torch.zeros_like(master) for master in self.parameters.masters[: len(plans)]]
+        self._seen = SeenGradients(self.buckets.parts, masters_on)
         self.gradients: dict[str, Tensor] = {
             name: segment.of(part)
-            for plan, part in zip(plans, self._seen_by_optimizer, strict=True)
+            for plan, part in zip(plans, self._seen.tensors, strict=True)
             for name, segment in plan.segments(shared_over).items()
         }
         self.counted = {name for plan in (*plans, *frozen) if plan.counted for name in plan.names} & self.shards.keys()
         self.zero, self.starting, self.delivered = self.buckets.zero, self.buckets.starting, self.buckets.delivered
-        self.finish, self.scale, self.publish = self.buckets.finish, self.buckets.scale, self.parameters.publish
-        self.wait_before = self.parameters.wait_before
+        self.publish, self.wait_before = self.parameters.publish, self.parameters.wait_before
 
     @property
     def sums(self) -> dict[nn.Parameter, Tensor]:
@@ -101,8 +98,16 @@ class Zero:
         """Flat tensors with the gradients that this rank counts, and zeros."""
         return [bucket.part for bucket in self.buckets.buckets if bucket.plan.counted]
 
+    def finish(self) -> None:
+        """Returns once every gradient is summed over all that it must be summed over."""
+        self.buckets.finish()
+        self._seen.start()
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient."""
+        self.buckets.scale(factor)
+        self._seen.scale(factor)
+
     def collect(self) -> None:
-        """Bring the gradients to where the optimizer reads them."""
-        for part, seen in zip(self.buckets.parts, self._seen_by_optimizer, strict=True):
-            if seen is not part:
-                seen.copy_(part)
+        """Returns once the gradients are where the optimizer reads them."""
+        self._seen.finish()

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from megatronish.config.training import TrainingConfig
 
+LARGEST_SCALE = 2.0**120  # gradients that stay zero would double it until it is infinite
+
 
 class LossScale(Protocol):
     """What the loss of a step is multiplied by."""
@@ -82,7 +84,7 @@ class DynamicLossScale:
             return
         self._good_steps += 1
         if self._good_steps >= self.window:
-            self.scale *= 2
+            self.scale = min(self.scale * 2, LARGEST_SCALE)
             self._good_steps, self._forgiven = 0, self.hysteresis
 
     def state(self) -> dict[str, float]:

@@ -41,7 +41,7 @@ class Optimizer:
 
         `shardings` are of every parameter of the stage that learns, whether or not this rank has a part of it.
         """
-        self.shards = shards
+        self.shards, self.name = shards, config.optimizer
         masters = {name: nn.Parameter(shards[name].master) for name in shards if name in gradients}
         for name, master in masters.items():
             master.grad = gradients[name]

@@ -195,9 +195,10 @@ class Engine:
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         # Where a smaller scale may help, the step is left out and the run goes on.
         if self.check_finite and not is_finite and not self.loss_scale.gives_way:
+            too_large = f"; the loss scale of {scale} may be too large for fp16, too" if scale > 1 else ""
             raise NotFiniteError(
                 f"loss={loss} and grad_norm={grad_norm} in step {step + 1} must be finite; the parameters are as they "
-                "were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step"
+                f"were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step{too_large}"
             )
         skipped = not math.isfinite(grad_norm) and self.loss_scale.skips_overflow
         return StepResult(loss, grad_norm, num_tokens, scale, skipped)
@@ -298,6 +299,7 @@ def _share(
         bucket_size=parallel.ddp_bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
+        reduce_dtype=reduce_dtype,
         masters_on=masters_on,
         sources={
             name: frozenset((user.chunk, put_off if user.is_product else "B") for user in users)

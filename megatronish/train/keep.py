@@ -11,6 +11,7 @@ from megatronish.checkpoint.folder import DamagedError, read_state
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.errors import UserError
 from megatronish.train.engine import Engine
 from megatronish.train.stop import Stopper
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
@@ -53,6 +54,7 @@ class Save(Hook):
             "optimizer_steps": engine.optimizer.num_steps,
             "has_optimizer": self.with_optimizer,
             "skipped_steps": progress.skipped_steps,
+            "skipped_samples": progress.skipped_samples,
             "loss_scale": engine.loss_scale.state(),
         }
         path = save_checkpoint(self.folder, step=progress.step, tensors=tensors, state=state, mesh=engine.mesh)
@@ -67,6 +69,16 @@ def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTenso
     where = (engine.shardings, engine.mesh, sharing.copied_over)
     tensors = model_tensors(sharing.shards, *where)
     return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
+
+
+def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine) -> None:
+    """Its states are of no use to another one."""
+    now = engine.optimizer.name
+    if saved not in (None, now):
+        raise UserError(
+            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; go on with "
+            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and lets the optimizer start anew"
+        )
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
@@ -94,6 +106,8 @@ def resume(
     check(state)
     optimizer = engine.optimizer
     with_optimizer = with_optimizer and not weights_only
+    if with_optimizer:
+        _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
     load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=engine.mesh)
     engine.data_parallel.publish(frozen=True)
     if weights_only:
@@ -101,4 +115,6 @@ def resume(
     if with_optimizer:
         optimizer.num_steps = state["optimizer_steps"]
     engine.loss_scale.load(state.get("loss_scale", {}))
-    return Progress(state["step"], state["consumed_samples"], state.get("skipped_steps", 0))
+    return Progress(
+        state["step"], state["consumed_samples"], state.get("skipped_steps", 0), state.get("skipped_samples", 0)
+    )

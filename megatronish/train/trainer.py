@@ -22,6 +22,7 @@ class Progress:
     step: int = 0
     consumed_samples: int = 0
     skipped_steps: int = 0  # of them: their gradient overflowed, and they changed no parameter
+    skipped_samples: int = 0  # what those consumed: the learning rate stands still over them, as in Megatron-LM
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,24 @@ class Trainer:
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:
         """One step from its micro-batches."""
         consumed = self.progress.consumed_samples
-        learning_rate = self.schedule.learning_rate(consumed)
+        learned_from = consumed - self.progress.skipped_samples
+        learning_rate = self.schedule.learning_rate(learned_from)
         start = time.perf_counter()
         result = self.engine.step(
             micro_batches,
             step=self.progress.step,
             learning_rate=learning_rate,
-            weight_decay=self.schedule.weight_decay(consumed),
+            weight_decay=self.schedule.weight_decay(learned_from),
         )
         seconds = time.perf_counter() - start
         size = self.batch_sizes.at(consumed)
         before = self.progress
-        self.progress = Progress(before.step + 1, consumed + size, before.skipped_steps + result.skipped)
+        self.progress = Progress(
+            before.step + 1,
+            consumed + size,
+            before.skipped_steps + result.skipped,
+            before.skipped_samples + size * result.skipped,
+        )
         return StepRecord(
             step=self.progress.step,
             loss=result.loss,
