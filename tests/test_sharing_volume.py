@@ -123,11 +123,12 @@ def times(stage: int, m: int) -> tuple[int, int]:
 
 SMALL = f"--ddp-bucket-size 3000 --global-batch-size 12 {NO_DROPOUT}"
 CASES = [
-    *(f"--dp {dp} --zero-stage {stage} --bf16" for dp in (2, 3) for stage in range(4)),
-    *(f"--dp 4 --zero-stage {stage}" for stage in range(4)),
+    *(f"--dp 3 --zero-stage {stage} --bf16" for stage in range(4)),
+    *(f"--dp 2 --zero-stage {stage}" for stage in range(4)),
+    "--dp 4 --zero-stage 1",
     *(f"--dp 4 --dp-replicate 2 --zero-stage {stage} --bf16" for stage in range(1, 4)),
     "--dp 1 --cp 2 --zero-stage 2 --bf16",
-    *(f"--dp 2 --zero-stage {stage} --bf16 --grad-reduce-in-bf16" for stage in range(3, 4)),
+    *(f"--dp 2 --zero-stage {stage} --bf16 --grad-reduce-in-bf16" for stage in range(4)),
     "--dp 2 --zero-stage 1 --tp 2 --sequence-parallel --fp16 --loss-scale 16",
     "--dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1 --optimizer-cpu-offload",
     "--dp 2 --zero-stage 3 --bf16 --recompute-granularity full --recompute-num-layers 2 --param-cpu-offload",
