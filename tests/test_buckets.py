@@ -1,5 +1,7 @@
 """Gradient buckets: summed over the right ranks, in fp32, and on their way before backward has ended."""
 
+import gc
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -307,3 +309,13 @@ def test_scaling_scales_every_gradient() -> None:
     buckets.scale(0.25)
     values: list[Any] = [view.tolist() for view in views_of(buckets).values()]
     assert values == [[0.5] * 3, [0.5] * 2]
+
+
+def test_buckets_go_when_nobody_holds_them() -> None:
+    """A hook that held them would be a cycle through autograd, which Python cannot see."""
+    parameters = zeros(a=2)
+    buckets = buckets_of(parameters, data=Axis("data", 2, 0))
+    seen = weakref.ref(buckets)
+    del buckets
+    gc.collect()
+    assert seen() is None

@@ -14,6 +14,7 @@ ZeRO-2 keeps no more of the gradients than this rank's part. A bucket's buffer l
 arrives in a backward until it is exchanged, after every backward, and the parts add up over the micro-batches.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,8 @@ class GradientBuckets:
         if not by_hook:
             parameter.grad = self._bucket_of[name].views[name]
         if by_hook or (self.overlap and self.shared_over.size * self.copied_over.size > 1):
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name, by_hook))
+            # By a weak reference: Python does not see the cycle through autograd, so nothing of it would ever be freed.
+            parameter.register_post_accumulate_grad_hook(partial(_report, weakref.ref(self), name, by_hook))
 
     def _accumulated(self, name: str, by_hook: bool, parameter: nn.Parameter) -> None:
         # A linear layer that puts its weight gradient off hands autograd None, and this is called none the less.
@@ -210,3 +212,9 @@ class GradientBuckets:
         """Multiply every gradient."""
         for part in self.parts:
             part.mul_(factor)
+
+
+def _report(buckets: "weakref.ref[GradientBuckets]", name: str, by_hook: bool, parameter: nn.Parameter) -> None:
+    """A gradient has arrived."""
+    if (alive := buckets()) is not None:
+        alive._accumulated(name, by_hook, parameter)
