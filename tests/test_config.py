@@ -435,7 +435,10 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             r"^min_loss_scale=8.0 must not exceed initial_loss_scale=4.0; use a smaller one, or a larger --initial",
         ),
         ("--fp16 --min-loss-scale 0", r"^min_loss_scale=0.0 must be greater than 0; the default is 1.0"),
-        ("--fp16 --initial-loss-scale inf", r"^initial_loss_scale=inf must be at most 2\^120, .*; the default is 42949"),
+        (
+            "--fp16 --initial-loss-scale inf",
+            r"^initial_loss_scale=inf must be at most 2\^120, .*; the default is 42949",
+        ),
         ("--fp16 --loss-scale -1", r"^loss_scale=-1.0 must not be negative; change --loss-scale"),
         ("--fp16 --hysteresis 0", r"^hysteresis=0 must be at least 1; the default is 2"),
         ("--fp16 --loss-scale-window 0", r"^loss_scale_window=0 must be at least 1; the default is 1000"),
