@@ -1,7 +1,7 @@
 """What is a model's weights, whatever format they are kept in, and how does one format become another?
 
-A `Model` is a description and lazy tensors: nothing is read before somebody asks for it, so a conversion holds about one
-tensor at a time. A format names its tensors in its own way, and a `Rule` says which of them make one of ours.
+A `Model` is a description and lazy tensors: nothing is read before somebody asks for it, so a conversion holds about
+one tensor at a time. A format names its tensors in its own way, and a `Rule` says which of them make one of ours.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,9 @@ class Rule:
 
 def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[Rule]) -> Translated:
     """A foreign format's tensors under our names."""
-    found, missing, used = {}, [], set()
+    found: dict[str, LazyTensor] = {}
+    missing: list[str] = []
+    used: set[str] = set()
     for rule in rules:
         absent = [name for name in rule.theirs if name not in theirs]
         missing += absent
@@ -99,7 +101,8 @@ def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[Rule]) -> Translat
 
 def from_ours(ours: Mapping[str, LazyTensor], rules: Sequence[Rule]) -> Translated:
     """Our tensors under a foreign format's names. Parts of one tensor, read one after the other, read it once."""
-    found, missing = {}, []
+    found: dict[str, LazyTensor] = {}
+    missing: list[str] = []
     for rule in rules:
         if rule.ours in ours:
             found |= _split(ours[rule.ours], rule)
