@@ -21,7 +21,10 @@ from megatronish.sharding import Sharding, collect_shardings
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is not read yet: its shape, its dtype, and how to read it."""
+    """A tensor that is not read yet: its shape, its dtype, and how to read it.
+
+    What `read` returns belongs to the caller alone, who may free it: a conversion holds about one tensor at a time.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,8 +40,8 @@ class Description:
     """Which model it is, beside its weights.
 
     `seq_length` is the longest sequence it was made for. `data` says how text becomes its tokens, as far as that is
-    known; `tokenizer_files` are to be carried along. `origin` is what its own format said of it (Hugging Face's
-    config.json, ...), given back when the model returns to that format.
+    known; `tokenizer_files` are to be carried along, under the names that are their keys. `origin` is what another
+    format said of it, {"hf": config.json's, "megatron": ...}, given back when the model returns to that format.
     """
 
     model: ModelConfig
@@ -46,7 +49,7 @@ class Description:
     seq_length: int
     data: DataConfig = field(default_factory=DataConfig)
     eod: int | None = None
-    tokenizer_files: tuple[Path, ...] = ()
+    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     def shardings(self) -> dict[str, Sharding]:
