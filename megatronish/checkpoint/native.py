@@ -1,0 +1,199 @@
+"""How do our own checkpoints take part in conversions: read tensor by tensor, and written as a run's would be?
+
+A conversion writes a checkpoint of step 0 that holds weights alone, in the precision they came in; tokenizer files lie
+in a folder of its own, and its config names them relative to the step's folder, which can so be moved.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from megatronish.checkpoint import tokenizer_files
+from megatronish.checkpoint.folder import (
+    DamagedError,
+    find_checkpoint,
+    partial_name_of,
+    publish,
+    read_state,
+    remove_leftovers,
+)
+from megatronish.checkpoint.metadata import Reader
+from megatronish.checkpoint.new_folder import sync_files
+from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, write_tensors
+from megatronish.checkpoint.weights import Description, LazyTensor, Model, Rule
+from megatronish.config.config import Config
+from megatronish.config.data import DataConfig
+from megatronish.config.dump import resolved
+from megatronish.config.model import ModelConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.errors import RunError, UserError
+from megatronish.sharding import Piece
+
+PREFIX = "model."
+TOKENIZER = "tokenizer"
+TOKENIZER_FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
+STEP = 0
+
+
+def read(load: Path, *, step: int | None = None) -> Model:
+    """A run folder, its checkpoints folder or one step's folder; UserError if it holds no checkpoint."""
+    folder = find_checkpoint(load, step=step) if load.is_dir() else None
+    if folder is None:
+        raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
+    stored = Reader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name.removeprefix(PREFIX): LazyTensor(
+            tuple(tensor.size), tensor.properties.dtype, partial(_read_tensor, folder, name, tensor)
+        )
+        for name, tensor in stored.items()
+        if name.startswith(PREFIX) and isinstance(tensor, TensorStorageMetadata)
+    }
+    return Model(description_of(folder), tensors)
+
+
+def _read_tensor(folder: Path, name: str, stored: TensorStorageMetadata) -> Tensor:
+    tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+    zeros = (0,) * tensor.dim()
+    whole = GlobalTensor(tuple(tensor.shape), (Piece(zeros, zeros, tuple(tensor.shape)),), tensor, writes=False)
+    read_tensors(folder, {name: whole}, alone=True)
+    return tensor
+
+
+def description_of(folder: Path) -> Description:
+    """What the state of a step's folder says of its model; the tokenizer's files are named where they lie now."""
+    state = read_state(folder)
+    try:
+        config = state["config"]
+        data = data_of(config["data"], folder)
+        return Description(
+            model=ModelConfig(**config["model"]),
+            vocab_size=state["vocab_size"],
+            seq_length=config["training"]["seq_length"],
+            data=data,
+            eod=state["eod"],
+            tokenizer_files=_files_of(data, folder),
+            origin=state.get("origin", {}),
+        )
+    except KeyError as error:
+        raise DamagedError(folder, f"state.json lacks {error.args[0]}") from error
+    except TypeError as error:
+        raise DamagedError(folder, f"its config is not one of this version ({error})") from error
+
+
+def data_of(saved: Mapping[str, Any], folder: Path) -> DataConfig:
+    """The data section of a checkpoint's config, with tokenizer files that lie in its folder found there."""
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    for name in TOKENIZER_FIELDS:
+        if PurePosixPath(values.get(name) or "").parts[:1] == (TOKENIZER,) and (folder / values[name]).exists():
+            values[name] = str(folder / values[name])
+    return DataConfig(**values)
+
+
+def _files_of(data: DataConfig, folder: Path) -> dict[str, Path]:
+    """The files to carry along, under the names that everybody looks for: those in the folder, or those of the run."""
+    if (folder / TOKENIZER).is_dir():
+        return {path.name: path for path in sorted((folder / TOKENIZER).iterdir())}
+    return tokenizer_files.files_of(data)
+
+
+def rules(description: Description) -> list[Rule]:
+    """Every parameter under its own name."""
+    return [Rule(name, (name,)) for name in description.shardings()]
+
+
+def write(save: Path, model: Model) -> None:
+    """A checkpoint of step 0 in `save`, as a run keeps them; UserError if it has checkpoints or belongs to others."""
+    found = sorted(path.name for path in save.iterdir() if not path.name.startswith(".")) if save.is_dir() else []
+    if found:
+        raise UserError(
+            f"{save} holds {found[0]} already, and a run there would take one model for another; name an empty folder"
+        )
+    partial = save / partial_name_of(STEP)
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(save)
+        partial.mkdir()
+        description = _with_tokenizer(partial, model.description)
+        write_tensors(partial, _one_by_one(model.tensors), alone=True)
+        sync_files(partial)
+        publish(partial, step=STEP, state=_state(description))
+    except OSError as error:
+        raise RunError(
+            f"{save} could not be written: {error.strerror or error}; make room there or name another place"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _with_tokenizer(partial: Path, description: Description) -> Description:
+    """Copy the tokenizer's files, and name them in the config as `data_of` expects it."""
+    files = description.tokenizer_files
+    if files:
+        tokenizer_files.copy(files, partial / TOKENIZER)
+    known = not files and description.data != DataConfig()
+    fields = {} if known else tokenizer_files.fields_of(files, folder=PurePosixPath(TOKENIZER))
+    data = dataclasses.replace(description.data, vocab_size=description.vocab_size, **fields)
+    return dataclasses.replace(description, data=data)
+
+
+def _state(description: Description) -> dict[str, Any]:
+    """What a run keeps beside its tensors, of a run that has not begun."""
+    config = Config(
+        model=description.model,
+        data=description.data,
+        training=TrainingConfig(seq_length=description.seq_length),
+    )
+    return {
+        "config": resolved(config),
+        "vocab_size": description.vocab_size,
+        "data": None,
+        "eod": description.eod,
+        "consumed_samples": 0,
+        "optimizer_steps": 0,
+        "has_optimizer": False,
+        "weights_only": True,
+        "origin": dict(description.origin),
+    }
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A lazy tensor in the role of a GlobalTensor. torch keeps all that it has written until its file is complete, so
+    each look-up frees what the one before it read."""
+
+    tensor: LazyTensor
+    written: list[Tensor]
+
+    def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
+        size = torch.Size(self.tensor.shape)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.tensor.dtype), size=size)
+        return [WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        while self.written:
+            self.written.pop().untyped_storage().resize_(0)
+        tensor = self.tensor.read().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # of which torch would make a copy that nobody frees
+            tensor = tensor.clone()
+        self.written.append(tensor)
+        return tensor
+
+
+def _one_by_one(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    written: list[Tensor] = []
+    return {PREFIX + name: _Unread(tensor, written) for name, tensor in tensors.items()}
