@@ -1,0 +1,137 @@
+"""Which model does a Hugging Face folder hold, in our fields, and which config.json says what a model of ours is?
+
+A family is a `model_type` of transformers. Keys that a config.json leaves out have transformers' own defaults. What a
+family can say and our model cannot, or the other way round, is refused by name: nothing is dropped that would change
+what is computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatronish.config.hf_families import FAMILIES, WINDOW_KEYS
+from megatronish.config.hf_json import CONFIG, MEND, ConfigJson, read_json
+from megatronish.config.hf_rope import KEYS as ROPE_KEYS
+from megatronish.config.model import ModelConfig
+from megatronish.errors import UserError
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """What a config.json says, the whole of which is `origin`; `seq_length` is the longest sequence it was made for.
+
+    `model` and `data` are fields of ModelConfig and DataConfig.
+    """
+
+    model: dict[str, Any]
+    vocab_size: int
+    seq_length: int
+    eos_token_ids: tuple[int, ...]
+    data: dict[str, Any]
+    origin: dict[str, Any]
+
+
+def read_hf_config(folder: Path) -> HfModel:
+    """The model of a Hugging Face folder. UserError, naming file and key, for what cannot be read or is not known."""
+    return _understand(read_json(folder), folder, data=_tokenizer(folder))
+
+
+def hf_config_of(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    seq_length: int,
+    eos_token_id: int | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The config.json of a model: `origin` where that is one, changed only where it says otherwise.
+
+    UserError, naming the field, if no family can say it.
+    """
+    origin = origin or {}
+    name = _family_that_says(model, prefer=origin.get("model_type"))
+    wanted = _write(name, model, vocab_size=vocab_size, seq_length=seq_length, eos=eos_token_id)
+    if origin.get("model_type") != name:
+        return wanted
+    before = _understand(origin, Path(), data={})
+    ends_before = eos_token_id in (None, *before.eos_token_ids)
+    said = _write(
+        name,
+        ModelConfig(**before.model),
+        vocab_size=before.vocab_size,
+        seq_length=before.seq_length,
+        eos=eos_token_id if ends_before else None,
+    )
+    changed = {key: value for key, value in wanted.items() if said[key] != value}
+    stale: set[str] = set()
+    for group in (ROPE_KEYS, WINDOW_KEYS):
+        if changed.keys() & set(group):
+            stale |= set(group)
+            changed |= {key: wanted[key] for key in group if key in wanted}
+    return {key: value for key, value in origin.items() if key not in stale} | changed
+
+
+def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]) -> HfModel:
+    path = folder / CONFIG
+    name = origin.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"{path}: model_type {name!r} is not known here; known are {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    config = ConfigJson(path, origin, family.defaults)
+    if config.values.get("quantization_config") is not None:
+        config.refuse("quantization_config", "says that the weights are quantized", remedy="take the unquantized model")
+    return HfModel(
+        family.read(config)
+        | {
+            "init_method_std": config.number("initializer_range"),
+            "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
+        },
+        config.whole("vocab_size"),
+        config.whole(family.seq_length),
+        _eos_token_ids(config),
+        data,
+        dict(origin),
+    )
+
+
+def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
+    eos = config.values.get("eos_token_id")
+    found = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in found):
+        config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=MEND)
+    return tuple(found)
+
+
+def _tokenizer(folder: Path) -> dict[str, Any]:
+    """The fields of DataConfig for the tokenizer that lies in a folder; none if there is none."""
+    files = {path.name for path in folder.iterdir()}
+    if "tokenizer.json" in files or {"vocab.json", "merges.txt"} <= files:
+        return {"tokenizer_type": "huggingface", "tokenizer_model": str(folder)}
+    if "tokenizer.model" in files:
+        return {"tokenizer_type": "sentencepiece", "tokenizer_model": str(folder / "tokenizer.model")}
+    return {}
+
+
+def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, eos: int | None) -> dict[str, Any]:
+    family = FAMILIES[name]
+    return {
+        "architectures": [family.architecture],
+        "model_type": name,
+        "vocab_size": vocab_size,
+        **family.write(model, max(seq_length, model.max_position_embeddings or 0)),
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": model.tied,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+    }
+
+
+def _family_that_says(model: ModelConfig, *, prefer: Any) -> str:
+    """The name of a family that can say what a model is: `prefer` if that can."""
+    reasons = {name: family.cannot_say(model) for name, family in FAMILIES.items()}
+    able = [name for name, reason in reasons.items() if reason is None]
+    if not able:
+        told = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
+        raise UserError(f"no family of Hugging Face that is known here can say this model: {told}")
+    return prefer if prefer in able else able[0]

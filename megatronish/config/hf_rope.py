@@ -1,0 +1,97 @@
+"""How is RoPE spelled in a config.json? transformers 4 has rope_theta and rope_scaling, transformers 5 rope_parameters.
+
+What is written is the older spelling, which both understand.
+"""
+
+import math
+from typing import Any
+
+from megatronish.config.hf_json import ConfigJson
+from megatronish.config.model import ModelConfig
+
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+BASE = 10000.0
+
+
+def read_rope(config: ConfigJson) -> dict[str, Any]:
+    """The fields of ModelConfig that say how positions turn; UserError for what our RoPE cannot do."""
+    rope, spelled = _parameters(config)
+    config.must_be("partial_rotary_factor", None, 1, why="is not there: RoPE turns whole heads in this family")
+    if rope.values.get("partial_rotary_factor") not in (None, 1):
+        config.refuse(spelled, "turns a part of each head, and in this family RoPE turns whole heads")
+    fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", null=config.number("rope_theta", null=BASE))}
+    kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        config.refuse(spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3 and yarn are known here")
+    if kind == "default":
+        return fields
+    if kind == "yarn":
+        return fields | _yarn(config, rope, spelled)
+    fields |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor")}
+    if kind == "linear":
+        return fields
+    return fields | {
+        "rope_original_max_positions": _original(config, rope),
+        "rope_low_freq_factor": rope.number("low_freq_factor"),
+        "rope_high_freq_factor": rope.number("high_freq_factor"),
+    }
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """The keys that say it."""
+    if model.rope_scaling == "none":
+        return {"rope_theta": model.rotary_base, "rope_scaling": None}
+    scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
+    if model.rope_scaling != "linear":
+        scaling["original_max_position_embeddings"] = model.rope_original_max_positions
+    if model.rope_scaling == "llama3":
+        scaling |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
+    if model.rope_scaling == "yarn":
+        scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+
+
+def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
+    """What says it all, and under which key."""
+    for key in ("rope_scaling", "rope_parameters"):
+        values = config.values.get(key)
+        if isinstance(values, dict) and any(isinstance(value, dict) for value in values.values()):
+            config.refuse(key, "gives some layers another RoPE than others, which is not there")
+        if values:
+            if not isinstance(values, dict):
+                config.refuse(key, "must be an object")
+            return ConfigJson(config.path, values, {}), key
+    return ConfigJson(config.path, {}, {}), "rope_scaling"
+
+
+def _original(config: ConfigJson, rope: ConfigJson) -> int:
+    """The context the model had before it was stretched."""
+    return rope.whole("original_max_position_embeddings", null=config.whole("max_position_embeddings"))
+
+
+def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str) -> dict[str, Any]:
+    if rope.values.get("truncate", True) is not True:
+        config.refuse(spelled, "leaves yarn's range untruncated, and here it always is whole pairs")
+    original = _original(config, rope)
+    factor = rope.number("factor", null=config.whole("max_position_embeddings") / original)
+    ours = _attention_factor(factor)
+    theirs = rope.number("attention_factor", null=ours)
+    mscale, mscale_all_dim = rope.number("mscale", null=0), rope.number("mscale_all_dim", null=0)
+    if rope.values.get("attention_factor") is None and mscale and mscale_all_dim:
+        theirs = _attention_factor(factor, mscale) / _attention_factor(factor, mscale_all_dim)
+    if not math.isclose(theirs, ours, rel_tol=1e-6):
+        config.refuse(
+            spelled, f"multiplies attention by {theirs:.6g}, and yarn with a factor of {factor:g} by {ours:.6g} here"
+        )
+    return {
+        "rope_scaling_type": "yarn",
+        "rope_scaling_factor": factor,
+        "rope_original_max_positions": original,
+        "rope_beta_fast": rope.number("beta_fast", null=0) or 32.0,
+        "rope_beta_slow": rope.number("beta_slow", null=0) or 1.0,
+    }
+
+
+def _attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """What yarn puts on cos and sin."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

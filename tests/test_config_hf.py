@@ -1,0 +1,463 @@
+"""Is a Hugging Face config.json understood as transformers understands it, and written so that it means the same?"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatronish.config.hf import hf_config_of, read_hf_config
+from megatronish.config.model import ModelConfig
+from megatronish.errors import UserError
+
+# What these models' own config.json files say.
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_first_dropout": 0.1,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN2_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+QWEN25_YARN = QWEN2_7B | {"max_position_embeddings": 32768, "rope_scaling": YARN}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+KNOWN = {
+    "gpt2": GPT2,
+    "llama-2-7b": LLAMA_2_7B,
+    "llama-3.1-8b": LLAMA_31_8B,
+    "mistral-7b": MISTRAL_7B,
+    "qwen2-7b": QWEN2_7B,
+    "qwen2.5-yarn": QWEN25_YARN,
+    "qwen3-0.6b": QWEN3_06B,
+}
+LLAMA = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+
+
+def folder_of(tmp_path: Path, config: dict[str, Any], *files: str) -> Path:
+    """A model's folder with this config.json and other files, which are empty."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in files:
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+def model_of(tmp_path: Path, config: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(**read_hf_config(folder_of(tmp_path, config)).model)
+
+
+def refusal(tmp_path: Path, config: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as error:
+        read_hf_config(folder_of(tmp_path, config))
+    return str(error.value)
+
+
+# Reading
+
+
+def test_gpt2_is_understood(tmp_path: Path) -> None:
+    found = read_hf_config(folder_of(tmp_path, GPT2))
+    assert ModelConfig(**found.model) == ModelConfig(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        ffn_hidden_size=3072,
+        max_position_embeddings=1024,
+        openai_gelu=True,
+    )
+    assert (found.vocab_size, found.seq_length, found.eos_token_ids) == (50257, 1024, (50256,))
+    assert found.origin == GPT2
+
+
+def test_llama_2_is_understood(tmp_path: Path) -> None:
+    model = model_of(tmp_path, LLAMA_2_7B)
+    assert (model.head_size, model.num_kv_heads, model.ffn_size) == (128, 32, 11008)
+    assert (model.rotary_base, model.rope_scaling, model.norm_epsilon) == (10000.0, "none", 1e-5)
+    assert (model.normalization, model.swiglu, model.tied, model.linear_bias) == ("RMSNorm", True, False, False)
+
+
+def test_llama_3_is_understood_with_its_stretched_positions(tmp_path: Path) -> None:
+    found = read_hf_config(folder_of(tmp_path, LLAMA_31_8B))
+    model = ModelConfig(**found.model)
+    assert (model.rotary_base, model.rope_scaling, model.num_kv_heads) == (500000.0, "llama3", 8)
+    assert (model.rope_scaling_factor, model.rope_original_max_positions) == (8.0, 8192)
+    assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.0, 4.0)
+    assert (found.seq_length, found.eos_token_ids) == (131072, (128001, 128008, 128009))
+
+
+def test_mistral_is_understood_with_its_window(tmp_path: Path) -> None:
+    assert model_of(tmp_path, MISTRAL_7B).window_size == 4096
+    assert model_of(tmp_path, MISTRAL_7B | {"sliding_window": None}).window_size is None
+    absent = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
+    assert model_of(tmp_path, absent).window_size == 4096
+
+
+def test_qwen2_is_understood_with_its_bias(tmp_path: Path) -> None:
+    model = model_of(tmp_path, QWEN2_7B)
+    assert (model.qkv_bias, model.linear_bias, model.window_size, model.tied) == (True, False, None, False)
+
+
+def test_yarn_is_understood_as_qwen_writes_it(tmp_path: Path) -> None:
+    model = model_of(tmp_path, QWEN25_YARN)
+    assert (model.rope_scaling, model.rope_scaling_factor, model.rope_original_max_positions) == ("yarn", 4.0, 32768)
+    assert (model.rope_beta_fast, model.rope_beta_slow) == (32.0, 1.0)
+
+
+def test_qwen3_is_understood_with_its_norms_and_head_size(tmp_path: Path) -> None:
+    model = model_of(tmp_path, QWEN3_06B)
+    assert (model.head_size, model.qk_layernorm, model.qkv_bias, model.tied) == (128, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "sizes", "epsilon", "tied", "window", "seq_length", "vocab_size"),
+    [
+        ("gpt2", "12 of 12 heads of 64", (12, 768, 3072), 1e-5, True, None, 1024, 50257),
+        ("llama", "32 of 32 heads of 128", (32, 4096, 11008), 1e-6, False, None, 2048, 32000),
+        ("mistral", "8 of 32 heads of 128", (32, 4096, 14336), 1e-6, False, 4096, 131072, 32000),
+        ("qwen2", "32 of 32 heads of 128", (32, 4096, 22016), 1e-6, False, None, 32768, 151936),
+        ("qwen3", "32 of 32 heads of 128", (32, 4096, 22016), 1e-6, False, None, 32768, 151936),
+    ],
+)
+def test_an_absent_key_has_the_default_of_transformers(
+    tmp_path: Path,
+    kind: str,
+    heads: str,
+    sizes: tuple[int, ...],
+    epsilon: float,
+    tied: bool,
+    window: int | None,
+    seq_length: int,
+    vocab_size: int,
+) -> None:
+    found = read_hf_config(folder_of(tmp_path, {"model_type": kind}))
+    model = ModelConfig(**found.model)
+    assert f"{model.num_kv_heads} of {model.num_attention_heads} heads of {model.head_size}" == heads
+    assert (model.num_layers, model.hidden_size, model.ffn_size) == sizes
+    assert (model.norm_epsilon, model.tied, model.window_size) == (epsilon, tied, window)
+    assert (found.seq_length, found.vocab_size) == (seq_length, vocab_size)
+
+
+SCALINGS = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    LLAMA_31_8B["rope_scaling"],
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.138629436},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "original_max_position_embeddings": 64},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
+def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    plain = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope")}
+    older = plain | {"rope_theta": 5e5, "rope_scaling": scaling}
+    oldest = plain | {"rope_theta": 5e5, "rope_scaling": {**scaling, "type": scaling["rope_type"]}}
+    newer = plain | {"rope_parameters": {"rope_theta": 5e5, **scaling}}
+    assert model_of(tmp_path, older) == model_of(tmp_path, newer) == model_of(tmp_path, oldest)
+    model = model_of(tmp_path, newer)
+    assert model.rotary_base == 5e5
+    assert model.rope_scaling == scaling["rope_type"].replace("default", "none")
+
+
+@pytest.mark.parametrize("key", ["layer_types", "max_window_layers"])
+def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_path: Path, key: str) -> None:
+    config = QWEN3_06B | {"use_sliding_window": True, "sliding_window": 512}
+
+    def layers(sliding: int) -> dict[str, Any]:
+        types = ["full_attention"] * (28 - sliding) + ["sliding_attention"] * sliding
+        return config | ({"layer_types": types} if key == "layer_types" else {"max_window_layers": 28 - sliding})
+
+    assert model_of(tmp_path, layers(28)).window_size == 512
+    assert model_of(tmp_path, layers(0)).window_size is None
+    assert f"config.json: {key}=" in (told := refusal(tmp_path, layers(4)))
+    assert "gives some layers a window and others none" in told
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true is not there"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not there"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention=true is not there"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights=false leaves attention unscaled"),
+        (GPT2 | {"activation_function": "swish"}, 'activation_function="swish" is not there; gelu_new, '),
+        (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; mend that line'),
+        (LLAMA_2_7B | {"attention_bias": True}, "attention_bias=true without mlp_bias"),
+        (LLAMA_2_7B | {"hidden_act": "gelu"}, 'hidden_act="gelu" is not there; silu is'),
+        (LLAMA_2_7B | {"rms_norm_eps": None}, "rms_norm_eps=null must be a number that is not negative"),
+        (LLAMA_2_7B | {"eos_token_id": "</s>"}, 'eos_token_id="</s>" must be a token id, or a list of them'),
+        (LLAMA_2_7B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not there"),
+        (LLAMA_2_7B | {"quantization_config": {}}, "take the unquantized model"),
+        (LLAMA_2_7B | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none, linear"),
+        (LLAMA_2_7B | {"rope_scaling": {"rope_type": "linear"}}, "factor, which is absent, must be a number"),
+        (LLAMA_2_7B | {"rope_scaling": YARN | {"truncate": False}}, "leaves yarn's range untruncated"),
+        (LLAMA_2_7B | {"rope_scaling": YARN | {"attention_factor": 1.0}}, "multiplies attention by 1, and yarn"),
+        (LLAMA_2_7B | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "multiplies attention by"),
+        (LLAMA_2_7B | {"rope_parameters": {"full_attention": {}}}, "gives some layers another RoPE"),
+        (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not there beside a norm"),
+        (MISTRAL_7B | {"layer_types": ["full_attention", "sliding_attention"]}, "some layers a window"),
+        (
+            {"model_type": "gemma3"},
+            "model_type 'gemma3' is not known here; known are gpt2, llama, mistral, ",
+        ),
+        ({}, "model_type None is not known here"),
+    ],
+)
+def test_what_our_model_cannot_do_is_refused_by_name(tmp_path: Path, config: dict[str, Any], told: str) -> None:
+    assert f"{tmp_path}/config.json: " in (sentence := refusal(tmp_path, config))
+    assert told in sentence
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{tmp_path} holds no config.json; name the folder of a Hugging Face model"):
+        read_hf_config(tmp_path)
+    for text, told in (("{", "is not JSON: .*fetch it anew"), ("[]", "is not a JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=told):
+            read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "path"),
+    [
+        (("tokenizer.json", "tokenizer.model"), "huggingface", ""),
+        (("vocab.json", "merges.txt"), "huggingface", ""),
+        (("vocab.json", "tokenizer.model"), "sentencepiece", "tokenizer.model"),
+        (("special_tokens_map.json",), None, ""),
+    ],
+)
+def test_the_tokenizer_that_lies_there_is_found(
+    tmp_path: Path, files: tuple[str, ...], kind: str | None, path: str
+) -> None:
+    data = read_hf_config(folder_of(tmp_path, GPT2, *files)).data
+    assert data == ({} if kind is None else {"tokenizer_type": kind, "tokenizer_model": str(tmp_path / path)})
+
+
+# Writing
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_config_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
+    found = read_hf_config(folder_of(tmp_path, KNOWN[name]))
+    model = ModelConfig(**found.model)
+    for eos in (None, *found.eos_token_ids):
+        again = hf_config_of(model, vocab_size=found.vocab_size, seq_length=64, eos_token_id=eos, origin=found.origin)
+        assert again == KNOWN[name]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_config_written_anew_means_the_same(tmp_path: Path, name: str) -> None:
+    found = read_hf_config(folder_of(tmp_path, KNOWN[name]))
+    (eos, *_) = found.eos_token_ids
+    written = hf_config_of(
+        ModelConfig(**found.model), vocab_size=found.vocab_size, seq_length=found.seq_length, eos_token_id=eos
+    )
+    assert written["model_type"] == KNOWN[name]["model_type"]
+    assert written["architectures"] == KNOWN[name]["architectures"]
+    again = read_hf_config(folder_of(tmp_path, written))
+    assert (again.model, again.vocab_size, again.seq_length) == (found.model, found.vocab_size, found.seq_length)
+    assert again.eos_token_ids == (eos,)
+
+
+def test_what_a_run_changed_is_changed_and_no_more(tmp_path: Path) -> None:
+    newer = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope")}
+    newer |= {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    model = model_of(tmp_path, newer)
+    same = hf_config_of(model, vocab_size=128256, seq_length=64, origin=newer)
+    assert same == newer
+    stretched = ModelConfig(**{**vars(model), "rope_scaling_type": "linear", "rope_scaling_factor": 2.0})
+    written = hf_config_of(stretched, vocab_size=128256, seq_length=262144, eos_token_id=7, origin=newer)
+    assert written == {key: value for key, value in newer.items() if key != "rope_parameters"} | {
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "max_position_embeddings": 262144,
+        "eos_token_id": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({}, "llama"),
+        ({"window_size": 8}, "mistral"),
+        ({"add_qkv_bias": True}, "qwen2"),
+        ({"add_qkv_bias": True, "window_size": 8}, "qwen2"),
+        ({"qk_layernorm": True}, "qwen3"),
+        ({"qk_layernorm": True, "window_size": 8}, "qwen3"),
+        ({"disable_bias_linear": False}, "llama"),
+        ({"kv_channels": 16, "num_query_groups": 2, "group_query_attention": True}, "llama"),
+    ],
+    ids=str,
+)
+def test_the_family_follows_from_the_model(tmp_path: Path, fields: dict[str, Any], kind: str) -> None:
+    model = ModelConfig(**{**vars(LLAMA), **fields})
+    written = hf_config_of(model, vocab_size=100, seq_length=64)
+    assert written["model_type"] == kind
+    again = model_of(tmp_path, written)
+    for name in ("head_size", "num_kv_heads", "ffn_size", "linear_bias", "qkv_bias", "window_size", "qk_layernorm"):
+        assert getattr(again, name) == getattr(model, name), name
+
+
+def test_a_model_keeps_the_family_it_came_from_where_that_can_say_it(tmp_path: Path) -> None:
+    origin = MISTRAL_7B | {"sliding_window": None}
+    model = model_of(tmp_path, origin)
+    assert hf_config_of(model, vocab_size=32000, seq_length=64, origin=origin) == origin
+    assert hf_config_of(model, vocab_size=32000, seq_length=64)["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
+        ({"squared_relu": True, "swiglu": False}, "an MLP without swiglu"),
+        ({"position_embedding_type": "none"}, "position_embedding_type=none"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "qwen3 not biases of linear layers"),
+        ({"window_size": 4, "disable_bias_linear": False}, "llama not window_size=4; mistral not biases"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
+    ],
+    ids=str,
+)
+def test_a_model_that_no_family_can_say_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+    model = ModelConfig(**{**vars(LLAMA), **fields})
+    with pytest.raises(UserError, match="no family of Hugging Face that is known here can say this model") as error:
+        hf_config_of(model, vocab_size=100, seq_length=64)
+    assert told in str(error.value)
