@@ -188,7 +188,8 @@ class _Unread:
         while self.written:
             self.written.pop().untyped_storage().resize_(0)
         tensor = self.tensor.read().contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # of which torch would make a copy that nobody frees
+        memory = tensor.untyped_storage()
+        if memory.nbytes() != tensor.nbytes or not memory.resizable():  # torch would copy a part; numpy pins a whole
             tensor = tensor.clone()
         self.written.append(tensor)
         return tensor

@@ -17,6 +17,7 @@ NAMES = (
     "added_tokens.json",
     "generation_config.json",
     "chat_template.jinja",
+    "tekken.json",
 )
 _TOKENS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
