@@ -1,21 +1,40 @@
-"""Text from a checkpoint of any layout: the same by the same seed, and greedy text is what the model likes best."""
+"""Text from a checkpoint of any layout: what is kept of the past changes nothing, and neither do other prompts."""
 
+import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
-from jobs import call_main, tiny, train_on_ranks, write_tokens
+from jobs import call_main, run_job, tiny, train_on_ranks, write_tokens
+from ranks import run_ranks
+from test_model import VARIANTS, VOCABULARY, S, model_of
+from torch import Tensor
 
+import tools.generate as tool
+from megatronish.attention.cached import KeyValueCache
 from megatronish.errors import UserError
+from megatronish.launch.place import Place
+from megatronish.mesh.groups import Mesh
+from megatronish.mesh.layout import Layout
 from megatronish.model.batch import MicroBatch
+from megatronish.model.gpt import GPT
 from megatronish.tokenizer import BytesTokenizer
-from megatronish.train.generate import generate, load_model
-from tools.generate import Arguments, main
+from megatronish.train import generate as module
+from megatronish.train.generate import Sampling, choose, generate
+from megatronish.train.trained import load_model
+from tools.generate import Arguments, Live, run
 
 PROMPT = "def "
 FLAGS = "--vocab-size 300 --exit-interval 3"  # more than bytes have: such tokens are left out of text
+GREEDY = Sampling(temperature=0.0)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4 --window-size 6"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +52,144 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     return run_dir
 
 
+class Seen(NamedTuple):
+    """What followed each prompt, and [B, V] logits of every token (on ranks that had them)."""
+
+    texts: list[list[int]]
+    logits: list[Tensor]
+
+
+def seen_of(model: GPT, prompts: Sequence[Sequence[int]], **options: Any) -> Seen:
+    texts, logits = [list[int]() for _ in prompts], []
+
+    def recorded(found: Tensor, *others: Any) -> Tensor:
+        logits.append(found.clone())
+        return choose(found, *others)
+
+    with patch.object(module, "choose", recorded):
+        for number, token in generate(model, prompts, **{"eod": None, "sampling": GREEDY, **options}):
+            if token is not None:
+                texts[number].append(token)
+    return Seen(texts, logits)
+
+
+def texts_of(model: GPT, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    return seen_of(model, prompts, **options).texts
+
+
+@torch.no_grad()
+def logits_without_cache(model: GPT, tokens: Sequence[int]) -> Tensor:
+    """[V], of the token after these, all of which run through the model by themselves."""
+    ids = torch.tensor([tokens])
+    places = torch.arange(len(tokens))[None]
+    batch = MicroBatch(ids, ids, torch.ones_like(ids, dtype=torch.bool), places, torch.zeros(1).long())
+    return model.logits(model.hidden(None, batch, step=None))[-1, 0, : model.vocab_size]
+
+
 def written(capsys: pytest.CaptureFixture[str], load: Path, **arguments: Any) -> str:
-    assert main(Arguments(load=load, prompt=PROMPT, **arguments)) == 0
+    assert run(Arguments(load=load, prompt=(PROMPT,), **arguments)) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lengths", [(1, 5, 9), (3, 3, 3), (4, S - 2, S + 5)], ids=str)
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "mistral", "qwen", "no positions"])
+def test_what_is_kept_of_the_past_changes_no_logit(variant: str, lengths: tuple[int, ...]) -> None:
+    model = model_of(VARIANTS[variant])
+    numbers = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(VOCABULARY, (length,), generator=numbers).tolist() for length in lengths]
+    seen = seen_of(model, prompts, num_tokens=8, seq_length=S)
+    assert [len(text) for text in seen.texts] == [8, 8, 8]
+    for row, (prompt, text) in enumerate(zip(prompts, seen.texts, strict=True)):
+        for place, logits in enumerate(seen.logits):
+            alone = logits_without_cache(model, [*prompt, *text[:place]][-S:])
+            torch.testing.assert_close(logits[row], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_runs_alone_until_all_that_the_model_sees_is_full() -> None:
+    model = model_of(VARIANTS["mistral"])
+    widths: list[int] = []
+    model.embedding.register_forward_hook(lambda _module, inputs, _out: widths.append(inputs[0].batch.tokens.shape[1]))
+    texts_of(model, [[1] * 4, [2] * 6], num_tokens=S - 6, seq_length=S)
+    assert widths == [6, *[1] * (S - 7)]
+    widths.clear()
+    texts_of(model, [[1] * (S - 2)], num_tokens=6, seq_length=S)
+    assert widths == [S - 2, 1, 1, S, S, S]
+
+
+def test_a_cache_forgets_the_rows_of_texts_that_ended() -> None:
+    cache = KeyValueCache(4)
+    k, v = torch.randn(2, 3, 1, 5), torch.randn(2, 3, 1, 5)
+    cache.extended(k, v, layer=7)
+    cache.advance(2)
+    cache.keep([0, 2])
+    keys, values = cache.extended(k[:1, :2], v[:1, :2], layer=7)
+    assert keys.equal(torch.cat((k[:, [0, 2]], k[:1, :2])))
+    assert values.equal(torch.cat((v[:, [0, 2]], v[:1, :2])))
+    assert not cache.is_full
+
+
+def test_a_text_depends_on_no_other_prompt_and_ends_by_itself() -> None:
+    model = model_of(VARIANTS["mistral"])
+    prompts = [[1], [2, 3, 4, 5], [6, 7], [2, 3, 4, 5], [8] * 15]
+    options = {"num_tokens": 12, "seq_length": S, "sampling": Sampling(0.9, top_k=30, top_p=0.95, seed=4)}
+    whole = texts_of(model, prompts, **options)
+    assert whole[1] != whole[3], "the same prompt again is another text"
+    eod = whole[2][3]
+    ended = [text[: text.index(eod)] if eod in text else text for text in whole]
+    assert len(set(map(len, ended))) > 1
+    for batch_size in (1, 2, 5):
+        assert texts_of(model, prompts, **options, eod=eod, batch_size=batch_size) == ended
+    assert texts_of(model, prompts[::-1], **options, eod=eod)[::-1] != ended  # the two equal ones changed places
+    assert [texts_of(model, [prompt], **options, eod=eod)[0] for prompt in prompts[:3]] == ended[:3]
+    assert texts_of(model, prompts[:1], **{**options, "sampling": Sampling(0.9, seed=5)}) != whole[:1]
+
+
+def test_an_end_of_document_that_comes_first_leaves_nothing() -> None:
+    model = model_of(VARIANTS["gpt2"])
+    (text,) = texts_of(model, [[1, 2]], num_tokens=3, seq_length=S)
+    assert texts_of(model, [[1, 2]], num_tokens=3, seq_length=S, eod=text[0]) == [[]]
+    assert texts_of(model, [[1, 2]], num_tokens=0, seq_length=S) == [[]]
+
+
+def test_tokens_are_chosen_as_often_as_is_likely() -> None:
+    probabilities = torch.tensor([0.1, 0.5, 0.15, 0.25], dtype=torch.float64)
+    chances = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    logits = probabilities.log().repeat(1000, 1)
+
+    def shares(**options: Any) -> list[float]:
+        counts = torch.bincount(choose(logits, chances, Sampling(**options)), minlength=4)
+        return (counts / 1000).tolist()
+
+    assert shares() == pytest.approx([0.1, 0.5, 0.15, 0.25], abs=2e-3)
+    assert shares(top_k=2) == pytest.approx([0, 2 / 3, 0, 1 / 3], abs=2e-3)
+    assert shares(top_p=0.76) == pytest.approx([0, 5 / 9, 1.5 / 9, 2.5 / 9], abs=2e-3)
+    assert shares(temperature=0.5) == pytest.approx((probabilities**2 / (probabilities**2).sum()).tolist(), abs=2e-3)
+    assert (
+        shares(temperature=0.0) == shares(top_k=1) == shares(top_p=1e-9) == shares(temperature=1e-300) == [0, 1, 0, 0]
+    )
+    almost_one = torch.tensor([math.nextafter(1.0, 0.0)], dtype=torch.float64)
+    assert choose(logits[:1], almost_one, Sampling(top_k=3)).tolist() == [2]
+
+
+def rank_of(place: Place, load: Path, layout: Layout, prompts: list[list[int]]) -> Seen:
+    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous)
+    trained = load_model(load, mesh=mesh)
+    return seen_of(trained.model, prompts, num_tokens=12, seq_length=trained.description.seq_length, mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_every_layout_writes_what_one_process_writes(trained: Path, data: str, tmp_path: Path, kind: str) -> None:
+    load = trained
+    if kind == "llama":
+        load = tmp_path / "run"
+        train_on_ranks(tiny(load, f"{FLAGS} {LLAMA}", data=data))
+    prompts = [[65], [66, 67, 68], list(range(97, 97 + 14))]  # the last one outgrows the model's 16 tokens
+    one = seen_of(load_model(load).model, prompts, num_tokens=12, seq_length=16)
+    for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)):
+        ranks = run_ranks(layout.world_size, rank_of, load, layout, prompts)
+        assert [rank.texts for rank in ranks] == [one.texts] * layout.world_size
+        (chooser,) = [rank for rank in ranks if rank.logits]
+        torch.testing.assert_close(torch.stack(chooser.logits), torch.stack(one.logits), rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_seed_writes_the_same_text(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
@@ -50,14 +204,10 @@ def test_greedy_text_is_what_the_whole_model_finds_likeliest(
 ) -> None:
     model = load_model(trained).model
     prompt = list(PROMPT.encode())
-    with torch.no_grad():
-        tokens = list(prompt)
-        for _ in range(8):
-            ids = torch.tensor([tokens])
-            places = torch.arange(len(tokens))[None]
-            batch = MicroBatch(ids, ids, torch.ones_like(ids, dtype=torch.bool), places, torch.zeros(1).long())
-            tokens.append(int(model.logits(model.hidden(None, batch, step=None))[-1, 0, :300].argmax()))
-    assert list(generate(model, prompt, num_tokens=8, seq_length=16, eod=None, temperature=0)) == tokens[4:]
+    tokens = list(prompt)
+    for _ in range(8):
+        tokens.append(int(logits_without_cache(model, tokens).argmax()))
+    assert texts_of(model, [prompt], num_tokens=8, seq_length=16) == [tokens[4:]]
     expected = BytesTokenizer().decode(tokens) + "\n"
     assert written(capsys, trained, num_tokens=8, temperature=0.0) == expected
     # As likely is only the likeliest.
@@ -73,30 +223,92 @@ def test_greedy_text_is_what_the_whole_model_finds_likeliest(
 def test_text_can_be_longer_than_what_the_model_sees_and_ends_with_a_document(trained: Path) -> None:
     model = load_model(trained).model
     prompt = list(b"0123456789")
-    long = list(generate(model, prompt, num_tokens=20, seq_length=16, eod=None, temperature=0))
+    (long,) = texts_of(model, [prompt], num_tokens=20, seq_length=16)
     assert len(long) == 20
-    again = generate(model, [*prompt, *long[:15]], num_tokens=5, seq_length=16, eod=None, temperature=0)
-    assert list(again) == long[15:]  # of what lies before the last 16 tokens nothing is known
-    assert (
-        list(generate(model, prompt, num_tokens=20, seq_length=16, eod=long[4], temperature=0))
-        == long[: long.index(long[4])]
+    again = texts_of(model, [[*prompt, *long[:15]]], num_tokens=5, seq_length=16)
+    assert again == [long[15:]]  # of what lies before the last 16 tokens nothing is known
+    assert texts_of(model, [prompt], num_tokens=20, seq_length=16, eod=long[4]) == [long[: long.index(long[4])]]
+
+
+def test_many_prompts_are_answered_in_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"text": "one"}\n\n{"text": "", "other": 1}\n{"text": "a prompt longer than 16 bytes"}\n')
+    arguments = Arguments(load=trained, prompt=("zero", "\n"), prompts_file=file, num_tokens=5, batch_size=2)
+    assert run(Arguments(**vars(arguments) | {"output": output})) == 0
+    told = capsys.readouterr()
+    assert not told.out
+    assert "of 1 prompts the model sees the last 16 tokens alone" in told.err
+    assert "what is beyond 16 tokens is written with the last 16 in view" in told.err
+    assert "tokens/s" in told.err
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["zero", "\n", "one", "", "a prompt longer than 16 bytes"]
+    assert all((line["ended"] == "length") == (line["num_tokens"] == 5) for line in lines)
+    # On the terminal they are the same.
+    assert run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert shown == "".join(
+        f"--- prompt {number} of 5\n{line['prompt']}{line['text']}\n" for number, line in enumerate(lines, 1)
     )
+    # So they are alone, and a text file says the same.
+    (tmp_path / "prompts.txt").write_text("one\n")
+    assert run(Arguments(load=trained, prompts_file=tmp_path / "prompts.txt", num_tokens=5)) == 0
+    assert capsys.readouterr().out == f"one{lines[2]['text']}\n"
+
+
+def test_the_program_starts_its_own_ranks_and_they_write_the_same(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = written(capsys, trained, num_tokens=6, temperature=0.0)
+    argv = f"--load {trained} --num-tokens 6 --temperature 0 --tp 2 --pp 2 --device cpu".split()
+    done = run_job([*argv, "--prompt", PROMPT], tmp_path, main=tool.main)
+    assert (done.status, done.output) == (0, expected), done
+    assert "6 tokens in" in done.errors
+    refused = run_job([*argv, "--tp", "5"], tmp_path, main=tool.main)
+    assert refused.status == 2
+    assert refused.errors.startswith("num_attention_heads=12 must be divisible by tensor_model_parallel_size=5; use ")
+    unwritable = run_job([*argv, "--output", str(tmp_path / "no" / "out.jsonl")], tmp_path, main=tool.main)
+    assert unwritable.status == 2
+    assert "no/out.jsonl cannot be written: No such file or directory" in unwritable.errors
+
+
+def test_a_character_is_shown_once_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    live = Live(BytesTokenizer(), list(b"ab"))
+    parts = []
+    for text in (b"c", b"c\xc3", b"c\xc3\xa9", b"c\xc3\xa9\xc3"):
+        live.show(list(text), is_all=False)
+        parts.append(capsys.readouterr().out)
+    live.show(list(b"c\xc3\xa9\xc3"), is_all=True)
+    assert [*parts, capsys.readouterr().out] == ["abc", "", "é", "", "\ufffd\n"]
+
+
+def test_bf16_writes_too(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
+    assert written(capsys, trained, num_tokens=6, bf16=True).startswith(PROMPT)
 
 
 def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
+    bad, empty = tmp_path / "bad.jsonl", tmp_path / "empty.txt"
+    bad.write_text('{"text": "good"}\n{"text": 3}\n')
+    empty.write_text("\n\n")
     for arguments, sentence in (
         (Arguments(load=tmp_path / "none"), f"{tmp_path}/none holds no checkpoint"),
         (Arguments(load=trained, ckpt_step=4), "ckpt_step=4 is not in .*; the steps there: 3"),
-        (Arguments(load=trained, prompt="\ud800"), "the prompt '.ud800' cannot be turned into tokens"),
+        (Arguments(load=trained, prompt=("\ud800",)), "the prompt '.ud800' cannot be turned into tokens"),
         (Arguments(load=trained, temperature=-1.0), "--temperature -1.0 must be a number from 0 on"),
         (Arguments(load=trained, temperature=math.nan), "--temperature nan must be a number from 0 on"),
         (Arguments(load=trained, temperature=math.inf), "--temperature inf must be a number from 0 on"),
         (Arguments(load=trained, top_p=0.0), "--top-p 0.0 must be above 0"),
         (Arguments(load=trained, top_p=math.nan), "--top-p nan must be above 0"),
         (Arguments(load=trained, top_k=-1), "--top-k -1 and --num-tokens 200 must not be negative"),
+        (Arguments(load=trained, batch_size=0), "--batch-size 0 must be at least 1"),
+        (Arguments(load=trained, seq_length=17), "seq_length=17 exceeds the 16 positions that the model has learned"),
+        (Arguments(load=trained, seq_length=0), "seq_length is not given"),
+        (Arguments(load=trained, pipeline_model_parallel_size=3), "num_layers=2 is less than pipeline.*=3"),
+        (Arguments(load=trained, prompts_file=tmp_path / "no"), "--prompts-file .*no cannot be read: No such file"),
+        (Arguments(load=trained, prompts_file=empty), "--prompts-file .*empty.txt holds no prompt"),
+        (Arguments(load=trained, prompts_file=bad), "bad.jsonl:2 holds no prompt: key 'text' must hold text, not int"),
     ):
         with pytest.raises(UserError, match=sentence):
-            main(arguments)
+            run(arguments)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, ""])

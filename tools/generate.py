@@ -1,16 +1,35 @@
 #!/usr/bin/env python
-"""Write text with a trained model: one process, from a checkpoint of any layout."""
+"""Write text with a trained model, from a checkpoint of any layout: python tools/generate.py --help
 
+Exit status: 0 done, 1 a failure, 2 something in the input or the flags to mend.
+"""
+
+import contextlib
+import json
 import math
 import sys
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal, TextIO
 
+import torch
 import tyro
 
+from megatronish.config.config import Config
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.data.preprocess import read_line
 from megatronish.errors import UserError
-from megatronish.tokenizer import build_tokenizer
-from megatronish.train.generate import encode_prompt, generate, load_model
+from megatronish.launch.local import launch
+from megatronish.launch.place import Place, place_from_environment
+from megatronish.mesh.groups import leave
+from megatronish.tokenizer import Tokenizer, build_tokenizer
+from megatronish.train.generate import Sampling, Written, encode_prompt, generate
+from megatronish.train.run import start_mesh
+from megatronish.train.trained import Found, find_trained, load_model
 
 
 @dataclass(frozen=True)
@@ -19,8 +38,14 @@ class Arguments:
 
     load: Path
     """A run folder, its checkpoints folder or one step's folder."""
-    prompt: str = "\n"
-    """Text to go on from; nothing begins a document."""
+    ckpt_step: int | None = None
+    """Load this step instead of the newest."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to go on from; nothing begins a document. Without any, a new line is gone on from."""
+    prompts_file: Path | None = None
+    """More prompts: a text file, one a line, or .jsonl with objects like {"text": ...}."""
+    output: Path | None = None
+    """A .jsonl file for what is written, an object a prompt, instead of the terminal."""
     num_tokens: int = 200
     """Tokens to write at most; an end of document ends earlier."""
     temperature: float = 0.8
@@ -30,13 +55,40 @@ class Arguments:
     top_p: float = 0.95
     """Choose among the likeliest tokens that make up this probability."""
     seed: int = 0
-    """The same seed writes the same text."""
-    ckpt_step: int | None = None
-    """Load this step instead of the newest."""
+    """The same seed writes the same text after the same prompt, whatever other prompts there are."""
+    batch_size: int = 8
+    """Prompts that are gone on with at a time."""
+    seq_length: int | None = None
+    """Tokens that the model looks back on. Derived: what it was trained with."""
+    tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """tp: ranks that share every layer."""
+    pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
+    """pp: stages that the layers are cut into."""
+    bf16: bool = False
+    """Compute in bf16 instead of fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
-def main(arguments: Arguments) -> int:
-    """Print the prompt and what follows."""
+@dataclass(frozen=True)
+class Task:
+    """What every rank needs to know."""
+
+    arguments: Arguments
+    found: Found
+    config: Config
+    tokenizer: Tokenizer
+    prompts: tuple[str, ...]
+    tokens: tuple[list[int], ...]
+
+
+def check(arguments: Arguments) -> None:
+    """UserError for numbers that make no sense."""
     if not 0 <= arguments.temperature < math.inf:
         raise UserError(f"--temperature {arguments.temperature} must be a number from 0 on; for example 0.8")
     if not 0 < arguments.top_p <= 1:
@@ -45,27 +97,167 @@ def main(arguments: Arguments) -> int:
         raise UserError(
             f"--top-k {arguments.top_k} and --num-tokens {arguments.num_tokens} must not be negative; use 0 or more"
         )
-    trained = load_model(arguments.load, step=arguments.ckpt_step)
-    tokenizer = build_tokenizer(trained.data)
-    tokens = encode_prompt(tokenizer, arguments.prompt)
-    following = generate(
-        trained.model,
-        tokens,
-        num_tokens=arguments.num_tokens,
-        seq_length=trained.seq_length,
-        eod=tokenizer.eod,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
+    if arguments.batch_size < 1:
+        raise UserError(f"--batch-size {arguments.batch_size} must be at least 1; use 1 to go on with one at a time")
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """A prompt a line; blank lines are none. UserError with the place of a line that holds no prompt."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"--prompts-file {path} cannot be read: {error.strerror}; check the path") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                found.append(read_line(line, ["text"])[0] if path.suffix == ".jsonl" else line.decode())
+        except ValueError as error:
+            raise UserError(f"--prompts-file {path}:{number} holds no prompt: {error}; mend the line") from error
+    if not found:
+        raise UserError(f"--prompts-file {path} holds no prompt; write one a line")
+    return tuple(found)
+
+
+def prepare(arguments: Arguments) -> Task:
+    """Everything that can be wrong shows here, before any rank is started."""
+    check(arguments)
+    found = find_trained(arguments.load, step=arguments.ckpt_step)
+    config = found.config(
+        ParallelConfig(
+            tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+            pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+            data_parallel_size=1,
+            device=arguments.device,
+        ),
+        TrainingConfig(
+            seq_length=found.description.seq_length if arguments.seq_length is None else arguments.seq_length,
+            micro_batch_size=1,
+            bf16=arguments.bf16,
+        ),
     )
-    print(tokenizer.decode([*tokens, *following]))
+    tokenizer = build_tokenizer(found.description.data)
+    prompts = arguments.prompt + (read_prompts(arguments.prompts_file) if arguments.prompts_file else ()) or ("\n",)
+    tokens = tuple(encode_prompt(tokenizer, prompt) for prompt in prompts)
+    return Task(arguments, found, config, tokenizer, prompts, tokens)
+
+
+def write(task: Task, place: Place) -> int:
+    """Be one rank."""
+    mesh = start_mesh(task.config, place)
+    model = load_model(task.found.checkpoint, mesh=mesh, dtype=torch.bfloat16 if task.arguments.bf16 else torch.float32)
+    if mesh.is_main:
+        tell_of_long_texts(task)
+    start = time.perf_counter()
+    written = generate(
+        model.model,
+        task.tokens,
+        num_tokens=task.arguments.num_tokens,
+        seq_length=task.config.training.seq_length,
+        eod=task.tokenizer.eod,
+        sampling=task.arguments.sampling,
+        batch_size=task.arguments.batch_size,
+        mesh=mesh,
+    )
+    count = show(task, written) if mesh.is_main else sum(1 for _ in written)
+    if mesh.is_main:
+        seconds = time.perf_counter() - start
+        print(f"{count:,} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
+    leave()
     return 0
 
 
-if __name__ == "__main__":
+def tell_of_long_texts(task: Task) -> None:
+    """Say what becomes of texts that the model cannot see whole."""
+    seen = task.config.training.seq_length
+    cut = sum(len(tokens) > seen for tokens in task.tokens)
+    if cut:
+        print(f"of {cut} prompts the model sees the last {seen} tokens alone: they have more", file=sys.stderr)
+    if max(map(len, task.tokens)) + task.arguments.num_tokens > seen + 1:
+        print(f"what is beyond {seen} tokens is written with the last {seen} in view, and slower", file=sys.stderr)
+
+
+def show(task: Task, written: Iterable[Written]) -> int:
+    """Print, or write to --output, what comes, prompt after prompt; the number of tokens."""
+    path = task.arguments.output
+    following = [list[int]() for _ in task.prompts]
+    ended, num_shown = set[int](), 0
+    grows = path is None and len(task.prompts) == 1 and sys.stdout.isatty()
+    live = Live(task.tokenizer, task.tokens[0]) if grows else None
+    with contextlib.nullcontext() if path is None else open_output(path) as file:
+        for number, token in written:
+            if token is None:
+                ended.add(number)
+            else:
+                following[number].append(token)
+            if live:
+                live.show(following[0], is_all=bool(ended))
+                continue
+            while num_shown in ended:
+                show_one(task, num_shown, following[num_shown], file)
+                num_shown += 1
+    return sum(map(len, following))
+
+
+def open_output(path: Path) -> TextIO:
+    """UserError where nothing can be written."""
     try:
-        sys.exit(main(tyro.cli(Arguments)))
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written: {error.strerror}; choose another") from error
+
+
+def show_one(task: Task, number: int, following: Sequence[int], file: TextIO | None) -> None:
+    """What was written after one prompt."""
+    prompt, tokens = task.prompts[number], task.tokens[number]
+    text = task.tokenizer.decode([*tokens, *following])
+    if file is None:
+        several = f"--- prompt {number + 1} of {len(task.prompts)}\n" if len(task.prompts) > 1 else ""
+        print(f"{several}{text}", flush=True)
+        return
+    before = task.tokenizer.decode(tokens)
+    after = text[len(before) :] if text.startswith(before) else task.tokenizer.decode(following)
+    is_whole = len(following) < task.arguments.num_tokens
+    line = {"prompt": prompt, "text": after, "num_tokens": len(following), "ended": "eod" if is_whole else "length"}
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+
+
+class Live:
+    """Text on a terminal that grows as its tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self.tokenizer, self.prompt = tokenizer, prompt
+        self.shown = ""
+
+    def show(self, following: Sequence[int], *, is_all: bool) -> None:
+        """Add what is sure: the last token's bytes may be the beginning of a character."""
+        text = self.tokenizer.decode([*self.prompt, *following])
+        grows = text.startswith(self.shown)
+        if is_all:
+            print(text[len(self.shown) :] if grows else f"\n{text}", flush=True)
+        elif grows and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(self.shown) :], end="", flush=True)
+            self.shown = text
+
+
+def run(arguments: Arguments) -> int:
+    """The exit status."""
+    task = prepare(arguments)
+    return launch(partial(write, task), world_size=task.config.layout.world_size)
+
+
+def main(argv: list[str]) -> int:
+    """The exit status; of ranks that were started by others, one says what is wrong."""
+    place = None
+    try:
+        place = place_from_environment()
+        return run(tyro.cli(Arguments, args=argv))
     except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        if place is None or place.rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -53,14 +53,15 @@ def attention(
 ) -> Tensor:
     """[S, B, n, H], [S, B, k, H], [S, B, k, H] -> [S, B, n H]; n / k query heads share a key/value head.
 
-    `visible` None means plain causal. SDPA (flash attention) does the work; with dropout the probabilities are made
-    explicit, because SDPA draws its masks from the global generator.
+    `visible` None means plain causal; a single query is the last one, and sees all keys. SDPA (flash attention) does
+    the work; with dropout the probabilities are made explicit, because SDPA draws its masks from the global generator.
     """
     seq_length, _, heads, head_size = q.shape
     q, k, v = (rearrange(x, "s b n h -> b n s h") for x in (q, k, v))
     grouped = k.shape[1] != heads
     if dropout is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped)
+        is_causal = visible is None and seq_length > 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, enable_gqa=grouped)
     else:
         if grouped:
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))

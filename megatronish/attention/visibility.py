@@ -22,6 +22,7 @@ class Visibility:
     window_size: int | None = None
     document_ids: Tensor | None = None  # int64 [B, S]
     device: torch.device = CPU
+    first_query: int = 0  # those before it are keys alone: their own forward is over
 
     @property
     def is_causal(self) -> bool:
@@ -46,11 +47,14 @@ class Visibility:
 
     @cached_property
     def whole(self) -> Tensor | None:
-        """bool [1 or B, 1, S, S] for the whole sequence, made once; None where attention is plain causal."""
-        if self.is_causal:
+        """bool [1 or B, 1, q, S] for the whole sequence, made once; None where attention is plain causal.
+
+        It is so for a single query at the end, too, which sees all.
+        """
+        if self.is_causal and self.first_query in (0, self.seq_length - 1):
             return None
         positions = torch.arange(self.seq_length, device=self.device)
-        return self.mask(positions, positions)
+        return self.mask(positions[self.first_query :], positions)
 
     def between(self, queries: range, keys: range) -> Sight:
         """What one run of positions sees of another: "mask" where it takes a mask to say.

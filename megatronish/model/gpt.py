@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from megatronish.attention.cached import KeyValueCache
 from megatronish.config.model import ModelConfig
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -135,8 +136,16 @@ class GPT(nn.Module):
         )
         return (losses * batch.loss_mask.t()).sum()
 
-    def hidden(self, x: Tensor | None, batch: MicroBatch, *, step: int | None, chunk: int = 0) -> Tensor:
-        """Everything before the final norm."""
+    def hidden(
+        self,
+        x: Tensor | None,
+        batch: MicroBatch,
+        *,
+        step: int | None,
+        chunk: int = 0,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Everything before the final norm; with a `cache` of what follows the tokens in it."""
         context = make_context(
             self.config,
             batch,
@@ -147,6 +156,7 @@ class GPT(nn.Module):
             recompute_attention=self.recompute.granularity == "selective",
             seed=self.seed,
             step=step,
+            cache=cache,
         )
         if x is None:
             x = self.embedding(context)

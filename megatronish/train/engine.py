@@ -87,8 +87,13 @@ class Engine:
         vocab_size: int,
         recompute: RecomputeConfig | None = None,
         make_block: MakeBlock = TransformerBlock,
+        learns: bool = True,
     ) -> "Engine":
-        """Parameters are initialised as their names and the seed say, then cast to the precision of the run."""
+        """Parameters are initialised as their names and the seed say, then cast to the precision of the run.
+
+        An engine that does not learn only evaluates: it holds neither gradients nor optimizer states, and its
+        parameters are for a checkpoint to fill.
+        """
         assert parallel.pipeline_model_parallel_size == mesh.pp.size, "the mesh is not that of the config"
         sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
         stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
@@ -110,7 +115,10 @@ class Engine:
                 make_block=make_block,
             )
         shardings = collect_shardings(stage)
-        initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
+        if learns:
+            initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
+        else:
+            stage.requires_grad_(False)
         dtype = DTYPES[training.precision]
         splits_backward = stages.schedule.has_weight_gradients
         data_parallel = _share(stage, shardings, stages, mesh, parallel, dtype)

@@ -1,67 +1,47 @@
-"""What does a trained model write? One process, from a checkpoint of any layout."""
+"""What does a trained model write? Token by token, over ranks of tp and pp or in one process.
 
+The prompts of a batch run through the model once. From then on every token runs alone, and attention finds those before
+it in a cache (attention/cached.py). A model sees `seq_length` tokens. When they are full, their first ones are given up
+and the rest begins anew at its first position, without what the cache knew of them: then every token runs all of them.
+
+What is written after a prompt is a function of the seed and the prompt, the second time of the same prompt another one:
+neither the batch it is in nor the layout matters, but for the rounding of sums taken in another order.
+"""
+
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatronish.checkpoint.folder import DamagedError, find_checkpoint
-from megatronish.checkpoint.load import load_tensors
-from megatronish.checkpoint.save import model_tensors
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
+from megatronish import comm
+from megatronish.attention.cached import KeyValueCache
 from megatronish.errors import UserError
 from megatronish.mesh.groups import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
-from megatronish.sharding import Shard, collect_shardings
+from megatronish.pipeline.transfers import Boundary
 from megatronish.streams import torch_stream
 from megatronish.tokenizer import Tokenizer
-from megatronish.train.keep import read_run
 
 
-class Trained(NamedTuple):
-    """A whole model in one process, and what it was trained with."""
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 takes the likeliest; top_k 0 and top_p 1 leave all to choose from."""
 
-    model: GPT
-    data: DataConfig
-    seq_length: int
-    step: int
-
-
-def load_model(load: Path, *, step: int | None = None) -> Trained:
-    """From a run folder, its checkpoints folder or one step's folder; UserError if it holds no checkpoint."""
-    checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
-    if checkpoint is None:
-        raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    state = read_run(checkpoint)
-    config = state["config"]
-    try:
-        model_config, data_config = ModelConfig(**config["model"]), _data_config(config["data"])
-    except TypeError as error:
-        raise DamagedError(checkpoint, f"its config is not one of this version ({error})") from error
-    seq_length = config["training"]["seq_length"]
-    model = GPT(
-        model_config,
-        vocab_size=state["vocab_size"],
-        num_positions=model_config.max_position_embeddings or seq_length,
-    )
-    mesh = Mesh.start()
-    shardings = collect_shardings(model)
-    shards = {
-        name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.tp)))
-        for name, parameter in model.named_parameters()
-    }
-    tensors = model_tensors(shards, shardings, mesh, mesh.copied)
-    load_tensors(checkpoint, tensors, mesh=mesh)
-    return Trained(model.eval(), data_config, seq_length, state["step"])
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
 
 
-def _data_config(saved: dict[str, Any]) -> DataConfig:
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    return DataConfig(**values)
+class Written(NamedTuple):
+    """The next token after prompt number `number`; None once it has ended, by an end of document or by its length."""
+
+    number: int
+    token: int | None
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -74,50 +54,135 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 def generate(
     model: GPT,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     num_tokens: int,
     seq_length: int,
     eod: int | None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> Iterator[int]:
-    """The tokens that follow `prompt`, one by one, until `eod` or `num_tokens`; temperature 0 takes the likeliest.
+    sampling: Sampling | None = None,
+    batch_size: int = 8,
+    mesh: Mesh | None = None,
+) -> Iterator[Written]:
+    """What follows each prompt, as it comes: `num_tokens`, or as many as there are before `eod`.
 
-    The model sees the last `seq_length` tokens; every token runs all of them (no cache of keys and values).
+    Prompts have at least one token each; `batch_size` of them are gone on with at a time. All ranks of `mesh` call this
+    and go through all of it.
     """
-    generator = torch_stream(seed, "generate")
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        logits = next_logits(model, tokens[-seq_length:])
-        token = _choose(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        if token == eod:
-            return
-        tokens.append(token)
-        yield token
+    sampling = sampling or Sampling()
+    copies: Counter[tuple[int, ...]] = Counter()
+    texts = []
+    for number, prompt in enumerate(map(tuple, prompts)):
+        texts.append(_Text(number, list(prompt), torch_stream(sampling.seed, "generate", *prompt, copies[prompt])))
+        copies[prompt] += 1
+    writer = _Writer(model, mesh or Mesh.start(), sampling, seq_length, eod)
+    for first in range(0, len(texts), batch_size):
+        yield from writer.write(texts[first : first + batch_size], num_tokens)
 
 
-@torch.no_grad()
-def next_logits(model: GPT, tokens: Sequence[int]) -> Tensor:
-    """[V] in fp32, of the token after `tokens`."""
-    ids = torch.tensor([list(tokens)])
-    positions = torch.arange(ids.shape[1])[None]
-    batch = MicroBatch(ids, ids, torch.ones_like(ids, dtype=torch.bool), positions, torch.zeros(1, dtype=torch.int64))
-    x = model.hidden(None, batch, step=None)
-    return model.logits(x[-1:])[0, 0, : model.vocab_size].float()
+@dataclass(frozen=True)
+class _Text:
+    """A prompt and what follows it so far; `stream` says how chance falls."""
+
+    number: int
+    tokens: list[int]
+    stream: torch.Generator
 
 
-def _choose(logits: Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    if temperature == 0.0:
-        return int(logits.argmax())
+@dataclass(frozen=True)
+class _Writer:
+    model: GPT
+    mesh: Mesh
+    sampling: Sampling
+    seq_length: int
+    eod: int | None
+
+    @torch.no_grad()
+    def write(self, texts: list[_Text], num_tokens: int) -> Iterator[Written]:
+        """Go on with these texts, all at once."""
+        cache, begins = KeyValueCache(0), list[int]()
+        for left in range(num_tokens, 0, -1):
+            if cache.is_full:
+                seen = [text.tokens[-self.seq_length :] for text in texts]
+                longest = max(map(len, seen))
+                cache = KeyValueCache(min(self.seq_length, longest + left - 1))
+                begins = [longest - len(tokens) for tokens in seen]
+            else:
+                seen = [text.tokens[-1:] for text in texts]
+            logits = self._next_logits(seen, begins, cache)
+            going_on = []
+            for row, (text, token) in enumerate(zip(texts, self._choose(logits, texts), strict=True)):
+                if token == self.eod:
+                    yield Written(text.number, None)
+                else:
+                    going_on.append(row)
+                    text.tokens.append(token)
+                    yield Written(text.number, token)
+            if not going_on:
+                return
+            if len(going_on) < len(texts):
+                texts, begins = [texts[row] for row in going_on], [begins[row] for row in going_on]
+                cache.keep(going_on)
+        yield from (Written(text.number, None) for text in texts)
+
+    def _next_logits(self, seen: Sequence[Sequence[int]], begins: Sequence[int], cache: KeyValueCache) -> Tensor | None:
+        """[B, V] in fp32, true vocabulary, on the ranks of the last stage. Rows of tokens end in the same column."""
+        model, mesh = self.model, self.mesh
+        batch = _batch(seen, begins, first_column=cache.num_columns).to(mesh.device)
+        num_rows, num_columns = batch.tokens.shape
+        dtype = next(model.parameters()).dtype
+        boundary = Boundary((num_columns, num_rows, model.config.hidden_size), dtype, mesh.device, mesh.tp)
+        line, x = mesh.lines["F", True], None
+        if not mesh.pp.is_first:
+            piece = comm.start_receive(boundary.empty_slice(), line, source=mesh.pp.rank - 1, tag=0).wait()
+            x = boundary.whole(piece)
+        x = model.hidden(x, batch, step=None, cache=cache)
+        cache.advance(num_columns)
+        if not mesh.pp.is_last:
+            comm.start_send(boundary.slice_of(x), line, to=mesh.pp.rank + 1, tag=0).wait()
+            return None
+        logits = comm.start_all_gather(model.logits(x[-1:])[0].t(), mesh.tp).wait()
+        return logits[: model.vocab_size].t().float()
+
+    def _choose(self, logits: Tensor | None, texts: Sequence[_Text]) -> list[int]:
+        """The next token of each text, chosen by one rank for all."""
+        chosen = torch.zeros(len(texts), dtype=torch.int64, device=self.mesh.device)
+        if logits is not None and self.mesh.tp.is_first:
+            chances = [torch.rand((), dtype=torch.float64, generator=text.stream) for text in texts]
+            chosen = choose(logits, torch.stack(chances).to(logits.device), self.sampling)
+        return comm.all_reduce(chosen, self.mesh.world).tolist()
+
+
+def _batch(seen: Sequence[Sequence[int]], begins: Sequence[int], *, first_column: int) -> MicroBatch:
+    """Tokens from `first_column` on, of texts that begin in columns `begins` >= 0 and end together.
+
+    What stands before a text, made up, is a document of its own.
+    """
+    longest = max(map(len, seen))
+    tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in seen])
+    begin = torch.tensor(begins)[:, None]
+    columns = torch.arange(first_column + longest)
+    return MicroBatch(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
+        position_ids=(columns[first_column:] - begin).clamp(min=0),
+        sample_ids=torch.arange(len(seen)),
+        document_ids=(columns >= begin).long() if any(begins) else None,
+    )
+
+
+def choose(logits: Tensor, chances: Tensor, sampling: Sampling) -> Tensor:
+    """[B, V], [B] -> [B]: the token at which the sum of probabilities, likeliest first, passes a chance in [0, 1)."""
+    if sampling.temperature == 0.0:
+        return logits.argmax(-1)
     # The largest becomes 0, and fp64 holds any temperature: nothing is infinity minus infinity, or 0 over 0.
-    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)
-    values, order = probabilities.sort(descending=True)
+    scores = (logits - logits.amax(-1, keepdim=True)).double() / sampling.temperature
+    values, order = scores.softmax(-1).sort(descending=True, stable=True)
     # Keep the likeliest tokens whose sum before each is below top_p: never none.
-    kept = values.cumsum(-1) - values < top_p
-    if top_k > 0:
-        kept[top_k:] = False
-    choice = torch.multinomial(values * kept, 1, generator=generator)
-    return int(order[choice])
+    kept = values.cumsum(-1) - values < sampling.top_p
+    if sampling.top_k > 0:
+        kept[:, sampling.top_k :] = False
+    sums = (values * kept).cumsum(-1)
+    passed = (sums <= chances.unsqueeze(-1) * sums[:, -1:]).sum(-1, keepdim=True)
+    # A chance of nearly 1 times the sum may round to the sum.
+    return order.gather(-1, passed.clamp(max=kept.sum(-1, keepdim=True) - 1)).squeeze(-1)

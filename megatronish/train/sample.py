@@ -5,8 +5,9 @@ from typing import Any
 from megatronish.checkpoint.folder import find_checkpoint
 from megatronish.config.config import Config
 from megatronish.tokenizer import build_tokenizer
-from megatronish.train.generate import encode_prompt, generate, load_model
+from megatronish.train.generate import Sampling, encode_prompt, generate
 from megatronish.train.keep import read_run
+from megatronish.train.trained import load_model
 
 
 def print_sample(config: Config) -> int:
@@ -21,20 +22,18 @@ def print_sample(config: Config) -> int:
     if checkpoint is None or not _is_finished(config, read_run(checkpoint)):
         return 0
     tokenizer = build_tokenizer(config.data)
-    trained = load_model(config.save_dir)
+    trained = load_model(checkpoint)
     tokens = encode_prompt(tokenizer, prompt)
     following = generate(
         trained.model,
-        tokens,
+        [tokens],
         num_tokens=config.log.sample_tokens,
-        seq_length=trained.seq_length,
+        seq_length=trained.description.seq_length,
         eod=tokenizer.eod,
-        temperature=0.8,
-        top_p=0.95,
-        seed=config.training.seed,
+        sampling=Sampling(temperature=0.8, top_p=0.95, seed=config.training.seed),
     )
     print(f"\na sample after step {trained.step}, from {prompt!r}:\n")
-    print(tokenizer.decode([*tokens, *following]))
+    print(tokenizer.decode([*tokens, *(token for _, token in following if token is not None)]))
     return 0
 
 
