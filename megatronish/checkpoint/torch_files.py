@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from megatronish.checkpoint.safetensors_files import nbytes_of
 from megatronish.checkpoint.torch_pickle import STORAGES, Refused, Stored, unpickle
 from megatronish.checkpoint.weights import LazyTensor
 from megatronish.errors import UserError
@@ -93,7 +94,7 @@ class TorchFile:
 
     def _read(self, name: str, stored: Stored) -> Tensor:
         flat = torch.empty(_span(stored.shape, stored.strides), dtype=stored.dtype)
-        self._fill(_memory(flat), name, stored.offset * stored.dtype.itemsize)
+        self._fill(memory_of(flat), name, stored.offset * stored.dtype.itemsize)
         return flat.as_strided(stored.shape, stored.strides).contiguous()
 
     def _fill(self, memory: memoryview, name: str, offset: int) -> None:
@@ -145,9 +146,9 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, its own if it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class TorchFileWriter:
@@ -164,8 +165,8 @@ class TorchFileWriter:
         self._added = 0
         self._file = path.open("wb")
         self._archive = zipfile.ZipFile(self._file, "w", allowZip64=True)
-        self._write("data.pkl", memoryview(stream.getvalue()))
-        self._write("byteorder", memoryview(b"little"))
+        self._write("data.pkl", [stream.getvalue()], size=stream.tell())
+        self._write("byteorder", [b"little"], size=len(b"little"))
 
     def __enter__(self) -> Self:
         return self
@@ -176,24 +177,25 @@ class TorchFileWriter:
         with self._file:
             if error is None:
                 assert self._added == len(self._expected), "tensors are missing"
-                self._write("version", memoryview(b"3\n"))
+                self._write("version", [b"3\n"], size=2)
                 self._archive.close()
 
-    def add(self, tensor: Tensor) -> None:
-        """The next tensor."""
+    def add(self, rows: Sequence[Tensor]) -> None:
+        """The next tensor, as parts of it that follow each other."""
         expected = self._expected[self._added]
-        assert (tuple(tensor.shape), tensor.dtype) == (expected.shape, expected.dtype), "another tensor than was told"
-        self._write(f"data/{self._added}", _memory(tensor.contiguous()))
+        assert all(part.dtype == expected.dtype for part in rows), "another dtype than was told"
+        self._write(f"data/{self._added}", rows, size=nbytes_of(expected))
         self._added += 1
 
-    def _write(self, name: str, data: memoryview) -> None:
+    def _write(self, name: str, parts: Sequence[Tensor] | Sequence[bytes], *, size: int) -> None:
         entry = zipfile.ZipInfo(f"{ROOT}/{name}")
-        large = data.nbytes > zipfile.ZIP64_LIMIT // 2
+        large = size > zipfile.ZIP64_LIMIT // 2
         header = LOCAL_HEADER + len(entry.filename) + (ZIP64_EXTRA if large else 0)
         gap = -(self._file.tell() + header + 4) % ALIGNMENT
         entry.extra = struct.pack("<HH", PADDING, gap) + b"Z" * gap
         with self._archive.open(entry, "w", force_zip64=large) as record:
-            record.write(data)
+            written = sum(record.write(data if isinstance(data, bytes) else memory_of(data)) for data in parts)
+        assert written == size, "another size than was told"
 
 
 class _Key(NamedTuple):
