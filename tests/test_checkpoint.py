@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatronish.checkpoint.folder import find_checkpoint, read_state, remove_leftovers
 from megatronish.checkpoint.save import save_checkpoint
+from megatronish.checkpoint.storage import Reader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.config.read import read_config
 from megatronish.data.mock import MockSamples
@@ -43,8 +44,8 @@ LLAMA = (
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    tensors = {name: torch.full(shape, torch.nan) for name, shape in stored_shapes(folder).items()}
-    read_tensors(folder, {name: alone(tensor) for name, tensor in tensors.items()}, alone=True)
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in stored_shapes(Reader(folder)).items()}
+    read_tensors(folder, {name: alone(tensor) for name, tensor in tensors.items()})
     return tensors
 
 
@@ -265,7 +266,7 @@ def test_an_optimizer_can_be_left_out(tmp_path: Path, six_steps: Path) -> None:
     run_dir = tmp_path / "run"
     train_on_ranks(tiny(run_dir, "--no-save-optim --exit-interval 3"))
     saved = run_dir / "checkpoints" / "step_00000003"
-    assert not any(name.startswith("optimizer.") for name in stored_shapes(saved))
+    assert not any(name.startswith("optimizer.") for name in stored_shapes(Reader(saved)))
     refused = run_job(tiny(run_dir), tmp_path)
     assert refused.status == 2
     assert "--no-load-optim" in refused.errors and "Traceback" not in refused.errors

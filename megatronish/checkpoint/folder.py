@@ -1,36 +1,29 @@
-"""Which checkpoints does a folder hold, and which of them is whole?
+"""Which checkpoints does a folder hold, which of them is the newest, and which may go?
 
     checkpoints/
-      step_00000100/     .metadata, __0_0.distcp, ... (tensors), state.json (everything else)
+      step_00000100/     .metadata, __0_0.distcp, ... (tensors), state.json (everything else), checksums.json
       step_00000200/
       latest             the name of the newest, for people and scripts
 
 A checkpoint is written under another name and renamed when all of it is on the disk, so a folder named step_* is
-whole. Killed at any moment, a run leaves its checkpoints whole, and perhaps a `.partial` folder that the next save
+whole. Killed at any moment, a run leaves its checkpoints whole, and perhaps a `.step_*` folder that the next save
 removes. The newest is the one saved last, not the one of the highest step: a run that went back goes on from there.
 """
 
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
+from megatronish.checkpoint.durable import sync_folder, write_durably
 from megatronish.errors import UserError
 
 STATE = "state.json"
 LATEST = "latest"
 NAME = re.compile(r"step_(\d+)")
-
-
-class DamagedError(UserError):
-    """A checkpoint that cannot be read."""
-
-    def __init__(self, folder: Path, why: str) -> None:
-        super().__init__(f"{folder} is damaged: {why}; load an earlier step with --ckpt-step, or remove that folder")
 
 
 def name_of(step: int) -> str:
@@ -43,12 +36,17 @@ def partial_name_of(step: int) -> str:
     return f".{name_of(step)}.partial"
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors."""
+def read_state(folder: Path, checksums: Checksums | None = None) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors; DamagedError if a file of it is missing, cut short or changed."""
     try:
-        return json.loads((folder / STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise DamagedError(folder, f"{STATE} cannot be read ({getattr(error, 'strerror', error)})") from error
+        state = json.loads((checksums or Checksums.read(folder)).read_file(STATE))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(folder, f"{STATE} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise DamagedError(folder, f"{STATE} is not one of ours")
+    return state
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
@@ -57,6 +55,11 @@ def steps_in(folder: Path) -> dict[int, Path]:
         return {}
     found = {int(match[1]): path for path in folder.iterdir() if (match := NAME.fullmatch(path.name))}
     return {step: found[step] for step in sorted(found)}
+
+
+def by_age(folder: Path) -> list[Path]:
+    """The same, the one saved last at the end."""
+    return sorted(steps_in(folder).values(), key=_saved_at)
 
 
 def folder_of(load: Path) -> Path:
@@ -76,25 +79,31 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
         if step is not None and load.name != name_of(step):
             raise UserError(f"{load} is one step's folder and ckpt_step={step} asks for another; name {folder} instead")
         return load
-    checkpoints = steps_in(folder)
     if step is not None:
+        checkpoints = steps_in(folder)
         if step not in checkpoints:
             there = ", ".join(str(step) for step in checkpoints) or "none"
             raise UserError(f"ckpt_step={step} is not in {folder}; the steps there: {there}")
         return checkpoints[step]
-    return max(checkpoints.values(), key=_saved_at, default=None)
+    return next(reversed(by_age(folder)), None)
 
 
 def _saved_at(folder: Path) -> float:
-    return float(read_state(folder).get("saved_at", 0.0))
+    """In seconds since 1970. Of a damaged one it is a guess, which lets it be found, and told, if it is the newest."""
+    try:
+        return float(read_state(folder).get("saved_at", 0.0))
+    except (DamagedError, TypeError, ValueError):
+        return folder.stat().st_mtime
 
 
 def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
     """Complete a checkpoint whose tensors are written, and give it its name; one rank calls this."""
     folder = partial.parent
     target = folder / name_of(step)
-    write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": time.time()}, indent=1))
-    sync_folder(partial)
+    # Whatever the clock of this machine says: the next start goes on from this one.
+    saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in by_age(folder)[-1:])])
+    write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1))
+    Checksums.read(partial).with_other_files().write()
     aside = folder / f".{name_of(step)}.replaced"
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -106,6 +115,29 @@ def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
     return target
 
 
+def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
+    """Remove all but the `keep_last` newest checkpoints and those whose step is a multiple of `keep_every`.
+
+    The newest always stays, and without either all do. Renamed first, a checkpoint is there or it is not, whenever the
+    run is killed. Nothing but what a run has written under its own name goes. Returns a complaint for each that could
+    not be removed.
+    """
+    if keep_last is None and keep_every is None:
+        return []
+    complaints = []
+    for old in by_age(folder)[: -(keep_last or 1)]:
+        step = int(old.name.removeprefix("step_"))
+        kept = keep_every is not None and step % keep_every == 0
+        if kept or old.name != name_of(step) or old.is_symlink() or not (old / CHECKSUMS).is_file():
+            continue
+        try:
+            aside = old.rename(folder / f".{old.name}.removed")
+            shutil.rmtree(aside)
+        except OSError as error:
+            complaints.append(f"the old checkpoint {old} could not be removed: {error.strerror or error}")
+    return complaints
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed save left behind. A replaced checkpoint whose successor never came gets its name back."""
     for aside in folder.glob(".step_*.replaced"):
@@ -114,29 +146,6 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(aside)
         else:
             aside.rename(target)
-    for partial in folder.glob(".step_*.partial"):
-        shutil.rmtree(partial)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace a file at once: a reader sees the old text or the new, whenever the machine stops."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    _with_descriptor(folder, os.fsync)
-
-
-def _with_descriptor(folder: Path, use: Callable[[int], None]) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        use(descriptor)
-    finally:
-        os.close(descriptor)
+    for kind in ("partial", "removed"):
+        for left in folder.glob(f".step_*.{kind}"):
+            shutil.rmtree(left, ignore_errors=True)

@@ -1,10 +1,17 @@
-"""How does a checkpoint of any layout become this rank's share of the model?"""
+"""How does a checkpoint of any layout become this rank's share of the model, and what if it is damaged?"""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from megatronish.checkpoint.checksums import Checksums, DamagedError
+from megatronish.checkpoint.folder import by_age
+from megatronish.checkpoint.storage import Reader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
+from megatronish.checkpoint.together import together
 from megatronish.errors import UserError
-from megatronish.mesh.groups import Mesh
+from megatronish.mesh.groups import Axis, Mesh
 
 
 def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) -> None:
@@ -12,7 +19,13 @@ def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) 
 
     UserError, before anything is changed, if a tensor is missing or has another shape there: it is another model's.
     """
-    stored = stored_shapes(folder)
+    reader = together(mesh.storage, partial(_open, folder, tensors))
+    read_tensors(reader, tensors, over=mesh.storage)
+
+
+def _open(folder: Path, tensors: dict[str, GlobalTensor]) -> Reader:
+    reader = Reader(folder)
+    stored = stored_shapes(reader)
     problems = []
     for name, tensor in tensors.items():
         if name not in stored:
@@ -25,4 +38,41 @@ def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) 
         if all(problem.startswith("optimizer.") for problem in problems):
             remedy = "start from its weights alone with --no-load-optim or --finetune"
         raise UserError(f"{folder} holds another model: {'; '.join(problems[:3])}{more}; {remedy}")
-    read_tensors(folder, tensors, alone=mesh.world.size == 1)
+    return reader
+
+
+@contextmanager
+def offering_another(over: Axis) -> Iterator[None]:
+    """If a checkpoint that is read here turns out to be damaged, look for one to load instead, and say which.
+
+    All ranks of the axis enter this, and must fail together; they share the work of reading the others.
+    """
+    try:
+        yield
+    except DamagedError as error:
+        whole = _newest_whole_before(error.folder, over)
+        remedy = f"there is no whole checkpoint before it in {error.folder.parent}; start anew in another --run-dir"
+        if whole is not None:
+            step = int(whole.name.removeprefix("step_"))
+            remedy = (
+                f"{whole.name} is the newest whole one before it: load that with --ckpt-step {step}, or move the "
+                "damaged one away"
+            )
+        raise DamagedError(error.folder, error.why, remedy) from error
+
+
+def _newest_whole_before(damaged: Path, over: Axis) -> Path | None:
+    """The newest checkpoint saved before this one of which every byte is what was written."""
+
+    def verify(checkpoint: Path) -> None:
+        Checksums.read(checkpoint).verify(part=over.rank, parts=over.size)
+
+    older = by_age(damaged.parent)
+    names = [path.name for path in older]
+    for checkpoint in reversed(older[: names.index(damaged.name)] if damaged.name in names else older):
+        try:
+            together(over, partial(verify, checkpoint))
+        except DamagedError:
+            continue
+        return checkpoint
+    return None

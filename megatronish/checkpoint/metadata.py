@@ -1,23 +1,29 @@
-"""What does a checkpoint say it holds, can it be trusted, and are its files whole?
+"""What does a checkpoint say it holds, and can it be trusted?
 
-torch keeps this in `.metadata`, a pickle, and a pickle can call anything when it is read. So only the few plain classes
-that torch writes are let in, and files are named by a bare name: a checkpoint from elsewhere runs no code here.
+torch keeps this in `.metadata`, a pickle, and a pickle can call anything when it is read. So nothing of it is called
+here: what it names becomes plain records, whatever is not one of the few classes that torch writes is refused, and
+torch's own objects are then built from numbers, names and shapes that have been looked at. A file is named by a bare
+name. So a checkpoint from elsewhere runs no code and reads no file but its own.
 """
 
+import io
 import pickle
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-
-from megatronish.checkpoint.folder import DamagedError
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 METADATA = ".metadata"
-TORCHS = {
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
+RECORDS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -26,54 +32,100 @@ TORCHS = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
     },
+}
+# What stands for functions and for classes whose objects are made by a call. Builtins, which a pickle cannot change.
+PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
 }
 
 
+class _Record:
+    """An object of the pickle: what is said of it, in a class of no other meaning than its name."""
+
+    said: Any = None
+
+    def __setstate__(self, said: Any) -> None:
+        self.said = said
+
+
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._kinds: dict[str, type[_Record]] = {}  # made anew each time, as a pickle can change a class
+
     def find_class(self, module: str, name: str) -> Any:
-        if name in TORCHS.get(module, ()):
-            return super().find_class(module, name)
+        if name in RECORDS.get(module, ()):
+            return self._kinds.setdefault(name, type(name, (_Record,), {}))
+        if (module, name) in PLAIN:
+            return PLAIN[module, name]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
         if name == "PosixPath" and module.split(".")[0] == "pathlib":  # Python 3.13 has it in pathlib._local
-            return PurePosixPath
+            return lambda *_: None  # where it was written is of no interest
         raise pickle.UnpicklingError(f"it names {module}.{name}, which torch does not write there")
 
 
-class Reader(dcp.FileSystemReader):
-    """Torch's reader of a folder. DamagedError, which names the file, if something is missing or cut short."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.folder = folder
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        path = self.folder / METADATA
-        try:
-            with path.open("rb") as stream:
-                metadata = _Unpickler(stream).load()
-            ends = _ends(metadata)
-        except OSError as error:
-            raise DamagedError(self.folder, f"{METADATA} cannot be read ({error.strerror})") from error
-        except Exception as error:  # a damaged pickle raises whatever its damage spells
-            raise DamagedError(self.folder, f"{METADATA} cannot be read ({error})") from error
-        for name, end in ends.items():
-            file = self.folder / name
-            size = file.stat().st_size if file.is_file() else None
-            if size is None or size < end:
-                found = "is missing" if size is None else f"has {size} bytes instead of {end}"
-                raise DamagedError(self.folder, f"{name} {found}")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+def parse_metadata(data: bytes) -> Metadata:
+    """The content of `.metadata`. Some exception, with a sentence or not, if it is not what torch writes there."""
+    said = _said(_Unpickler(data).load(), "Metadata")
+    tensors = {_checked(name, str): _tensor(stored) for name, stored in said["state_dict_metadata"].items()}
+    places = dict(_place(index, stored) for index, stored in said["storage_data"].items())
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            if MetadataIndex(name, chunk.offsets) not in places:
+                raise ValueError(f"it does not say where {name} lies")
+    return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
 
 
-def _ends(metadata: Metadata) -> dict[str, int]:
-    """Where the last tensor of each file ends."""
-    ends: dict[str, int] = {}
-    for stored in (metadata.storage_data or {}).values():
-        name = stored.relative_path
-        if Path(name).name != name:
-            raise ValueError(f"it names a file in another folder, {name}")
-        ends[name] = max(ends.get(name, 0), stored.offset + stored.length)
-    return ends
+def _tensor(stored: Any) -> TensorStorageMetadata:
+    said = _said(stored, "TensorStorageMetadata")
+    dtype = _checked(_said(said["properties"], "TensorProperties", tuple)[0], torch.dtype)
+    shape = _size(said["size"])
+    chunks = []
+    for chunk in _checked(said["chunks"], list):
+        place = _said(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _size(place["offsets"]), _size(place["sizes"])
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"a rectangle at {list(offsets)} of {list(sizes)} is not inside {list(shape)}")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+
+
+def _place(index: Any, stored: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    key, place = _said(index, "MetadataIndex"), _said(stored, "_StorageInfo")
+    name = _checked(place["relative_path"], str)
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
+        raise ValueError(f"it names a file in another folder, {name}")
+    if place.get("transform_descriptors"):
+        raise ValueError(f"{name} is transformed, which is not done here")
+    offset, length = _size((place["offset"], place["length"]))
+    return MetadataIndex(_checked(key["fqn"], str), _size(key["offset"])), _StorageInfo(name, offset, length)
+
+
+def _said(found: Any, kind: str, form: type = dict) -> Any:
+    """What is said of a record of this kind."""
+    if not isinstance(found, _Record) or type(found).__name__ != kind:
+        raise ValueError(f"it has {_kind(found)} where {kind} belongs")
+    return _checked(found.said, form)
+
+
+def _checked(found: Any, form: type) -> Any:
+    if type(found) is not form:
+        raise ValueError(f"it has {_kind(found)} where {form.__name__} belongs")
+    return found
+
+
+def _size(found: Any) -> torch.Size:
+    """A shape, or a place in one."""
+    if type(found) is not tuple or not all(type(size) is int and 0 <= size <= 2**62 for size in found):
+        raise ValueError("it has something else where a shape belongs")
+    return torch.Size(found)
+
+
+def _kind(found: Any) -> str:
+    return type(found).__name__

@@ -23,17 +23,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatronish.checkpoint import tokenizer_files
+from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import (
-    DamagedError,
     find_checkpoint,
     partial_name_of,
     publish,
     read_state,
     remove_leftovers,
 )
-from megatronish.checkpoint.metadata import Reader
 from megatronish.checkpoint.new_folder import sync_files
-from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, write_tensors
+from megatronish.checkpoint.storage import Reader
+from megatronish.checkpoint.tensors import ALONE, GlobalTensor, read_tensors, write_tensors
 from megatronish.checkpoint.weights import Description, LazyTensor, Model, Rule
 from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
@@ -54,22 +54,22 @@ def read(load: Path, *, step: int | None = None) -> Model:
     folder = find_checkpoint(load, step=step) if load.is_dir() else None
     if folder is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    stored = Reader(folder).read_metadata().state_dict_metadata
+    reader = Reader(folder)
     tensors = {
         name.removeprefix(PREFIX): LazyTensor(
-            tuple(tensor.size), tensor.properties.dtype, partial(_read_tensor, folder, name, tensor)
+            tuple(tensor.size), tensor.properties.dtype, partial(_read_tensor, reader, name, tensor)
         )
-        for name, tensor in stored.items()
+        for name, tensor in reader.metadata.state_dict_metadata.items()
         if name.startswith(PREFIX) and isinstance(tensor, TensorStorageMetadata)
     }
     return Model(description_of(folder), tensors)
 
 
-def _read_tensor(folder: Path, name: str, stored: TensorStorageMetadata) -> Tensor:
+def _read_tensor(reader: Reader, name: str, stored: TensorStorageMetadata) -> Tensor:
     tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
     zeros = (0,) * tensor.dim()
     whole = GlobalTensor(tuple(tensor.shape), (Piece(zeros, zeros, tuple(tensor.shape)),), tensor, writes=False)
-    read_tensors(folder, {name: whole}, alone=True)
+    read_tensors(reader, {name: whole})
     return tensor
 
 
@@ -128,7 +128,7 @@ def write(save: Path, model: Model) -> None:
         remove_leftovers(save)
         partial.mkdir()
         description = _with_tokenizer(partial, model.description)
-        write_tensors(partial, _one_by_one(model.tensors), alone=True)
+        write_tensors(partial, _one_by_one(model.tensors), over=ALONE)
         sync_files(partial)
         publish(partial, step=STEP, state=_state(description))
     except OSError as error:

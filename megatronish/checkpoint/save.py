@@ -8,15 +8,16 @@ the run that saved them matters to the run that loads them:
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatronish import comm
+from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import name_of, partial_name_of, publish, remove_leftovers
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
+from megatronish.checkpoint.together import together
 from megatronish.errors import RunError
 from megatronish.mesh.groups import Axis, Mesh
 from megatronish.optim.optimizer import Optimizer
@@ -64,29 +65,46 @@ def _global_tensors(
     return found
 
 
+class SaveError(RunError):
+    """A checkpoint that could not be written. `what` happened, without what to do about it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}. Those before it are whole; make room there and start again, or name another place with --save"
+        )
+        self.what = what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels to another rank."""
+        return SaveError, (self.what,)
+
+
 def save_checkpoint(
     folder: Path, *, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any], mesh: Mesh
 ) -> Path:
     """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path.
 
-    RunError if the disk is full or fails: what was written of it is removed, the checkpoints before it stay.
+    SaveError, on all of them, if the disk is full or fails: what was written of it is removed, the checkpoints before
+    it stay. Ranks talk over `mesh.storage` alone, so a thread may do this while the others axes are used by training.
     """
     partial = folder / partial_name_of(step)
-    if mesh.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        partial.mkdir()
-    comm.barrier(mesh.world)
+
+    def on_main(work: Callable[[], Any]) -> None:
+        together(mesh.storage, work if mesh.is_main else lambda: None)
+
     try:
-        write_tensors(partial, tensors, alone=mesh.world.size == 1)
-        # dcp.save ends with a collective: when rank 0 returns, every rank's file is synced.
+        on_main(lambda: _begin(partial))
+        write_tensors(partial, tensors, over=mesh.storage)
+        on_main(lambda: publish(partial, step=step, state=state))
+    except (OSError, DamagedError) as error:
         if mesh.is_main:
-            publish(partial, step=step, state=state)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise RunError(
-            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. Those before "
-            "it are whole; make room there and start again, or name another place with --save"
-        ) from error
-    comm.barrier(mesh.world)
+            shutil.rmtree(partial, ignore_errors=True)
+        why = error.why if isinstance(error, DamagedError) else error.strerror or str(error)
+        raise SaveError(f"the checkpoint of step {step} could not be written to {folder}: {why}") from error
     return folder / name_of(step)
+
+
+def _begin(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(partial.parent)
+    partial.mkdir()

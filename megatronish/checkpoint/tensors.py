@@ -5,9 +5,12 @@ torch.distributed.checkpoint stores rectangles of named global tensors and reads
 torch.Tensor alone, and they check what torch does not: that every element asked for is really in the checkpoint.
 """
 
-import pickle
+import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,10 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
-from megatronish.checkpoint.folder import DamagedError
-from megatronish.checkpoint.metadata import Reader
+from megatronish.checkpoint.storage import Reader, Writer
+from megatronish.checkpoint.together import together
 from megatronish.errors import UserError
+from megatronish.mesh.groups import Axis
 from megatronish.sharding import FlatPiece, Piece
+
+ALONE = Axis("alone")
 
 
 @dataclass(frozen=True)
@@ -103,44 +109,50 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-def write_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, alone: bool) -> None:
-    """Write every rank's part of `tensors` into `folder`; all ranks call this (`alone`: there is one)."""
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    with _plain_errors(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), no_dist=alone)
+def write_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, over: Axis) -> None:
+    """Write every rank's part of `tensors` into `folder`; all ranks of the axis call this."""
+    with _plain_errors():
+        dcp.save(
+            dict(tensors),
+            storage_writer=Writer(folder),
+            planner=_SavePlanner(),
+            process_group=over.group,
+            no_dist=over.size == 1,
+        )
 
 
-def read_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, alone: bool) -> None:
-    """Fill this rank's part of `tensors` from `folder`, saved in whatever layout."""
-    with _plain_errors(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(dict(tensors), storage_reader=Reader(folder), planner=_LoadPlanner(), no_dist=alone)
+def read_tensors(source: Path | Reader, tensors: dict[str, GlobalTensor], *, over: Axis = ALONE) -> None:
+    """Fill this rank's part of `tensors` from a checkpoint, saved in whatever layout; all ranks of the axis call this.
+
+    Who reads tensor by tensor makes one `Reader` and hands it in each time.
+    """
+    reader = source if isinstance(source, Reader) else together(over, partial(Reader, source))
+    with _plain_errors():
+        dcp.load(
+            dict(tensors),
+            storage_reader=reader,
+            planner=_LoadPlanner(),
+            process_group=over.group,
+            no_dist=over.size == 1,
+        )
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def stored_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
     """The global shape of every tensor in a checkpoint."""
-    metadata = Reader(folder).read_metadata()
-    found = metadata.state_dict_metadata.items()
+    found = reader.metadata.state_dict_metadata.items()
     return {name: tuple(stored.size) for name, stored in found if isinstance(stored, TensorStorageMetadata)}
 
 
-class _plain_errors:  # noqa: N801 (reads as a statement)
+@contextmanager
+def _plain_errors() -> Iterator[None]:
     """torch wraps what went wrong on each rank into a BaseException of its own: unwrap the first."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, dcp.CheckpointException):
-            rank, (first, _) = next(iter(sorted(error.failures.items())))
-            if isinstance(first, UserError):
-                raise first from error
-            if isinstance(first, pickle.UnpicklingError) or "PytorchStreamReader" in str(first):
-                raise DamagedError(self.folder, "what its files hold are no tensors") from error
-            if isinstance(first, OSError):
-                raise first from error
-            raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error
+    # Not for this block alone: saving may go on beside training, and what a block changes here holds for all threads.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (first, trace) = min(error.failures.items())
+        if isinstance(first, (UserError, OSError)):
+            raise first from error
+        told = "".join([*traceback.format_list(trace), *traceback.format_exception_only(first)])
+        raise RuntimeError(f"rank {rank}: {told}") from error

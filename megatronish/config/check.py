@@ -275,6 +275,20 @@ def _starting_point(config: Config) -> str | None:
     return None
 
 
+def _kept_steps(config: Config) -> str | None:
+    every, interval = config.checkpoint.keep_every, config.checkpoint.save_interval
+    if every is None:
+        return None
+    if interval is None:
+        return f"keep_every={every} keeps none of the steps in between without a save_interval; add --save-interval"
+    if every % interval:
+        return (
+            f"keep_every={every} must be divisible by save_interval={interval}, or steps that it would keep are not "
+            f"saved; use --keep-every {max(1, round(every / interval)) * interval}"
+        )
+    return None
+
+
 _BATCH = (*MESH, "global_batch_size", "micro_batch_size")
 _ROPE = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow")
 
@@ -301,4 +315,5 @@ RULES = (
     Rule(("split",), _split),
     Rule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
     Rule(("finetune", "load"), _starting_point),
+    Rule(("keep_every", "save_interval"), _kept_steps),
 )

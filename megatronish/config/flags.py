@@ -117,11 +117,10 @@ KNOWN: dict[str, Known] = {
     "no-load-rng": _idle("random values are functions of names; there is no generator state"),
     "use-checkpoint-args": _refused("pass the old run's settings by --config RUN_DIR/config.toml"),
     "ckpt-format": _refused("checkpoints are torch.distributed.checkpoint's; leave it out", 1, ("torch_dist",)),
-    "async-save": _refused("saving in the background is not there yet; leave it out"),
     "dist-ckpt-optim-fully-reshardable": _idle("every checkpoint loads in every layout"),
     "ckpt-convert-format": _refused("conversion is not there yet; leave it out", 1),
     "ckpt-convert-save": _refused("conversion is not there yet; leave it out", 1),
-    "non-persistent-save-interval": _refused("it is not there yet; use a smaller --save-interval", 1),
+    "non-persistent-save-interval": _refused("use a smaller --save-interval with --async-save --keep-last N", 1),
     # logging
     "log-throughput": _idle("throughput is always logged"),
     "timing-log-level": _idle("a step is timed as a whole", 1),

@@ -33,7 +33,7 @@ RANGES = (
         train_samples loss_scale_window hysteresis exit_interval eval_interval lr_decay_iters lr_decay_samples
         lr_wsd_decay_iters lr_wsd_decay_samples muon_num_ns_steps
         profile_step_start profile_step_end
-        save_interval log_interval tensorboard_log_interval sample_tokens vocab_size
+        save_interval keep_last keep_every log_interval tensorboard_log_interval sample_tokens vocab_size
         """,
     ),
     Range(
@@ -95,9 +95,9 @@ LARGEST = (
         lambda value: value < 2**63,
         """
         ddp_bucket_size train_iters train_samples exit_interval eval_interval eval_iters lr_decay_iters lr_decay_samples
-        lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples save_interval ckpt_step log_interval
-        profile_step_start profile_step_end tensorboard_log_interval num_distributed_optimizer_instances seed
-        loss_scale_window hysteresis
+        lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples save_interval keep_last keep_every
+        ckpt_step log_interval profile_step_start profile_step_end tensorboard_log_interval
+        num_distributed_optimizer_instances seed loss_scale_window hysteresis
         """,
     ),
 )

@@ -1,7 +1,7 @@
 """Where does a run leave things, and what does it continue from?"""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -16,6 +16,12 @@ class CheckpointConfig:
     """Checkpoints to start from: a run folder, its checkpoints folder or one step's folder. Derived: --save."""
     save_interval: int | None = None
     """Steps between checkpoints; one is always written at the end."""
+    async_save: bool = False
+    """Write checkpoints beside training, which waits only while its tensors are copied to host memory."""
+    keep_last: int | None = None
+    """Remove all but so many of the newest checkpoints. Derived: 1 with --keep-every, else all stay."""
+    keep_every: Annotated[int | None, tyro.conf.arg(aliases=["--save-retain-interval"])] = None
+    """Of older checkpoints keep those whose step is a multiple of this."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
     finetune: bool = False

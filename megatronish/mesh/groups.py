@@ -44,13 +44,16 @@ class Mesh:
     what ZeRO shares, neighbours first, and across these groups; `fully_shared` is `shared` as torch's `fully_shard`
     wants it, where that was asked for. `holders` joins the first and the last stage, which share a tied embedding.
     `lines` are pp four times more, for what travels between stages: by kind (F activations, B their gradients) and
-    whether to a later stage. NCCL matches by order within a group, so no two directions may share one.
+    whether to a later stage. NCCL matches by order within a group, so no two directions may share one. `storage` is
+    the world once more, over gloo: checkpoints are written by a thread beside training, and what two threads send
+    through one group would be mixed up.
     """
 
     layout: Layout
     coordinates: Coordinates
     device: torch.device
     world: Axis
+    storage: Axis
     pp: Axis
     dp: Axis
     cp: Axis
@@ -90,11 +93,11 @@ class Mesh:
         elif fully_shared:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
-        def axis(name: str, groups: list[list[int]], *, at_least: int = 2) -> Axis:
+        def axis(name: str, groups: list[list[int]], *, at_least: int = 2, over: str | None = None) -> Axis:
             """Every rank calls this for every group, in the same order: that is how torch keeps their names apart."""
             mine = Axis(name, 1, 0, (rank,))
             for ranks in groups:
-                group = dist.new_group(ranks, timeout=timeout) if len(ranks) >= at_least else None
+                group = dist.new_group(ranks, timeout=timeout, backend=over) if len(ranks) >= at_least else None
                 if rank in ranks:
                     mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group)
             return mine
@@ -113,6 +116,7 @@ class Mesh:
             coordinates=layout.coordinates(rank),
             device=device,
             world=axis("world", [list(range(layout.world_size))]),
+            storage=axis("storage", [list(range(layout.world_size))], over="gloo"),
             pp=axis("pp", stages),
             dp=axis("dp", layout.groups("dp")),
             cp=axis("cp", layout.groups("cp")),

@@ -1,17 +1,24 @@
 """When is a run saved, and how does it go on from what was saved?"""
 
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.folder import DamagedError, read_state
-from megatronish.checkpoint.load import load_tensors
-from megatronish.checkpoint.save import model_tensors, optimizer_tensors, save_checkpoint
+from megatronish.checkpoint.background import HostCopies, in_background
+from megatronish.checkpoint.folder import STATE, DamagedError, read_state, remove_old
+from megatronish.checkpoint.load import load_tensors, offering_another
+from megatronish.checkpoint.save import SaveError, model_tensors, optimizer_tensors, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.checkpoint.together import together
+from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
+from megatronish.mesh.groups import Mesh
 from megatronish.train.engine import Engine
 from megatronish.train.stop import Stopper
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
@@ -20,15 +27,37 @@ FACTS = ("config", "vocab_size", "data", "eod")
 POSITION = ("step", "consumed_samples", "optimizer_steps")
 
 
+class Written(NamedTuple):
+    """What became of a save: where it is, how long it took, and old ones that could not be removed."""
+
+    path: Path
+    seconds: float
+    complaints: list[str]
+
+
+class Pending(NamedTuple):
+    """A save that a thread is writing."""
+
+    step: int
+    stood_still: float
+    future: Future[Written]
+
+
 class Save(Hook):
-    """Saves every `interval` steps, when asked to, and at the end."""
+    """Saves every `interval` steps, when asked to, and at the end.
+
+    With `async_save` a thread writes all but the last, one at a time. A write that fails is told, and the next save
+    tries again; the last is waited for, and its failure is the run's. Used as a context: what is being written when a
+    run fails is written to its end, unless the user wants to leave at once.
+    """
 
     def __init__(
-        self, folder: Path, *, interval: int | None, stopper: Stopper, with_optimizer: bool, facts: dict[str, Any]
+        self, folder: Path, *, config: CheckpointConfig, mesh: Mesh, stopper: Stopper, facts: dict[str, Any]
     ) -> None:
-        self.folder, self.interval, self.stopper = folder, interval, stopper
-        self.with_optimizer, self.facts = with_optimizer, facts
+        self.folder, self.config, self.mesh, self.stopper, self.facts = folder, config, mesh, stopper, facts
         self.saved_step: int | None = None
+        self._copies = HostCopies()
+        self._pending: Pending | None = None
 
     def start(self, trainer: Trainer) -> None:
         """What was loaded need not be saved again."""
@@ -36,31 +65,97 @@ class Save(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """In turn, or because somebody asked."""
-        due = self.interval is not None and record.step % self.interval == 0
+        if self._pending is not None and self._pending.future.done():
+            self._collect()
+        interval = self.config.save_interval
+        due = interval is not None and record.step % interval == 0
         if due or self.stopper.save_now:
             self._save(trainer)
 
     def finish(self, trainer: Trainer) -> None:
         """The end of the run, or of this part of it."""
+        self._wait()
         if self.saved_step != trainer.progress.step:
-            self._save(trainer)
+            self._save_now(trainer)
+
+    def __enter__(self) -> "Save":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self._collect()
 
     def _save(self, trainer: Trainer) -> None:
-        engine, progress = trainer.engine, trainer.progress
+        if not self.config.async_save:
+            self._save_now(trainer)
+            return
+        self._wait()
         start = time.perf_counter()
-        tensors = tensors_of(engine, with_optimizer=self.with_optimizer)
-        state = self.facts | {
+        copies = self._copies.of(self._tensors(trainer))
+        step, work = trainer.progress.step, partial(self._write, trainer.progress.step, copies, self._state(trainer))
+        self._pending = Pending(step, time.perf_counter() - start, in_background(work))
+
+    def _save_now(self, trainer: Trainer) -> None:
+        step = trainer.progress.step
+        written = self._write(step, self._tensors(trainer), self._state(trainer))
+        self.saved_step = step
+        self._tell(f" saved {written.path} in {written.seconds:.1f} s", *written.complaints)
+
+    def _wait(self) -> None:
+        """Until nothing is being written."""
+        if self._pending is None:
+            return
+        step, start = self._pending.step, time.perf_counter()
+        wait([self._pending.future])
+        seconds = time.perf_counter() - start
+        self._collect()
+        if seconds >= 0.1:
+            self._tell(f" waited {seconds:.1f} s for the checkpoint of step {step} to be written")
+
+    def _collect(self) -> None:
+        """Take what became of the save that a thread was writing, and tell it."""
+        if self._pending is None:
+            return
+        step, stood_still, future = self._pending
+        self._pending = None
+        try:
+            path, seconds, complaints = future.result()
+        except Exception as error:
+            what = error.what if isinstance(error, SaveError) else f"the checkpoint of step {step} failed: {error}"
+            self._tell(f"{what}. Those before it are whole; training goes on, and the next save tries again")
+            return
+        self.saved_step = step
+        told = f" saved {path} in {seconds:.1f} s beside training, which stood still for {stood_still:.2f} s"
+        self._tell(told, *complaints)
+
+    def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> Written:
+        """On all ranks; perhaps in a thread, which may touch nothing of training's."""
+        start = time.perf_counter()
+        path = save_checkpoint(self.folder, step=step, tensors=tensors, state=state, mesh=self.mesh)
+        complaints = []
+        if self.mesh.is_main:
+            keep = {"keep_last": self.config.keep_last, "keep_every": self.config.keep_every}
+            complaints = remove_old(self.folder, **keep)
+        return Written(path, time.perf_counter() - start, complaints)
+
+    def _tensors(self, trainer: Trainer) -> dict[str, GlobalTensor]:
+        return tensors_of(trainer.engine, with_optimizer=not self.config.no_save_optim)
+
+    def _state(self, trainer: Trainer) -> dict[str, Any]:
+        engine, progress = trainer.engine, trainer.progress
+        return self.facts | {
             "consumed_samples": progress.consumed_samples,
             "optimizer_steps": engine.optimizer.num_steps,
-            "has_optimizer": self.with_optimizer,
+            "has_optimizer": not self.config.no_save_optim,
             "skipped_steps": progress.skipped_steps,
             "skipped_samples": progress.skipped_samples,
             "loss_scale": engine.loss_scale.state(),
         }
-        path = save_checkpoint(self.folder, step=progress.step, tensors=tensors, state=state, mesh=engine.mesh)
-        self.saved_step = progress.step
-        if engine.mesh.is_main:
-            tqdm.write(f" saved {path} in {time.perf_counter() - start:.1f} s")
+
+    def _tell(self, *lines: str) -> None:
+        """What is news to the user; complaints do not begin with a blank."""
+        for line in lines if self.mesh.is_main else ():
+            tqdm.write(line, file=sys.stdout if line.startswith(" ") else sys.stderr)
 
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
@@ -86,7 +181,11 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     state = read_state(checkpoint)
     missing = [name for name in (*FACTS, *POSITION) if name not in state]
     if missing:
-        raise DamagedError(checkpoint, f"state.json lacks {', '.join(missing)}")
+        raise DamagedError(checkpoint, f"{STATE} lacks {', '.join(missing)}")
+    config = state["config"]
+    sound = isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())
+    if not sound or any(type(state[name]) is not int or state[name] < 0 for name in POSITION):
+        raise DamagedError(checkpoint, f"{STATE} is not that of a run")
     return state
 
 
@@ -102,13 +201,14 @@ def resume(
 
     `check` is shown the checkpoint's state before anything is changed, and raises UserError if it will not do.
     """
-    state = read_run(checkpoint)
-    check(state)
-    optimizer = engine.optimizer
+    mesh, optimizer = engine.mesh, engine.optimizer
     with_optimizer = with_optimizer and not weights_only
-    if with_optimizer:
-        _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
-    load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=engine.mesh)
+    with offering_another(mesh.storage):
+        state = together(mesh.storage, partial(read_run, checkpoint))
+        check(state)
+        if with_optimizer:
+            _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
+        load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=mesh)
     engine.data_parallel.publish(frozen=True)
     if weights_only:
         return Progress()

@@ -98,6 +98,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         if _has_its_ending(config, mesh):
             return
     board = stack.enter_context(Board(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
+    saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=job.facts)
+    save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
         schedule=job.schedule,
@@ -105,7 +107,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         num_steps=num_steps,
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=_hooks(job, engine, stopper, board),
+        hooks=_hooks(job, engine, stopper, board, save),
         progress=progress,
     )
     if mesh.is_main:
@@ -167,7 +169,7 @@ def _begin(job: Job, engine: Engine, say: Callable[[str], None]) -> Progress:
     return progress
 
 
-def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board) -> list[Hook]:
+def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board, save: Save) -> list[Hook]:
     """In their order: who decides to stop comes first, who saves comes last."""
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
@@ -204,16 +206,7 @@ def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board) -> list[Hoo
                 board=board,
             )
         )
-    hooks.append(
-        Save(
-            config.save_dir,
-            interval=config.checkpoint.save_interval,
-            stopper=stopper,
-            with_optimizer=not config.checkpoint.no_save_optim,
-            facts=job.facts,
-        )
-    )
-    return hooks
+    return [*hooks, save]
 
 
 def _say_nothing(*_: Any) -> None:
