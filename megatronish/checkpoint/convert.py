@@ -79,7 +79,7 @@ def convert(
     _check_options(target, FORMATS[target].writes, writing or {}, verb="written")
     description, theirs = FORMATS[source].read(load, **(reading or {}))
     ours = to_ours(theirs, FORMATS[source].rules(description))
-    _check_model(load, description, ours, allow_unmatched=allow_unmatched)
+    check_model(load, description, ours, allow_unmatched=allow_unmatched)
     made = from_ours(ours.tensors, FORMATS[target].rules(description))
     if made.left_over and not allow_unmatched:
         raise UserError(f"{target} has no place for {_told(made.left_over)}; --allow-unmatched leaves that out")
@@ -106,7 +106,7 @@ def _check_options(name: str, known: Mapping[str, str], given: Mapping[str, Any]
             raise UserError(f"{flags[option]} says nothing about how {name} is {verb}; leave it out")
 
 
-def _check_model(load: Path, description: Description, ours: Translated, *, allow_unmatched: bool) -> None:
+def check_model(load: Path, description: Description, ours: Translated, *, allow_unmatched: bool) -> None:
     """Every parameter of the model is there, in its shape, and nothing else."""
     shardings = description.shardings()
     missing = ours.missing or tuple(name for name in shardings if name not in ours.tensors)
@@ -114,7 +114,8 @@ def _check_model(load: Path, description: Description, ours: Translated, *, allo
         raise UserError(f"{load} lacks {_told(missing)}, which its model has; fetch it again, whole")
     if ours.left_over and not allow_unmatched:
         raise UserError(
-            f"{load} holds {_told(ours.left_over)}, of which the model knows nothing; --allow-unmatched leaves that out"
+            f"{load} holds {_told(ours.left_over)}, of which the model knows nothing; tools/convert_checkpoint.py "
+            "--allow-unmatched leaves that out"
         )
     for name, tensor in ours.tensors.items():
         if tensor.shape != shardings[name].shape:

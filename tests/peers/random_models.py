@@ -1,0 +1,108 @@
+"""Which models of transformers are compared with? Tiny ones of every family, with random weights.
+
+`python tests/peers/random_models.py` writes them to tests/golden/hf, with what transformers makes of some tokens, so
+that `make test` can compare too. Done once, in the environment of `make test-peers`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+VOCABULARY = 19
+S = 12
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+
+
+def _rope(kind: str, **others: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 50.0, "factor": 4.0, **others}}
+
+
+def configs() -> dict[str, transformers.PreTrainedConfig]:
+    """By the names of the cases. Windows, and the contexts from before stretching, are shorter than S."""
+    gpt2 = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 4}
+    ends = {"bos_token_id": 2, "eos_token_id": 2}
+    return {
+        "gpt2": transformers.GPT2Config(**gpt2, **ends),
+        "gpt2-untied": transformers.GPT2Config(**gpt2, **ends, n_inner=20, tie_word_embeddings=False),
+        "llama": transformers.LlamaConfig(**_SIZES),
+        "llama-biases": transformers.LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+        "llama3": transformers.LlamaConfig(**_SIZES, **_rope("llama3", **_LLAMA3), tie_word_embeddings=True),
+        "llama-linear": transformers.LlamaConfig(**_SIZES, **_rope("linear")),
+        "llama-yarn": transformers.LlamaConfig(**_SIZES, **_rope("yarn", original_max_position_embeddings=16)),
+        "mistral": transformers.MistralConfig(**_SIZES, sliding_window=5),
+        "mistral-whole": transformers.MistralConfig(**_SIZES, sliding_window=None),
+        "qwen2": transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True),
+        "qwen2-window": transformers.Qwen2Config(
+            **_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=0
+        ),
+        "qwen3": transformers.Qwen3Config(**_SIZES),
+    }
+
+
+IN_GOLDEN = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3")
+
+
+def tokens() -> Tensor:
+    """[2, S]."""
+    return torch.randint(0, VOCABULARY, (2, S), generator=torch.Generator().manual_seed(1))
+
+
+def random_model(name: str) -> Any:
+    """A model of `configs()`, in fp32. Weights are larger than at the start of a training: every path counts."""
+    model = transformers.AutoModelForCausalLM.from_config(configs()[name], attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    return model.float().eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    """[B, S, V] in fp32."""
+    return model(tokens, use_cache=False).logits.float()
+
+
+def load(folder: Path) -> Any:
+    """What transformers makes of a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def write_golden() -> None:
+    """All cases of `make test`."""
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for name in IN_GOLDEN:
+        model = random_model(name)
+        model.save_pretrained(GOLDEN / name)
+        (GOLDEN / name / "generation_config.json").unlink()
+        found = {"tokens": tokens(), "logits": logits_of(model, tokens())}
+        save_file(found, GOLDEN / name / "expected.safetensors")
+    (GOLDEN / "versions.json").write_text(
+        json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    write_golden()

@@ -1,0 +1,128 @@
+"""The real transformers computes what we do, on what is converted either way. Run by `make test-peers`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import logits_of, to_hf, to_ours
+
+from megatronish.checkpoint import native
+from megatronish.checkpoint.convert import convert
+from megatronish.checkpoint.weights import Description, LazyTensor, Model
+from megatronish.config.model import ModelConfig
+
+pytestmark = pytest.mark.peers("transformers")
+peer: Any = pytest.importorskip(
+    "random_models",
+    reason="transformers is not installed here; `make test-peers` runs this in an environment that has it",
+    exc_type=ImportError,
+)
+CASES = (
+    *("gpt2", "gpt2-untied", "llama", "llama-biases", "llama3", "llama-linear", "llama-yarn"),
+    *("mistral", "mistral-whole", "qwen2", "qwen2-window", "qwen3"),
+)
+
+
+def test_every_case_is_tested() -> None:
+    assert tuple(peer.configs()) == CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_equal_in_both_directions(tmp_path: Path, name: str) -> None:
+    model, tokens = peer.random_model(name), peer.tokens()
+    expected = peer.logits_of(model, tokens)
+    model.save_pretrained(tmp_path / "theirs")
+    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    for tp in (1, 2):
+        torch.testing.assert_close(logits_of(tmp_path / "ours", tokens, tp=tp), expected, rtol=1e-5, atol=1e-5)
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    torch.testing.assert_close(peer.logits_of(peer.load(tmp_path / "back"), tokens), expected, rtol=0, atol=0)
+    assert (tmp_path / "back" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_trip_keeps_every_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    model = peer.random_model(name).to(dtype)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
+    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    back = peer.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    found, expected = back.state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == dtype
+        assert torch.equal(found[key], tensor), key
+
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 24,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+GPT2: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+BORN_HERE = {
+    "gpt2 with exact gelu": ("gpt2", GPT2),
+    "gpt2 with tanh gelu": ("gpt2", GPT2 | {"openai_gelu": True, "norm_epsilon": 1e-3}),
+    "gpt2 with squared relu": ("gpt2", GPT2 | {"squared_relu": True, "ffn_hidden_size": 24}),
+    "llama": ("llama", LLAMA | {"rotary_base": 100.0, "kv_channels": 6}),
+    "llama with biases": ("llama", LLAMA | {"disable_bias_linear": False}),
+    "llama 3": (
+        "llama",
+        LLAMA | {"rope_scaling_type": "llama3", "rope_original_max_positions": 8, "rotary_base": 50.0},
+    ),
+    "llama with yarn": (
+        "llama",
+        LLAMA | {"rope_scaling_type": "yarn", "rope_original_max_positions": 8, "rotary_base": 50.0},
+    ),
+    "mistral": ("mistral", LLAMA | {"window_size": 5}),
+    "qwen2": ("qwen2", LLAMA | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False}),
+    "qwen2 with a window": ("qwen2", LLAMA | {"add_qkv_bias": True, "window_size": 4}),
+    "qwen3": ("qwen3", LLAMA | {"qk_layernorm": True, "kv_channels": 8}),
+    "qwen3 with a window": ("qwen3", LLAMA | {"qk_layernorm": True, "window_size": 4}),
+}
+
+
+@pytest.mark.parametrize("name", BORN_HERE)
+def test_a_model_born_here_computes_the_same_there(tmp_path: Path, name: str) -> None:
+    model_type, fields = BORN_HERE[name]
+    write_random(tmp_path / "ours", Description(ModelConfig(**fields), vocab_size=peer.VOCABULARY, seq_length=64))
+    to_hf(tmp_path / "ours", tmp_path / "theirs")
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["model_type"] == model_type
+    tokens = peer.tokens()
+    theirs = peer.logits_of(peer.load(tmp_path / "theirs"), tokens)
+    for tp in (1, 2):
+        torch.testing.assert_close(logits_of(tmp_path / "ours", tokens, tp=tp), theirs, rtol=1e-5, atol=1e-5)
+    to_ours(tmp_path / "theirs", tmp_path / "again")
+    first, again = (native.read(tmp_path / folder) for folder in ("ours", "again"))
+    for key, tensor in first.tensors.items():
+        assert torch.equal(again.tensors[key].read(), tensor.read()), key
+
+
+def test_a_type_that_is_asked_for_is_the_type_of_the_weights(tmp_path: Path) -> None:
+    peer.random_model("llama").save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "half", source="hf", target="hf", dtype=torch.bfloat16)
+    assert (
+        peer.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    )
+
+
+def write_random(save: Path, description: Description) -> None:
+    """A checkpoint with weights that make every path count."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, sharding in description.shardings().items():
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        tensor = torch.normal(mean, 0.3, sharding.shape, generator=generator)
+        tensors[name] = LazyTensor(sharding.shape, torch.float32, tensor.clone)
+    native.write(save, Model(description, tensors))
