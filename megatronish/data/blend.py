@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 PERIOD = 100_000
 
 
-class Dataset(Protocol):
+class Samples(Protocol):
     """Numbered samples of S + 1 tokens, without end."""
+
+    def sample(self, index: int, /) -> NDArray[np.int64]:
+        """int64 [S + 1], for any index >= 0."""
+
+
+class Dataset(Samples, Protocol):
+    """Samples that repeat, or never do."""
 
     name: str
     identity: str
@@ -25,9 +32,6 @@ class Dataset(Protocol):
     @property
     def num_samples(self) -> int | None:
         """Samples until they repeat; None if they never do."""
-
-    def sample(self, index: int, /) -> NDArray[np.int64]:
-        """int64 [S + 1], for any index >= 0."""
 
 
 class Blend:

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from megatronish.data.blend import Dataset
+from megatronish.data.blend import Dataset, Samples
 from megatronish.model.batch import MicroBatch
 
 
@@ -48,7 +48,7 @@ def micro_batches(
 
 
 def micro_batch(
-    dataset: Dataset,
+    dataset: Samples,
     sample_ids: range,
     *,
     eod: int,

@@ -1,0 +1,90 @@
+"""Which tokens is a model measured on? Those of a .bin/.idx pair as they are, or of JSON lines, tokenized here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronish.data.indexed import IndexedTokens
+from megatronish.data.preprocess import Encoder, Job, encode_batch, read_batches
+from megatronish.errors import UserError
+
+JSON_LINES = (".jsonl", ".json", ".gz")
+PAIR = (".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents end to end; document d is `tokens[starts[d] : starts[d + 1]]`.
+
+    `num_bytes` are those of the text, where that is known, and `bad_lines` a sentence for each line that held none.
+    """
+
+    tokens: NDArray[Any]
+    starts: NDArray[np.int64]
+    num_bytes: int | None = None
+    bad_lines: tuple[str, ...] = ()
+
+
+def read_text(path: str, *, tokenizer: Callable[[], Encoder], json_key: str, vocab_size: int) -> Text:
+    """The .bin/.idx pair of this prefix, or a file of JSON lines, plain or .gz; each of its texts ends with an eod.
+
+    UserError for what is neither, holds less than two tokens, or tokens that a vocabulary of this size has not.
+    """
+    is_lines = not path.endswith(PAIR) and (Path(path).is_file() or path.endswith(JSON_LINES))
+    text = _read_lines(Path(path), tokenizer(), json_key) if is_lines else _open_pair(path)
+    if len(text.tokens) < 2:
+        raise UserError(
+            f"--data-path {path} holds {len(text.tokens)} tokens, and to predict one takes another before it; name a "
+            "longer text"
+        )
+    lowest, highest = int(text.tokens.min()), int(text.tokens.max())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        place = int(np.argmax(text.tokens == wrong))
+        raise UserError(
+            f"--data-path {path} holds token {wrong} at place {place:,}, and the model's vocabulary has {vocab_size}; "
+            "name a text that was made with the tokenizer of this model"
+        )
+    return text
+
+
+def _open_pair(prefix: str) -> Text:
+    pair = IndexedTokens(prefix)
+    return Text(pair.tokens, pair.document_starts())
+
+
+class _CountingEncoder:
+    """A tokenizer that adds up the bytes of what it is given."""
+
+    def __init__(self, tokenizer: Encoder) -> None:
+        self.tokenizer, self.vocab_size, self.eod = tokenizer, tokenizer.vocab_size, tokenizer.eod
+        self.num_bytes = 0
+
+    def encode(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        self.num_bytes += len(text.encode())
+        return ids
+
+
+def _read_lines(path: Path, tokenizer: Encoder, json_key: str) -> Text:
+    if not path.is_file():
+        raise UserError(f"--data-path {path} does not exist; check the path")
+    counting = _CountingEncoder(tokenizer)
+    job = Job(counting, (json_key,), append_eod=True)
+    tokens, lengths, bad_lines = [np.empty(0, np.int32)], list[int](), list[str]()
+    for batch in read_batches(path):
+        encoded = encode_batch(batch, job)
+        tokens += encoded.tokens
+        lengths += encoded.lengths[0]
+        bad_lines += encoded.bad_lines
+    if not lengths:
+        raise UserError(
+            f"--data-path {path} holds no document ({len(bad_lines)} bad lines); each line must be a JSON object with "
+            f"a text under {json_key}"
+        )
+    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    return Text(np.concatenate(tokens), starts, counting.num_bytes, tuple(bad_lines))

@@ -1,0 +1,217 @@
+#!/usr/bin/env python
+"""Measure how well a model predicts a text, every token of it: python tools/evaluate.py --help
+
+Exit status: 0 done, 1 a failure, 2 something in the input or the flags to mend.
+"""
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tqdm import tqdm
+
+from megatronish.config.config import Config
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.data.text import Text, read_text
+from megatronish.data.windows import Windows
+from megatronish.errors import UserError
+from megatronish.launch.local import launch
+from megatronish.launch.place import Place, place_from_environment
+from megatronish.mesh.groups import leave
+from megatronish.tokenizer import build_tokenizer
+from megatronish.train.perplexity import Perplexity, measure
+from megatronish.train.run import start_mesh
+from megatronish.train.trained import Found, find_trained, load_engine
+
+MAX_BAD_LINES_TOLD = 20
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Perplexity of a checkpoint on a text, in any layout, over all tokens."""
+
+    load: Path
+    """A run folder, its checkpoints folder or one step's folder."""
+    data_path: str
+    """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
+    json_key: str = "text"
+    """Key of an object that holds text."""
+    ckpt_step: int | None = None
+    """Load this step instead of the newest."""
+    per_document: bool = False
+    """Documents do not see each other: each begins a window of its own, and its first token is not predicted."""
+    seq_length: int | None = None
+    """Tokens that a window shows. Derived: what the model was trained with."""
+    stride: int | None = None
+    """Tokens between the beginnings of windows. Derived: --seq-length, so that they do not overlap."""
+    micro_batch_size: int = 4
+    """Windows in one forward pass."""
+    tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """tp: ranks that share every layer."""
+    pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
+    """pp: stages that the layers are cut into."""
+    context_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--cp"])] = 1
+    """cp: ranks that share one sequence."""
+    data_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--dp"])] = None
+    """dp: copies of the model. Derived: all ranks / (tp pp cp), or 1 on a plain start."""
+    sequence_parallel: bool = False
+    """Norms and the residual stream hold 1/tp of the sequence."""
+    zero_stage: Literal[0, 3] = 0
+    """3: the ranks of dp and cp share the parameters."""
+    bf16: bool = False
+    """Compute in bf16 instead of fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    output: Path | None = None
+    """A JSON file for the numbers."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank needs to know."""
+
+    arguments: Arguments
+    found: Found
+    config: Config
+    text: Text
+    windows: Windows
+
+
+def prepare(arguments: Arguments, place: Place | None) -> Task:
+    """Everything that can be wrong shows here, before any rank is started."""
+    found = find_trained(arguments.load, step=arguments.ckpt_step)
+    config = found.config(*sections(arguments, found, place))
+    seq_length = config.training.seq_length
+    stride = seq_length if arguments.stride is None else arguments.stride
+    if not 1 <= stride <= seq_length:
+        raise UserError(f"--stride {stride} must be at least 1 and at most --seq-length {seq_length}; or leave it out")
+    text = read_text(
+        arguments.data_path,
+        tokenizer=partial(build_tokenizer, found.description.data),
+        json_key=arguments.json_key,
+        vocab_size=found.description.vocab_size,
+    )
+    starts = text.starts if arguments.per_document else text.starts[[0, -1]]
+    windows = Windows(text.tokens, starts, seq_length=seq_length, stride=stride)
+    if windows.num_predictions == 0:
+        raise UserError(
+            f"--data-path {arguments.data_path} has no document of two tokens, of which the second could be predicted; "
+            "leave --per-document out"
+        )
+    return Task(arguments, found, config, text, windows)
+
+
+def sections(arguments: Arguments, found: Found, place: Place | None) -> tuple[ParallelConfig, TrainingConfig]:
+    """The layout and the windows."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        context_parallel_size=arguments.context_parallel_size,
+        data_parallel_size=arguments.data_parallel_size,
+        sequence_parallel=arguments.sequence_parallel,
+        zero_stage=arguments.zero_stage,
+        device=arguments.device,
+    )
+    if parallel.data_parallel_size is None and place is not None:
+        parallel = replace(parallel, data_parallel_size=max(1, place.world_size // parallel.model_parallel_size))
+    seq_length = found.description.seq_length if arguments.seq_length is None else arguments.seq_length
+    training = TrainingConfig(seq_length=seq_length, micro_batch_size=arguments.micro_batch_size, bf16=arguments.bf16)
+    return parallel, training
+
+
+def be_rank(task: Task, place: Place) -> int:
+    """One rank's part."""
+    mesh = start_mesh(task.config, place)
+    engine = load_engine(task.found, task.config, mesh)
+    start = time.perf_counter()
+    with tqdm(total=len(task.windows), unit=" windows", disable=None if mesh.is_main else True) as bar:
+        found = measure(
+            engine,
+            task.windows,
+            micro_batch_size=task.arguments.micro_batch_size,
+            num_bytes=task.text.num_bytes,
+            data=task.found.description.data,
+            eod=task.found.description.eod,
+            on_progress=bar.update,
+        )
+    if mesh.is_main:
+        tell(task, found, seconds=time.perf_counter() - start)
+    leave()
+    return 0
+
+
+def tell(task: Task, found: Perplexity, *, seconds: float) -> None:
+    """Print the numbers, and write them to --output."""
+    arguments, windows, bits = task.arguments, task.windows, found.bits_per_byte
+    bad = f" and {len(task.text.bad_lines):,} bad lines" if task.text.bad_lines else ""
+    documents = len(task.text.starts) - 1
+    print(
+        f"{arguments.data_path}: {documents:,} documents{bad}, {found.num_predictions:,} tokens predicted in "
+        f"{len(windows):,} windows of {windows.seq_length:,}, stride {windows.stride:,}\n"
+        f"step {task.found.step} | loss {found.loss:.6f} nats/token | perplexity {found.perplexity:.6g} | "
+        f"{'' if bits is None else f'{bits:.6f} bits/byte | '}"
+        f"{seconds:.1f} s | {found.num_predictions / seconds:,.0f} tokens/s",
+        flush=True,
+    )
+    if arguments.output is None:
+        return
+    numbers: dict[str, Any] = {
+        "checkpoint": str(task.found.checkpoint),
+        "step": task.found.step,
+        "data_path": arguments.data_path,
+        "per_document": arguments.per_document,
+        "seq_length": windows.seq_length,
+        "stride": windows.stride,
+        "documents": documents,
+        "bad_lines": len(task.text.bad_lines),
+        "tokens": found.num_predictions,
+        "text_bytes": found.num_bytes,
+        "loss": finite(found.loss),
+        "perplexity": finite(found.perplexity),
+        "bits_per_byte": None if bits is None else finite(bits),
+        "seconds": seconds,
+        "tokens_per_second": found.num_predictions / seconds,
+    }
+    try:
+        arguments.output.write_text(json.dumps(numbers, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {arguments.output} cannot be written: {error.strerror}; choose another") from error
+
+
+def finite(number: float) -> float | None:
+    """JSON has no other."""
+    return number if math.isfinite(number) else None
+
+
+def run(arguments: Arguments, place: Place | None = None) -> int:
+    """The exit status."""
+    task = prepare(arguments, place)
+    if place is None or place.rank == 0:
+        for message in task.text.bad_lines[:MAX_BAD_LINES_TOLD]:
+            print(f"bad line {message}", file=sys.stderr)
+        if len(task.text.bad_lines) > MAX_BAD_LINES_TOLD:
+            print("more bad lines are counted without telling", file=sys.stderr)
+    return launch(partial(be_rank, task), world_size=task.config.layout.world_size)
+
+
+def main(argv: list[str]) -> int:
+    """The exit status; of ranks that were started by others, one says what is wrong."""
+    place = None
+    try:
+        place = place_from_environment()
+        return run(tyro.cli(Arguments, args=argv), place)
+    except UserError as error:
+        if place is None or place.rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
