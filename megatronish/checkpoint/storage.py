@@ -65,7 +65,8 @@ class Writer(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        # One tensor is resolved when the one before it is written: a conversion frees that one then (native.py).
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
         self.folder = folder
         self.fs = self.files = _SummedFiles()
 
