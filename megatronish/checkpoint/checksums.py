@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from megatronish.checkpoint.durable import write_durably
 from megatronish.errors import UserError
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 class SummingStream(io.RawIOBase):
     """Sums what is written through it to `file`. A span ends wherever the place in the file is asked for."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.spans: list[Span] = []
         self._file, self._start, self._length, self._sum = file, 0, 0, hashlib.sha256()
 

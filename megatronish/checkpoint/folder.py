@@ -92,8 +92,8 @@ def _saved_at(folder: Path) -> float:
     """In seconds since 1970. Of a damaged one it is a guess, which lets it be found, and told, if it is the newest."""
     try:
         return float(read_state(folder).get("saved_at", 0.0))
-    except (DamagedError, TypeError, ValueError):
-        return folder.stat().st_mtime
+    except (UserError, TypeError, ValueError):
+        return folder.stat().st_mtime if folder.exists() else 0.0
 
 
 def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:

@@ -51,12 +51,12 @@ def offering_another(over: Axis) -> Iterator[None]:
         yield
     except DamagedError as error:
         whole = _newest_whole_before(error.folder, over)
-        remedy = f"there is no whole checkpoint before it in {error.folder.parent}; start anew in another --run-dir"
+        remedy = "none before it is whole: remove that folder to start anew"
         if whole is not None:
             step = int(whole.name.removeprefix("step_"))
             remedy = (
-                f"{whole.name} is the newest whole one before it: load that with --ckpt-step {step}, or move the "
-                "damaged one away"
+                f"the newest whole one before it is {whole.name}; load it with --ckpt-step {step}, or remove that "
+                "folder, and the run goes on from there"
             )
         raise DamagedError(error.folder, error.why, remedy) from error
 

@@ -68,15 +68,15 @@ def _global_tensors(
 class SaveError(RunError):
     """A checkpoint that could not be written. `what` happened, without what to do about it."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, remedy: str = "make room there") -> None:
         super().__init__(
-            f"{what}. Those before it are whole; make room there and start again, or name another place with --save"
+            f"{what}. Those before it are whole; {remedy} and start again, or name another place with --save"
         )
-        self.what = what
+        self.what, self.remedy = what, remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How it travels to another rank."""
-        return SaveError, (self.what,)
+        return SaveError, (self.what, self.remedy)
 
 
 def save_checkpoint(
@@ -85,7 +85,7 @@ def save_checkpoint(
     """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path.
 
     SaveError, on all of them, if the disk is full or fails: what was written of it is removed, the checkpoints before
-    it stay. Ranks talk over `mesh.storage` alone, so a thread may do this while the others axes are used by training.
+    it stay. Ranks talk over `mesh.storage` alone, so a thread may do this while training uses the others.
     """
     partial = folder / partial_name_of(step)
 
@@ -99,8 +99,10 @@ def save_checkpoint(
     except (OSError, DamagedError) as error:
         if mesh.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        why = error.why if isinstance(error, DamagedError) else error.strerror or str(error)
-        raise SaveError(f"the checkpoint of step {step} could not be written to {folder}: {why}") from error
+        what = f"the checkpoint of step {step} could not be written to {folder}"
+        if isinstance(error, DamagedError):  # the main rank does not see what another has written
+            raise SaveError(f"{what}: {error.why}", "let all ranks see one folder") from error
+        raise SaveError(f"{what}: {error.strerror or error}") from error
     return folder / name_of(step)
 
 

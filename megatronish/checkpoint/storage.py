@@ -1,22 +1,21 @@
 """How do tensors get into the files of a checkpoint and out of them, every byte summed and no code run?
 
-torch.distributed.checkpoint decides who writes and who reads what; these two move the bytes. The writer sums them on
-their way. The reader verifies each stored rectangle before it takes it for a tensor, and reads it once, however many
-pieces of this rank lie in it; it reads nothing else.
+torch.distributed.checkpoint decides who writes and who reads what; these two move the bytes, a tensor at a time. The
+writer sums them on their way. The reader verifies each stored rectangle before it takes it for a tensor, and reads it
+once, however many pieces of this rank lie in it; it reads nothing else.
 """
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -41,45 +40,38 @@ class _SummedResult(WriteResult):
     span: Span
 
 
-class _SummedFiles(FileSystem):
-    """Files that are summed while they are written."""
-
-    def __init__(self) -> None:
-        self.spans: dict[str, list[Span]] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as file, SummingStream(cast(Any, file)) as stream:
-            yield stream
-        self.spans[Path(path).name] = stream.spans
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.spans[Path(new_path).name] = self.spans.pop(Path(path).name)
-
-
 class Writer(dcp.FileSystemWriter):
-    """Torch's writer of a folder, which leaves the checksums of what it wrote there, too.
+    """A folder of files, one for each rank that has something to write, and their checksums.
 
-    A full disk is an OSError, whatever torch makes of it.
+    Not torch's own loop over the tensors: that keeps all of them until the file is complete, and from a thread it waits
+    for the stream of another rank's GPU. A full disk is an OSError, which torch.save would hide.
     """
 
     def __init__(self, folder: Path) -> None:
-        # One tensor is resolved when the one before it is written: a conversion frees that one then (native.py).
-        super().__init__(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+        super().__init__(folder)
         self.folder = folder
-        self.fs = self.files = _SummedFiles()
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the file of each rank."""
+        return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's file; none if it has nothing to write."""
+        """This rank's file."""
+        name: str = plan.storage_data
         results: list[WriteResult] = []
         if plan.items:
             try:
-                written = super().write_data(plan, planner).value()
+                with (self.folder / name).open("wb") as file, SummingStream(file) as stream:
+                    for item in plan.items:
+                        start = stream.tell()
+                        torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
+                        length = stream.tell() - start
+                        place = _StorageInfo(name, start, length)
+                        results.append(_SummedResult(item.index, length, place, stream.spans[-1]))
+                    stream.flush()
+                    os.fsync(stream.fileno())
             except RuntimeError as error:
                 raise _cause(error) from error
-            for result, span in zip(written, self.files.spans[written[0].storage_data.relative_path], strict=True):
-                results.append(_SummedResult(result.index, result.size_in_bytes, result.storage_data, span))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -91,7 +83,13 @@ class Writer(dcp.FileSystemWriter):
         for result in (result for of_rank in results for result in of_rank):
             assert isinstance(result, _SummedResult)
             spans.setdefault(result.storage_data.relative_path, []).append(result.span)
-        Checksums(self.folder, spans | {METADATA: self.files.spans[METADATA]}).write()
+        Checksums(self.folder, spans).write()
+
+
+def _compact(found: Any) -> Tensor:
+    """On the host, in memory of its own: torch.save would write all of the tensor that a view belongs to."""
+    tensor = found.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _cause(error: BaseException) -> BaseException:
