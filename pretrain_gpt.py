@@ -4,6 +4,7 @@
 import sys
 from functools import partial
 
+from megatronish.checkpoint.arguments import read_arguments
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
 from megatronish.launch.place import Place, place_from_environment
@@ -14,7 +15,8 @@ def main(argv: list[str]) -> int:
     place = None
     try:
         place = place_from_environment()
-        config, notes = read_config(argv, world_size=place.world_size if place else None)
+        world_size = place.world_size if place else None
+        config, notes = read_config(argv, world_size=world_size, read_checkpoint=read_arguments)
 
         # torch is imported only now: --help and the errors of a config need not wait for it.
         from megatronish.launch.local import launch

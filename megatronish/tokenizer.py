@@ -196,7 +196,8 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "
-            f"{tokenizer.vocab_size}; leave --vocab-size out, or give at least {tokenizer.vocab_size}"
+            f"{tokenizer.vocab_size}; leave --vocab-size out, or give at least {tokenizer.vocab_size}, or take the "
+            "tokenizer of the model that the run starts from"
         )
     tokenizer.vocab_size = data.vocab_size or tokenizer.vocab_size
     return tokenizer

@@ -268,11 +268,23 @@ def _tokenizer(config: Config) -> str | None:
 
 
 def _starting_point(config: Config) -> str | None:
-    if config.checkpoint.finetune and config.checkpoint.load is None:
+    keep = config.checkpoint
+    if keep.load is not None or keep.load_hf is not None:
+        return None
+    if keep.finetune:
         return (
             "finetune takes its weights from a checkpoint, and none is given; add --load DIR, or leave --finetune out"
         )
     return None
+
+
+def _arguments(config: Config) -> str | None:
+    if not config.checkpoint.use_checkpoint_args or config.checkpoint.load is not None:
+        return None
+    return (
+        "use_checkpoint_args takes the model's settings from a checkpoint, and none is given; add --load DIR, "
+        "or leave --use-checkpoint-args out"
+    )
 
 
 def _kept_steps(config: Config) -> str | None:
@@ -314,6 +326,7 @@ RULES = (
     Rule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
     Rule(("split",), _split),
     Rule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
-    Rule(("finetune", "load"), _starting_point),
+    Rule(("finetune", "load", "load_hf"), _starting_point),
+    Rule(("use_checkpoint_args", "load"), _arguments),
     Rule(("keep_every", "save_interval"), _kept_steps),
 )

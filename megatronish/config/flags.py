@@ -112,14 +112,17 @@ KNOWN: dict[str, Known] = {
     "num-dataset-builder-threads": _idle("it changes speed alone", 1),
     "vocab-extra-ids": _refused("put extra tokens into the tokenizer's file, or leave it out", 1, ("0",)),
     # checkpoints
-    "pretrained-checkpoint": _refused("use --load DIR --finetune", 1),
+    "pretrained-checkpoint": _refused("use --load DIR --finetune: a run's own checkpoints come before those", 1),
     "no-save-rng": _idle("random values are functions of names; there is no generator state"),
     "no-load-rng": _idle("random values are functions of names; there is no generator state"),
-    "use-checkpoint-args": _refused("pass the old run's settings by --config RUN_DIR/config.toml"),
-    "ckpt-format": _refused("checkpoints are torch.distributed.checkpoint's; leave it out", 1, ("torch_dist",)),
+    "ckpt-format": _refused(
+        "checkpoints are torch.distributed.checkpoint's; leave it out, and use tools/convert_checkpoint.py for others",
+        1,
+        ("torch_dist",),
+    ),
     "dist-ckpt-optim-fully-reshardable": _idle("every checkpoint loads in every layout"),
-    "ckpt-convert-format": _refused("conversion is not there yet; leave it out", 1),
-    "ckpt-convert-save": _refused("conversion is not there yet; leave it out", 1),
+    "ckpt-convert-format": _refused("use tools/convert_checkpoint.py", 1),
+    "ckpt-convert-save": _refused("use tools/convert_checkpoint.py", 1),
     "non-persistent-save-interval": _refused("use a smaller --save-interval with --async-save --keep-last N", 1),
     # logging
     "log-throughput": _idle("throughput is always logged"),
@@ -161,6 +164,7 @@ DIFFERENCES: dict[str, str] = {
     "pipeline_schedule": "Not in Megatron-LM, where the schedule follows from virtual stages alone.",
     "window_size": "Counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1` here.",
     "muon_coefficient_type": "Megatron-LM has more sets; here a set beyond the last repeats the last.",
+    "use_checkpoint_args": "In Megatron-LM the checkpoint wins in silence; here what contradicts it is an error.",
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",
 }
 

@@ -18,6 +18,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
 from megatronish.config.settle import LOSS_SCALE_RULE, merge, settle
+from megatronish.config.starting import ReadCheckpoint, Start, contradictions, start_of_hf, stretched
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 
@@ -45,8 +46,12 @@ class ReadConfig(NamedTuple):
     notes: list[str]
 
 
-def read_config(argv: Sequence[str], *, world_size: int | None = None) -> ReadConfig:
+def read_config(
+    argv: Sequence[str], *, world_size: int | None = None, read_checkpoint: ReadCheckpoint | None = None
+) -> ReadConfig:
     """The config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
+
+    `read_checkpoint` is asked for the model of a checkpoint where --use-checkpoint-args wants it.
 
     Prints and exits 0 on --help. ConfigError with every problem of file, flags, rules and files together.
     """
@@ -61,7 +66,11 @@ def read_config(argv: Sequence[str], *, world_size: int | None = None) -> ReadCo
     merged = merge(file=file.settings, typed=line.flags.settings)
     values, misfits = _values(merged.settings)
     settled = settle({name: merged.settings[name] for name in values}, values)
-    config = with_fields(Config(), **{name: values[name] for name in settled.settings})
+    told = {name: values[name] for name in settled.settings}
+    start = _start(told, read_checkpoint)
+    if isinstance(start, str):
+        raise ConfigError([start, *file.problems, *line.flags.problems, *merged.problems, *misfits.values()])
+    config = with_fields(Config(), **({} if start is None else start.fields(told)) | told)
     unsound = {*misfits, *file.unsound}
     config, derived_notes, derived_problems = _derive(config, path=path, world_size=world_size, unsound=unsound)
     problems = [
@@ -70,6 +79,7 @@ def read_config(argv: Sequence[str], *, world_size: int | None = None) -> ReadCo
         *merged.problems,
         *misfits.values(),
         *settled.problems,
+        *([] if start is None else contradictions(start, settled.settings, told)),
         *derived_problems,
         *broken_rules(config, unsound=unsound),
         *missing_files(config.data),
@@ -78,7 +88,8 @@ def read_config(argv: Sequence[str], *, world_size: int | None = None) -> ReadCo
         raise ConfigError(problems)
     idle = [f"{name} (by {winner})" for name, winner in settled.idle.items()]
     idle_line = [f"idle in {path}: {', '.join(idle)}"] if idle else []
-    return ReadConfig(config, [*idle_line, *file.notes, *line.flags.notes, *derived_notes])
+    notes = [*idle_line, *file.notes, *line.flags.notes, *derived_notes]
+    return ReadConfig(config, notes if start is None else [*notes, *stretched(start, config.training.seq_length)])
 
 
 def _read_file(path: Path | None) -> Settings | str:
@@ -134,6 +145,19 @@ def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
         return None
     read = read_fields(config)
     return {setting.field: read[setting.field] for setting in settings} | values
+
+
+def _start(told: Mapping[str, Any], read_checkpoint: ReadCheckpoint | None) -> Start | str | None:
+    """The model that the run starts from if that says which one it is, or why it cannot be read."""
+    try:
+        if told.get("load_hf") is not None:
+            return start_of_hf(Path(told["load_hf"]))
+        if told.get("use_checkpoint_args") and told.get("load") is not None:
+            assert read_checkpoint is not None, "whoever reads flags of a user says how a checkpoint is read"
+            return read_checkpoint(Path(told["load"]), told.get("ckpt_step"))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 class _Derived(NamedTuple):

@@ -14,6 +14,10 @@ class CheckpointConfig:
     """Folder of checkpoints. Derived: RUN_DIR/checkpoints."""
     load: str | None = None
     """Checkpoints to start from: a run folder, its checkpoints folder or one step's folder. Derived: --save."""
+    load_hf: str | None = None
+    """Folder of a Hugging Face model to start from: its config.json, weights and tokenizer."""
+    use_checkpoint_args: bool = False
+    """Take [model], vocabulary, sequence length and tokenizer from --load's checkpoint."""
     save_interval: int | None = None
     """Steps between checkpoints; one is always written at the end."""
     async_save: bool = False

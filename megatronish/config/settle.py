@@ -30,6 +30,7 @@ RIVALS = (
     Rivals(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
     Rivals(("bf16",), ("fp16",), "a model is computed in one precision"),
     Rivals(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
+    Rivals(("load",), ("load_hf",), "a run starts from one model"),
     Rivals(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
     Rivals(
         ("num_layers_per_virtual_pipeline_stage",),

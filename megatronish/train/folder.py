@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatronish.config.fields import FIELDS
+from megatronish.config.model import ModelConfig
+from megatronish.config.starting import function_of
 from megatronish.errors import UserError
 
 # What may differ between a run and its continuation: everything but [model] and these.
@@ -19,6 +22,7 @@ FIXED = (
     "data.reset_attention_mask",
     "data.eod_mask_loss",
 )
+TOLD_BY_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size")
 NAMES_OF_DATA = ("data.data_path", "data.train_data_path", "data.split", "data.mock_data")
 
 
@@ -91,4 +95,24 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise UserError(
             f"this run was begun with something else: {'; '.join(problems)}. Continue it with what it was begun with, "
             "or choose another --run-dir for a new run; with --load and --finetune that takes the weights of this one"
+        )
+
+
+def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Path) -> None:
+    """UserError if weights are to compute what they were not trained to. Of other shapes their tensors tell."""
+    before, after = (
+        function_of(ModelConfig(**config["model"]), seq_length=config["training"]["seq_length"])
+        for config in (saved, now)
+    )
+    if any(before[name] != after[name] for name in TOLD_BY_SHAPES):
+        return
+    problems = [
+        f"{name}={before.get(name)} there and {after.get(name)} here ({FIELDS[name].flag})"
+        for name in (before | after)
+        if before.get(name) != after.get(name) and name != "max_position_embeddings"
+    ]
+    if problems:
+        raise UserError(
+            f"the weights of {source} are of a model that computes something else: {'; '.join(problems)}. Set these "
+            "to what they were, or add --use-checkpoint-args, which takes them from there"
         )

@@ -2,9 +2,11 @@
 
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from megatronish.checkpoint.fill import open_hf
 from megatronish.config.config import Config
 from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
 from megatronish.memory import Sharing, expected_memory, memory_table
@@ -19,8 +21,10 @@ OVER_CP = {
 
 
 def dry_run(config: Config, notes: Sequence[str]) -> int:
-    """Print the first lines and start nothing; the exit status."""
+    """Print the first lines and start nothing; the exit status. What can be seen to be missing is told."""
     vocab_size = build_tokenizer(config.data).vocab_size
+    if config.checkpoint.load_hf is not None:
+        open_hf(Path(config.checkpoint.load_hf))
     uses_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     device = torch.cuda.get_device_name() if uses_cuda else "cpu"
     print(first_lines(config, vocab_size=vocab_size, device=device, notes=notes))

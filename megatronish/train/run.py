@@ -1,33 +1,33 @@
 """What is a training run, from a config to its last line? The parts put together, on one rank."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatronish import comm
-from megatronish.checkpoint.folder import STATE, find_checkpoint, folder_of, remove_leftovers, steps_in
+from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
 from megatronish.errors import UserError
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh, choose_backend, leave
+from megatronish.train.begin import begin
 from megatronish.train.board import Board
 from megatronish.train.engine import Engine
 from megatronish.train.evaluate import Evaluate
-from megatronish.train.folder import differences, locked, make_writable, refuse_other_run
+from megatronish.train.folder import locked, make_writable
 from megatronish.train.generate import encode_prompt
 from megatronish.train.job import Job
-from megatronish.train.keep import Save, resume
+from megatronish.train.keep import Save
 from megatronish.train.log import Log, ProgressBar
 from megatronish.train.opening import first_lines
 from megatronish.train.profile import ProfileSchedule
 from megatronish.train.stop import Stopper
-from megatronish.train.trainer import Hook, Progress, Trainer
+from megatronish.train.trainer import Hook, Trainer
 
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
@@ -91,14 +91,15 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
     engine = job.build_engine()
-    progress = _begin(job, engine, say)
+    progress, origin = begin(job, engine, say)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if _has_its_ending(config, mesh):
             return
     board = stack.enter_context(Board(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
-    saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=job.facts)
+    facts = job.facts | {"origin": origin}
+    saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
@@ -129,44 +130,6 @@ def _has_its_ending(config: Config, mesh: Mesh) -> bool:
     if mesh.is_main and curve.exists() and checkpoint is not None:
         has = curve.stat().st_mtime >= (checkpoint / STATE).stat().st_mtime
     return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
-
-
-def _begin(job: Job, engine: Engine, say: Callable[[str], None]) -> Progress:
-    """Go on from the run's own newest checkpoint, else start from --load, else from nothing."""
-    keep, own, facts = job.config.checkpoint, job.config.save_dir, job.facts
-    if engine.mesh.is_main:
-        remove_leftovers(own)
-    comm.barrier(engine.mesh.world)
-    has_begun = bool(steps_in(own))
-    source, step = own, keep.ckpt_step
-    if keep.load is not None and folder_of(Path(keep.load)).resolve() != own.resolve():
-        source, step = (own, None) if has_begun else (Path(keep.load), step)
-    elif keep.load is not None:
-        source = Path(keep.load)
-    checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
-    if checkpoint is None:
-        if keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint:
-            raise UserError(f"--load {source} holds no checkpoint; correct the path, or leave --load out to start anew")
-        return Progress()
-    weights_only = keep.finetune and not has_begun
-
-    def check(state: dict[str, Any]) -> None:
-        if weights_only:
-            return
-        refuse_other_run(state, facts)
-        changed = differences(state["config"], facts["config"])
-        if changed:
-            say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
-
-    progress = resume(
-        engine,
-        checkpoint=checkpoint,
-        weights_only=weights_only,
-        with_optimizer=not keep.no_load_optim,
-        check=check,
-    )
-    say(f"took the weights of {checkpoint}" if weights_only else f"continuing from {checkpoint}")
-    return progress
 
 
 def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board, save: Save) -> list[Hook]:
