@@ -28,11 +28,15 @@ class Arguments:
     save: Path
     """A new folder. In the format megatronish it is a run's `checkpoints` folder, for --load."""
     ckpt_step: int | None = None
-    """Read this step instead of the newest."""
+    """megatronish: read this step instead of the newest."""
+    vocab_size: int | None = None
+    """Megatron-LM: the true vocabulary that is read, where its arguments do not say it."""
     target_tensor_parallel_size: int | None = None
     """Megatron-LM: cut every layer into so many parts. Derived: 1."""
     target_pipeline_parallel_size: int | None = None
     """Megatron-LM: cut the layers into so many stages. Derived: 1."""
+    transformer_impl: Literal["transformer_engine", "local"] | None = None
+    """Megatron-LM: write the names that this implementation of it has. Derived: transformer_engine."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Store weights in this type. Derived: the one they come in."""
     allow_unmatched: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -43,10 +47,11 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Convert, and say what was done."""
-    reading = {"step": arguments.ckpt_step}
+    reading = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
     writing = {
         "tensor_parallel_size": arguments.target_tensor_parallel_size,
         "pipeline_parallel_size": arguments.target_pipeline_parallel_size,
+        "transformer_impl": arguments.transformer_impl,
         "max_shard_bytes": arguments.max_shard_bytes,
     }
     report = convert(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatronish.checkpoint import hf, native
+from megatronish.checkpoint import hf, megatron, native
 from megatronish.checkpoint.safetensors_files import nbytes_of
 from megatronish.checkpoint.weights import Description, LazyTensor, Model, Rule, Translated, from_ours, to_ours
 from megatronish.errors import UserError
@@ -33,6 +33,17 @@ class Format(NamedTuple):
 FORMATS = {
     "hf": Format(hf.read, hf.rules, hf.write, writes={"max_shard_bytes": "--max-shard-bytes"}),
     "megatronish": Format(native.read, native.rules, native.write, reads={"step": "--ckpt-step"}),
+    "megatron": Format(
+        megatron.read,
+        megatron.rules,
+        megatron.write,
+        reads={"vocab_size": "--vocab-size"},
+        writes={
+            "tensor_parallel_size": "--target-tensor-parallel-size",
+            "pipeline_parallel_size": "--target-pipeline-parallel-size",
+            "transformer_impl": "--transformer-impl",
+        },
+    ),
 }
 
 

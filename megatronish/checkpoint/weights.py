@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
+from megatronish.errors import UserError
 from megatronish.model.gpt import GPT
 from megatronish.sharding import Sharding, collect_shardings
 
@@ -116,7 +117,11 @@ def from_ours(ours: Mapping[str, LazyTensor], rules: Sequence[Rule]) -> Translat
 
 
 def _joined(parts: Sequence[LazyTensor], rule: Rule) -> LazyTensor:
-    like = rule.join([part.like() for part in parts])
+    try:
+        like = rule.join([part.like() for part in parts])
+    except (RuntimeError, IndexError, ValueError) as error:  # torch's, of shapes that do not fit
+        told = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(rule.theirs, parts, strict=True))
+        raise UserError(f"{told} do not fit together into {rule.ours}: they are of no such model") from error
     return LazyTensor(tuple(like.shape), like.dtype, lambda: rule.join([part.read() for part in parts]))
 
 
