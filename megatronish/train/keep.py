@@ -109,7 +109,7 @@ class Save(Hook):
         wait([self._pending.future])
         seconds = time.perf_counter() - start
         self._collect()
-        if seconds >= 0.1:
+        if seconds >= 0.5:
             self._tell(f" waited {seconds:.1f} s for the checkpoint of step {step} to be written")
 
     def _collect(self) -> None:

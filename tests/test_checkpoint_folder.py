@@ -1,0 +1,72 @@
+"""Which checkpoint a run goes on from, and which ones stay."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from jobs import checkpoints_of, run_job, state_of, steps_of, tiny, train_on_ranks
+
+from megatronish.checkpoint.storage import Reader
+from megatronish.checkpoint.tensors import stored_shapes
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in one process that saved at steps 2, 4 and 6."""
+    run_dir = tmp_path_factory.mktemp("six") / "run"
+    train_on_ranks(tiny(run_dir, "--save-interval 2"))
+    return run_dir
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_00000004"])
+def test_load_takes_a_run_folder_its_checkpoints_or_one_step(tmp_path: Path, six_steps: Path, place: str) -> None:
+    step = "" if place.endswith("4") else "--ckpt-step 4"
+    train_on_ranks(tiny(tmp_path / "run", f"--load {six_steps / place} {step}"))
+    before = steps_of(six_steps)
+    assert steps_of(tmp_path / "run") == {5: before[5], 6: before[6]}
+
+
+def test_ckpt_step_goes_back_and_what_comes_after_is_written_anew(tmp_path: Path, six_steps: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(six_steps, run_dir)
+    output = train_on_ranks(tiny(run_dir, "--ckpt-step 2 --save-interval 2 --exit-interval 4"))
+    assert "continuing from" in output and "step_00000002" in output
+    assert checkpoints_of(run_dir) == ["latest", "step_00000002", "step_00000004", "step_00000006"]
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000004\n"
+    # The newest is the one saved last, not the farthest.
+    assert "step_00000004" in train_on_ranks(tiny(run_dir))
+    assert steps_of(run_dir) == steps_of(six_steps)
+
+
+def test_the_runs_own_checkpoints_come_before_those_it_was_begun_from(tmp_path: Path, six_steps: Path) -> None:
+    """A launch script that is killed and started again goes on."""
+    for finetune in ("--finetune", ""):
+        run_dir = tmp_path / f"run{finetune}"
+        for part in range(2):
+            load = f"--load {six_steps} --ckpt-step 4 {finetune}"
+            output = train_on_ranks(tiny(run_dir, f"{load} --train-iters 8 --exit-interval 2"))
+            assert (str(six_steps) in output) == (part == 0), output
+        assert state_of(run_dir, 4 if finetune else 8)["step"] == (4 if finetune else 8)
+
+
+def test_finetuning_takes_weights_alone_of_whatever_run_of_the_model(tmp_path: Path, six_steps: Path) -> None:
+    output = train_on_ranks(tiny(tmp_path / "run", f"--load {six_steps} --finetune --seed 5 --train-iters 1"))
+    assert f"took the weights of {six_steps}" in output
+    state = state_of(tmp_path / "run", 1)
+    assert (state["step"], state["consumed_samples"], state["optimizer_steps"]) == (1, 4, 1)
+    train_on_ranks(tiny(tmp_path / "new", "--seed 5 --train-iters 1"))
+    assert steps_of(tmp_path / "run")[1].loss < steps_of(tmp_path / "new")[1].loss
+
+
+def test_an_optimizer_can_be_left_out(tmp_path: Path, six_steps: Path) -> None:
+    run_dir = tmp_path / "run"
+    train_on_ranks(tiny(run_dir, "--no-save-optim --exit-interval 3"))
+    saved = run_dir / "checkpoints" / "step_00000003"
+    assert not any(name.startswith("optimizer.") for name in stored_shapes(Reader(saved)))
+    refused = run_job(tiny(run_dir), tmp_path)
+    assert refused.status == 2
+    assert "--no-load-optim" in refused.errors and "Traceback" not in refused.errors
+    train_on_ranks(tiny(run_dir, "--no-load-optim"))
+    assert state_of(run_dir, 6)["optimizer_steps"] == 3
+    assert steps_of(run_dir)[4] == steps_of(six_steps)[4]  # the weights are the same,
+    assert steps_of(run_dir)[6] != steps_of(six_steps)[6]  # momentum is not
