@@ -209,6 +209,13 @@ def test_gpt2_is_understood(tmp_path: Path) -> None:
     assert found.origin == GPT2
 
 
+def test_gpt2_is_understood_under_the_names_of_the_others_too(tmp_path: Path) -> None:
+    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    other = {names.get(key, key): value for key, value in {**GPT2, "n_layer": 3, "n_head": 16}.items()}
+    model = model_of(tmp_path, other)
+    assert (model.num_layers, model.num_attention_heads, model.hidden_size) == (3, 16, 768)
+
+
 def test_llama_2_is_understood(tmp_path: Path) -> None:
     model = model_of(tmp_path, LLAMA_2_7B)
     assert (model.head_size, model.num_kv_heads, model.ffn_size) == (128, 32, 11008)
@@ -350,6 +357,8 @@ def test_what_our_model_cannot_do_is_refused_by_name(tmp_path: Path, config: dic
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{tmp_path} holds no config.json; name the folder of a Hugging Face model"):
         read_hf_config(tmp_path)
+    with pytest.raises(UserError, match=rf"{tmp_path}/none does not exist as a folder; name the folder of a Hugging"):
+        read_hf_config(tmp_path / "none")
     for text, told in (("{", "is not JSON: .*fetch it anew"), ("[]", "is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=told):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from jobs import MOCK, call_main, checkpoints_of, state_of, steps_of, tiny, train_on_ranks, write_tokens
 from safetensors.torch import save_file
+from saved_runs import read_whole
 from test_bad_input import assert_told
-from test_checkpoint import read_whole
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
@@ -300,7 +300,7 @@ def test_weights_that_are_not_there_are_named(tmp_path: Path, llama: Path, dry_r
 
 def test_a_folder_that_is_no_model_is_told_before_anything_starts(tmp_path: Path) -> None:
     ended = call_main(run_of(tmp_path / "run", f"--load-hf {tmp_path}/none"))
-    assert_told(ended, f"1 problem in .*\n  {tmp_path}/none holds no config.json; name the folder of a Hugging")
+    assert_told(ended, f"1 problem in .*\n  {tmp_path}/none does not exist as a folder; name the folder of a Hugging")
 
 
 # From a checkpoint that was converted

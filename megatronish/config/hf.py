@@ -78,7 +78,8 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"{path}: model_type {name!r} is not known here; known are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    config = ConfigJson(path, origin, family.defaults)
+    aliased = {family.aliases[key]: value for key, value in origin.items() if key in family.aliases}
+    config = ConfigJson(path, {**aliased, **origin}, family.defaults)
     if config.values.get("quantization_config") is not None:
         config.refuse("quantization_config", "says that the weights are quantized", remedy="take the unquantized model")
     return HfModel(

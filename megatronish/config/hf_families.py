@@ -12,11 +12,15 @@ from megatronish.config.model import ModelConfig
 
 
 class Family(NamedTuple):
-    """A model_type: how it is read, how it is written, and which field of a model keeps it from being one."""
+    """A model_type: how it is read, how it is written, and which field of a model keeps it from being one.
+
+    `aliases` are other names of its keys, which transformers reads too.
+    """
 
     architecture: str
     seq_length: str
     defaults: dict[str, Any]
+    aliases: dict[str, str]
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig, int], dict[str, Any]]
     cannot_say: Callable[[ModelConfig], str | None]
@@ -280,14 +284,20 @@ _MISTRAL = _LLAMA | {
     "sliding_window": 4096,
 }
 _ROWS = "max_position_embeddings"
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
 
 # In the order in which one is looked for that can say what a model is.
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", "n_positions", _GPT2, _read_gpt2, _write_gpt2, _not_gpt2),
-    "llama": Family("LlamaForCausalLM", _ROWS, _LLAMA, _read_llama, _write_llama, _not_llama),
-    "mistral": Family("MistralForCausalLM", _ROWS, _MISTRAL, _read_mistral, _write_mistral, _not_mistral),
-    "qwen2": Family("Qwen2ForCausalLM", _ROWS, _QWEN2, _read_qwen2, _write_qwen2, _not_qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", _ROWS, _QWEN2 | {"head_dim": 128}, _read_qwen3, _write_qwen3, _not_qwen3),
+    "gpt2": Family("GPT2LMHeadModel", "n_positions", _GPT2, _GPT2_ALIASES, _read_gpt2, _write_gpt2, _not_gpt2),
+    "llama": Family("LlamaForCausalLM", _ROWS, _LLAMA, {}, _read_llama, _write_llama, _not_llama),
+    "mistral": Family("MistralForCausalLM", _ROWS, _MISTRAL, {}, _read_mistral, _write_mistral, _not_mistral),
+    "qwen2": Family("Qwen2ForCausalLM", _ROWS, _QWEN2, {}, _read_qwen2, _write_qwen2, _not_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", _ROWS, _QWEN2 | {"head_dim": 128}, {}, _read_qwen3, _write_qwen3, _not_qwen3),
 }
 
 

@@ -57,8 +57,10 @@ def read_json(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        told = f"holds no {CONFIG}" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UserError(f"{folder} {told}; name the folder of a Hugging Face model") from error
+        told = f"{path} cannot be read ({error.strerror})"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            told = f"{folder} holds no {CONFIG}" if folder.is_dir() else f"{folder} does not exist as a folder"
+        raise UserError(f"{told}; name the folder of a Hugging Face model") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}; fetch it anew") from error
     if not isinstance(values, dict):
