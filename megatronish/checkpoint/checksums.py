@@ -93,16 +93,19 @@ class Checksums:
         is missing or cut short.
         """
         try:
-            text = (folder / CHECKSUMS).read_bytes().decode()
-            files = _read_files(text)
+            _length_of(folder, CHECKSUMS)
+            files = _read_files((folder / CHECKSUMS).read_bytes().decode())
+        except DamagedError:
+            raise
         except OSError as error:
             raise _unreadable(folder, CHECKSUMS, error) from error
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise DamagedError(folder, f"{CHECKSUMS} does not hold what was written") from error
-        found = cls(folder, files)
-        for name in files:
-            found._check_length(name)
-        return found
+        for name, spans in files.items():
+            length, wanted = _length_of(folder, name), sum(span.length for span in spans)
+            if length != wanted:
+                raise DamagedError(folder, f"{name} has {length} bytes instead of {wanted}")
+        return cls(folder, files)
 
     def write(self) -> None:
         """Leave them in the folder."""
@@ -117,8 +120,7 @@ class Checksums:
 
     def read_file(self, name: str) -> bytes:
         """All of a file. DamagedError if it is not what was written."""
-        if name not in self.files:
-            raise DamagedError(self.folder, f"{CHECKSUMS} does not know of {name}")
+        self._check_name(name)
         try:
             with (self.folder / name).open("rb") as file:
                 return b"".join(self._verified(name, _exactly(file, span.length), span) for span in self.files[name])
@@ -128,6 +130,7 @@ class Checksums:
     @contextmanager
     def opened(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
         """For reading spans of a file: (offset, length) -> bytes. DamagedError if they are not what was written."""
+        self._check_name(name)
         starts = self._starts(name)
 
         def read(offset: int, length: int) -> bytes:
@@ -157,21 +160,14 @@ class Checksums:
     def _starts(self, name: str) -> dict[int, Span]:
         """Where each span begins."""
         found, start = {}, 0
-        for span in self.files.get(name, ()):
+        for span in self.files[name]:
             found[start] = span
             start += span.length
         return found
 
-    def _check_length(self, name: str) -> None:
-        wanted = sum(span.length for span in self.files[name])
-        try:
-            found = (self.folder / name).stat()
-        except OSError as error:
-            raise _unreadable(self.folder, name, error) from error
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedError(self.folder, f"{name} is no file")
-        if found.st_size != wanted:
-            raise DamagedError(self.folder, f"{name} has {found.st_size} bytes instead of {wanted}")
+    def _check_name(self, name: str) -> None:
+        if name not in self.files:
+            raise DamagedError(self.folder, f"{CHECKSUMS} does not know of {name}")
 
     def _verified(self, name: str, data: bytes, span: Span) -> bytes:
         if hashlib.sha256(data).hexdigest() != span.sha256:
@@ -197,6 +193,17 @@ def _read_files(text: str) -> dict[str, list[Span]]:
     if _spelled(files) != text:
         raise ValueError("the sum")
     return files
+
+
+def _length_of(folder: Path, name: str) -> int:
+    """A pipe or a folder has none."""
+    try:
+        found = (folder / name).stat()
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedError(folder, f"{name} is no file")
+    return found.st_size
 
 
 def _unreadable(folder: Path, name: str, error: OSError) -> DamagedError:
