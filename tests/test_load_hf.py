@@ -303,6 +303,14 @@ def test_a_folder_that_is_no_model_is_told_before_anything_starts(tmp_path: Path
     assert_told(ended, f"1 problem in .*\n  {tmp_path}/none does not exist as a folder; name the folder of a Hugging")
 
 
+def test_a_model_of_another_format_is_told_apart_from_a_checkpoint(tmp_path: Path, llama: Path) -> None:
+    ended = call_main(tiny(tmp_path / "run", f"--load {llama}"))
+    assert_told(ended, f"--load {llama} holds no checkpoint; it holds a Hugging Face model: use --load-hf {llama}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    ended = call_main(tiny(tmp_path / "run", f"--load {tmp_path}"))
+    assert_told(ended, "it holds Megatron-LM's: convert it with tools/convert_checkpoint.py --from megatron")
+
+
 # From a checkpoint that was converted
 
 

@@ -39,13 +39,12 @@ from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
 from megatronish.config.dump import resolved
 from megatronish.config.model import ModelConfig
+from megatronish.config.starting import TOKENIZER, located
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import RunError, UserError
 from megatronish.sharding import Piece
 
 PREFIX = "model."
-TOKENIZER = "tokenizer"
-TOKENIZER_FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 STEP = 0
 
 
@@ -97,10 +96,7 @@ def description_of(folder: Path) -> Description:
 def data_of(saved: Mapping[str, Any], folder: Path) -> DataConfig:
     """The data section of a checkpoint's config, with tokenizer files that lie in its folder found there."""
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    for name in TOKENIZER_FIELDS:
-        if PurePosixPath(values.get(name) or "").parts[:1] == (TOKENIZER,) and (folder / values[name]).exists():
-            values[name] = str(folder / values[name])
-    return DataConfig(**values)
+    return DataConfig(**located(values, folder))
 
 
 def _files_of(data: DataConfig, folder: Path) -> dict[str, Path]:

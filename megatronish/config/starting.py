@@ -13,6 +13,7 @@ from megatronish.config.hf import read_hf_config
 from megatronish.config.model import ModelConfig
 from megatronish.config.settings import Setting
 
+TOKENIZER = "tokenizer"  # the folder of a checkpoint in which its tokenizer may lie
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
@@ -58,7 +59,7 @@ def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Fields of DataConfig with the tokenizer's files where they lie now: a checkpoint may have them in its folder."""
     found = dict(data)
     for name in TOKENIZER_FIELDS[1:]:
-        if PurePosixPath(data.get(name) or "/").parts[0] == "tokenizer" and (folder / data[name]).exists():
+        if PurePosixPath(data.get(name) or "/").parts[0] == TOKENIZER and (folder / data[name]).exists():
             found[name] = str(folder / data[name])
     return found
 
