@@ -123,6 +123,8 @@ def rules(description: Description) -> list[Rule]:
 
 def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """A folder that `from_pretrained` reads; it must not exist, or be empty."""
+    if max_shard_bytes < 1:
+        raise UserError(f"--max-shard-bytes {max_shard_bytes} must be at least 1; for example {MAX_SHARD_BYTES}")
     config = config_json(model.description)
     sizes = Counter[torch.dtype]()
     for tensor in model.tensors.values():

@@ -1,0 +1,233 @@
+"""Conversions as their user sees them: what is taken, what is refused, what is told, and how little memory it takes."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from conversions import logits_of, to_hf, to_ours
+from jobs import state_of, tiny, train_on_ranks
+from safetensors.torch import load_file
+
+import tools.convert_checkpoint as tool
+from megatronish.checkpoint import hf, native
+from megatronish.checkpoint.convert import FORMATS, convert
+from megatronish.checkpoint.safetensors_files import FILE, nbytes_of
+from megatronish.checkpoint.weights import LazyTensor, Model, from_ours
+from megatronish.errors import RunError, UserError
+from megatronish.train.keep import FACTS, POSITION
+from tools.convert_checkpoint import Arguments
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden" / "hf"
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4 --window-size 6"
+)
+TOKENS = torch.arange(12).view(1, 12)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four ranks with checkpoints of two steps."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    train_on_ranks(tiny(run_dir, f"{LLAMA} --tp 2 --pp 2 --train-iters 2 --save-interval 1"), world_size=4)
+    return run_dir
+
+
+def test_what_a_run_has_trained_goes_to_hugging_face_and_back(tmp_path: Path, trained: Path) -> None:
+    report = to_hf(trained, tmp_path / "theirs")
+    assert (report.tensors_in, report.tensors_out) == (15, 21)
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["model_type"] == "mistral"
+    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    first, again = native.read(trained), native.read(tmp_path / "ours")
+    assert first.tensors.keys() == again.tensors.keys()
+    for name, tensor in first.tensors.items():
+        assert torch.equal(tensor.read(), again.tensors[name].read()), name
+    assert torch.equal(logits_of(trained, TOKENS, tp=1), logits_of(tmp_path / "ours", TOKENS, tp=1))
+
+
+def test_the_step_that_is_asked_for_is_taken(tmp_path: Path, trained: Path) -> None:
+    for step, load in ((1, trained), (2, trained / "checkpoints"), (None, trained / "checkpoints" / "step_00000001")):
+        reading = {} if step is None else {"step": step}
+        save = tmp_path / f"{step}"
+        convert(load, save, source="megatronish", target="megatronish", reading=reading)
+        wanted = native.read(trained, step=step or 1)
+        assert all(torch.equal(t.read(), wanted.tensors[name].read()) for name, t in native.read(save).tensors.items())
+    with pytest.raises(UserError, match="the steps there: 1, 2"):
+        convert(trained, tmp_path / "no", source="megatronish", target="hf", reading={"step": 3})
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        convert(tmp_path / "nothing", tmp_path / "no", source="megatronish", target="hf")
+
+
+def test_a_converted_checkpoint_says_what_a_run_s_says(tmp_path: Path) -> None:
+    to_ours(GOLDEN / "llama3", tmp_path / "checkpoints")
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000000\n"
+    state = state_of(tmp_path, 0)
+    assert {*FACTS, *POSITION} <= state.keys()
+    assert (state["step"], state["has_optimizer"], state["weights_only"]) == (0, False, True)
+    assert state["origin"]["hf"] == json.loads((GOLDEN / "llama3" / "config.json").read_text())
+    assert native.read(tmp_path).tensors["final_norm.weight"].dtype == torch.float32
+
+
+def test_a_run_starts_from_converted_weights_whatever_their_type(tmp_path: Path, trained: Path) -> None:
+    convert(trained, tmp_path / "half", source="megatronish", target="megatronish", dtype=torch.bfloat16)
+    # A step so small that no weight moves.
+    flags = f"{LLAMA} --tp 2 --train-iters 1 --lr 1e-30 --load {tmp_path / 'half'} --finetune"
+    train_on_ranks(tiny(tmp_path / "run", flags), world_size=2)
+    found = native.read(tmp_path / "run").tensors
+    for name, tensor in native.read(trained).tensors.items():
+        assert torch.equal(found[name].read(), tensor.read().bfloat16().float()), name
+
+
+def test_nothing_is_written_over(tmp_path: Path, trained: Path) -> None:
+    before = sorted(trained.rglob("*"))
+    for target in FORMATS:
+        with pytest.raises(UserError, match=r"already"):
+            convert(GOLDEN / "llama", trained / "checkpoints", source="hf", target=target)
+    assert sorted(trained.rglob("*")) == before
+    (tmp_path / "empty").mkdir()
+    to_ours(GOLDEN / "llama", tmp_path / "empty")
+    with pytest.raises(UserError, match="holds latest already"):
+        to_ours(GOLDEN / "llama", tmp_path / "empty")
+
+
+def fails() -> torch.Tensor:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_a_full_disk_leaves_nothing(tmp_path: Path, target: str) -> None:
+    description, theirs = hf.read(GOLDEN / "llama")
+    full = {name: LazyTensor(tensor.shape, tensor.dtype, fails) for name, tensor in theirs.items()}
+    source = FORMATS["hf"]._replace(read=lambda _load: Model(description, full))
+    with patch.dict(FORMATS, hf=source), pytest.raises(RunError, match="No space left on device"):
+        convert(GOLDEN / "llama", tmp_path / "save", source="hf", target=target)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_tensor_that_the_target_has_no_place_for_is_left_out_where_that_is_allowed(tmp_path: Path) -> None:
+    format_ = FORMATS["hf"]
+    fewer = format_._replace(rules=lambda description: format_.rules(description)[:-1])
+    to_ours(GOLDEN / "llama", tmp_path / "ours")
+    with patch.dict(FORMATS, hf=fewer):
+        with pytest.raises(UserError, match=r"hf has no place for head.weight"):
+            to_hf(tmp_path / "ours", tmp_path / "theirs")
+        report = convert(
+            tmp_path / "ours", tmp_path / "theirs", source="megatronish", target="hf", allow_unmatched=True
+        )
+    assert report.unmatched_out == ("head.weight",)
+    assert hf.HEAD not in load_file(tmp_path / "theirs" / FILE)
+
+
+def told(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> str:
+    assert tool.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_the_tool_tells_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, sharded = tmp_path / "ours", tmp_path / "sharded"
+    output = told(Arguments("hf", "megatronish", GOLDEN / "llama", ours, dtype="bfloat16"), capsys)
+    assert "21 tensors in, 15 tensors out: 1,688 parameters" in output
+    assert "the optimizer's state and the order of the data start anew" in output
+    assert f"saved {ours}" in output
+    told(Arguments("megatronish", "hf", ours, sharded, ckpt_step=0, max_shard_bytes=2000), capsys)
+    assert len(list(sharded.glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"target_tensor_parallel_size": 2}, "--target-tensor-parallel-size says nothing about how megatronish is w"),
+        ({"ckpt_step": 3}, "--ckpt-step says nothing about how hf is read"),
+        ({"max_shard_bytes": 3}, "--max-shard-bytes says nothing about how megatronish is written"),
+        ({"target": "hf", "max_shard_bytes": 0}, "--max-shard-bytes 0 must be at least 1"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    arguments = {"source": "hf", "target": "megatronish", "load": GOLDEN / "llama", "save": tmp_path / "save"} | options
+    with pytest.raises(UserError, match=why):
+        tool.main(Arguments(**arguments))
+    assert not (tmp_path / "save").exists()
+
+
+def run_tool(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/convert_checkpoint.py", *words]
+    return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+
+
+def test_what_the_user_can_mend_ends_with_one_sentence_and_status_2(tmp_path: Path) -> None:
+    done = run_tool(["--from", "hf", "--to", "megatronish", "--load", str(tmp_path), "--save", str(tmp_path / "save")])
+    assert done.returncode == 2
+    assert done.stderr.strip().count("\n") == 0
+    assert "holds no config.json" in done.stderr
+
+
+# Memory: 190 MB are converted by processes that may have a sixth of that beyond what they hold before.
+
+BIG = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+LARGEST = 2 * 1408 * 512 * 4  # bytes of gate and up-projection
+IN_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+from megatronish.checkpoint.convert import convert
+
+small, big, folder, source, target, allowed = sys.argv[1:]
+convert(Path(small), Path(folder) / "warm", source=source, target=target)  # what is loaded once is loaded now
+held = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (held + int(allowed), held + int(allowed)))
+print(convert(Path(big), Path(folder) / "big", source=source, target=target))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux limits what a process may hold")
+def test_a_model_larger_than_the_memory_that_is_allowed_is_converted(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    write_zeros(theirs)
+    assert (theirs / FILE).stat().st_size > 30 * LARGEST
+    convert(GOLDEN / "llama", tmp_path / "small", source="hf", target="megatronish")
+    for source, target, small, big in (
+        ("hf", "megatronish", GOLDEN / "llama", theirs),
+        ("megatronish", "hf", tmp_path / "small", tmp_path / "megatronish" / "big"),
+    ):
+        (tmp_path / target).mkdir()
+        words = [str(small), str(big), str(tmp_path / target), source, target, str(5 * LARGEST)]
+        done = subprocess.run(
+            [sys.executable, "-c", IN_LITTLE_MEMORY, *words],
+            # glibc gives blocks of more than 32 MB back when they are freed; here those of 1 MB, for tensors are small.
+            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hf" / "big" / FILE).stat().st_size > 30 * LARGEST
+
+
+def write_zeros(folder: Path) -> None:
+    """A model of zeros, which take no place on the disk."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BIG))
+    description = hf.describe(folder)
+    ours = {name: LazyTensor(s.shape, torch.float32, fails) for name, s in description.shardings().items()}
+    header, end = {}, 0
+    for name, tensor in from_ours(ours, hf.rules(description)).tensors.items():
+        start, end = end, end + nbytes_of(tensor)
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / FILE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
