@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -175,10 +176,13 @@ class TorchFileWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._file:
-            if error is None:
-                assert self._added == len(self._expected), "tensors are missing"
-                self._write("version", [b"3\n"], size=2)
-                self._archive.close()
+            if error is not None:
+                with suppress(OSError, ValueError):  # an archive left open complains when it is collected
+                    self._archive.close()
+                return
+            assert self._added == len(self._expected), "tensors are missing"
+            self._write("version", [b"3\n"], size=2)
+            self._archive.close()
 
     def add(self, rows: Sequence[Tensor]) -> None:
         """The next tensor, as parts of it that follow each other."""

@@ -181,6 +181,7 @@ ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isi
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # as Python 2 called it, and torch.save still does
         if (module, name) in ALLOWED:
             return ALLOWED[module, name]
         if (module, name) in INERT or module.partition(".")[0] in INERT_PACKAGES:

@@ -179,10 +179,10 @@ def alone() -> Iterator[None]:
         yield
 
 
-def arguments(name: str, tp_size: int, pp_size: int) -> Namespace:
+def arguments(name: str, tp_size: int, pp_size: int, **others: Any) -> Namespace:
     multiple = DEFAULTS["make_vocab_size_divisible_by"] * tp_size
     return Namespace(
-        **DEFAULTS | TYPED[name],
+        **DEFAULTS | TYPED[name] | others,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
         padded_vocab_size=-(-VOCAB_SIZE // multiple) * multiple,
@@ -353,11 +353,13 @@ def load_on_rank(place: Place, folder: Path, tp_size: int, pp_size: int) -> Tens
         return load_there(folder)
 
 
-def save_on_rank(place: Place, folder: Path, name: str, tp_size: int, pp_size: int) -> Tensor | None:
+def save_on_rank(
+    place: Place, folder: Path, name: str, tp_size: int, pp_size: int, num_layers: int = 4
+) -> Tensor | None:
     dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.world_size)
     torch.manual_seed(3)  # all ranks cut the same whole weights
     with the_peer(tp_size, pp_size):
-        args = arguments(name, tp_size, pp_size)
+        args = arguments(name, tp_size, pp_size, num_layers=num_layers)
         model = their_model(args)
         save_as_they_do(folder, model, args)
         return their_logits(model, args)
@@ -382,5 +384,5 @@ def test_the_peer_names_the_norms_of_transformer_engine_so() -> None:
 if __name__ == "__main__":
     for name, tp_size, pp_size in (("gpt2", 1, 2), ("llama 3", 2, 1)):
         target = Path(sys.argv[1]) / name.replace(" ", "_")
-        logits = run_ranks(2, save_on_rank, target, name, tp_size, pp_size)[-1]
+        logits = run_ranks(2, save_on_rank, target, name, tp_size, pp_size, 2)[-1]
         torch.save({"tokens": tokens(), "logits": logits}, target / "logits.pt")
