@@ -380,9 +380,10 @@ convert(folder / "large", 19, 512, 32001)  # an embedding of 65.5 MB, 305 MB in 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory on Linux alone")
-def test_a_model_is_converted_in_the_memory_of_its_largest_tensor_twice(tmp_path: Path) -> None:
+def test_a_model_of_three_times_the_memory_is_converted(tmp_path: Path) -> None:
     largest = 32002 * 512 * 4
-    command = [sys.executable, "-c", LARGE_MODEL, str(tmp_path), str(2 * largest)]
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LARGE_MODEL, str(tmp_path), str(int(1.6 * largest))]
+    # Freed memory is given back at once, so that the limit counts what is held, not what glibc keeps (up to 64 MB).
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "100000"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
