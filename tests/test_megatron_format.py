@@ -240,6 +240,25 @@ def test_a_stage_of_several_chunks_is_read(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "a")[1], expected)
 
 
+def test_a_stage_without_layers_is_read(tmp_path: Path) -> None:
+    expected = random_model(LLAMA)
+    save(tmp_path / "a", LLAMA, expected, pipeline_parallel_size=2)
+    for pp in range(2):
+        content = torch_load(tmp_path / "a", f"00_00{pp}")
+        content[f"model{pp}"] = content.pop("model")  # stage 0 has a first chunk, and stage 1 a second
+        torch.save(content, rank_file(tmp_path / "a", f"00_00{pp}"))
+    assert_same(load(tmp_path / "a")[1], expected)
+
+
+def test_a_tensor_rank_without_a_chunk_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "a", LLAMA, random_model(LLAMA), tensor_parallel_size=2)
+    content = torch_load(tmp_path / "a", "01")
+    content["model1"] = {}
+    torch.save(content, rank_file(tmp_path / "a", "01"))
+    with pytest.raises(UserError, match=r"mp_rank_00/.* lacks model1, which other tensor ranks have"):
+        load(tmp_path / "a")
+
+
 OLD_NAMES = {
     "self_attention.linear_qkv.": "self_attention.query_key_value.",
     "self_attention.linear_proj.": "self_attention.dense.",
@@ -317,6 +336,22 @@ def test_precisions_are_kept_and_told(tmp_path: Path, dtype: torch.dtype) -> Non
     assert_same(load(tmp_path / "a")[1], expected)
     args = torch_load(tmp_path / "a", "01")["args"]
     assert (args.params_dtype, args.bf16, args.fp16) == (dtype, dtype == torch.bfloat16, dtype == torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("gpt2", "--no-bias-gelu-fusion"),
+        ("llama", "--norm-epsilon 1e-06 --use-rope-scaling --rope-scaling-factor 8.0"),
+        ("qwen", "--qk-layernorm --window-size 4,0"),
+        ("nemotron", "--qk-layernorm --rotary-seq-len-interpolation-factor 4 --no-bias-gelu-fusion"),
+    ],
+)
+def test_flags_that_megatron_does_not_take_from_a_checkpoint_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, flags: str
+) -> None:
+    save(tmp_path / "a", SHAPES[name], random_model(SHAPES[name]))
+    assert f"--use-checkpoint-args leaves out {flags}; type that too" in caplog.text
 
 
 # The folder.
@@ -451,6 +486,7 @@ def test_the_true_vocabulary_is_asked_for_then_told_then_padded(
 ) -> None:
     expected = random_model(LLAMA)
     save(tmp_path / "a", LLAMA, expected, **LAYOUTS[3])  # padded to 32
+    caplog.clear()
     assert load(tmp_path / "a", vocab_size=29)[0].vocab_size == 29
     assert torch.equal(load(tmp_path / "a", vocab_size=29)[1]["head.weight"], expected["head.weight"][:29])
     rewrite(tmp_path / "a", change_args(vocab_size=28, tokenizer_type="NullTokenizer"))  # which adds a token

@@ -5,6 +5,7 @@ else a run resumes from, which is not read. Tensors are the rank's part, and lay
 """
 
 import logging
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -44,15 +45,16 @@ __all__ = ["read", "rules", "write"]
 logger = logging.getLogger(__name__)
 
 OLDEST_VERSION = 2.0  # before it, the rows of query_key_value lay in other orders
+CHUNK = re.compile(r"model(\d*)")
 DEPTH = 8  # dicts in dicts, of models from before megatron-core
 
 
 class _Rank(NamedTuple):
-    """A rank's file: its arguments, and the chunks of the model it holds, tensors by name."""
+    """A rank's file: its arguments, and the chunks of the model it holds by number, tensors by name."""
 
     path: Path
     args: Mapping[str, Any]
-    chunks: list[dict[str, LazyTensor]]
+    chunks: dict[int, dict[str, LazyTensor]]
 
 
 def read(load: Path, *, vocab_size: int | None = None) -> Model:
@@ -62,7 +64,7 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     """
     folder = _folder_of(load)
     first = _read_rank(_first_file(folder))
-    before_core = any(name.startswith(BEFORE_CORE) for name in first.chunks[0])
+    before_core = any(name.startswith(BEFORE_CORE) for chunk in first.chunks.values() for name in chunk)
     try:
         model = model_of(first.args, before_core=before_core)
     except UserError as error:
@@ -128,9 +130,7 @@ def _read_rank(path: Path) -> _Rank:
     file = TorchFile(path)
     content = file.content if isinstance(file.content, dict) else {}
     args, version = content.get("args"), content.get("checkpoint_version", 0)
-    trees = [content["model"]] if "model" in content else []
-    while f"model{len(trees)}" in content:
-        trees.append(content[f"model{len(trees)}"])
+    trees = {int(match[1] or 0): content[key] for key in content if (match := CHUNK.fullmatch(str(key)))}
     if not trees or not isinstance(args, Arguments):
         lacking = "arguments" if trees else "model"
         raise UserError(f"{path} holds no {lacking}, so it is no checkpoint of Megatron-LM in its torch format")
@@ -139,7 +139,7 @@ def _read_rank(path: Path) -> _Rank:
             f"{path} has checkpoint_version {version}, whose queries, keys and values lie in another order; load it "
             "into a later Megatron-LM and save it again"
         )
-    return _Rank(path, args.values, [dict(_flat(file, tree)) for tree in trees])
+    return _Rank(path, args.values, {n: dict(_flat(file, tree)) for n, tree in trees.items()})
 
 
 def _flat(file: TorchFile, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, LazyTensor]]:
@@ -158,8 +158,8 @@ def _by_global_name(ranks: list[list[_Rank]], folder: Path, model: ModelConfig) 
     """Every tensor's parts, by tensor rank. Chunk 0 of all stages comes first, then chunk 1, ..."""
     found: dict[str, list[LazyTensor]] = {}
     num_layers = 0
-    for chunk in range(len(ranks[0][0].chunks)):
-        for stage in ranks:
+    for chunk in sorted({number for stage in ranks for rank in stage for number in rank.chunks}):
+        for stage in (stage for stage in ranks if any(chunk in rank.chunks for rank in stage)):  # others are empty
             parts = _chunk(stage, chunk)
             numbers = {int(match[1]) for name in parts if (match := LAYER.fullmatch(name))}
             if numbers != set(range(len(numbers))):
@@ -179,10 +179,11 @@ def _by_global_name(ranks: list[list[_Rank]], folder: Path, model: ModelConfig) 
 
 def _chunk(stage: list[_Rank], chunk: int) -> dict[str, list[LazyTensor]]:
     """A chunk's tensors, which all tensor ranks must have in the same shapes."""
+    for rank in stage:
+        if chunk not in rank.chunks:
+            raise UserError(f"{rank.path} lacks model{chunk}, which other tensor ranks have; fetch it again")
     first = stage[0]
     for rank in stage:
-        if len(rank.chunks) <= chunk:
-            raise UserError(f"{rank.path} lacks model{chunk}, which other ranks have; fetch it again")
         named, others = first.chunks[chunk], rank.chunks[chunk]
         for name in (*named, *others):
             here, there = others.get(name), named.get(name)

@@ -230,6 +230,24 @@ def arguments_of(
     }
 
 
+def flags_to_type(args: Mapping[str, Any]) -> list[str]:
+    """The flags of this model that Megatron-LM's --use-checkpoint-args does not take from the arguments."""
+    found = []
+    if args["norm_epsilon"] != 1e-5:
+        found.append(f"--norm-epsilon {args['norm_epsilon']}")
+    if args["qk_layernorm"]:
+        found.append("--qk-layernorm")
+    if args["window_size"] is not None:
+        found.append("--window-size {},{}".format(*args["window_size"]))
+    if args["use_rope_scaling"]:
+        found.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
+    if args[LINEAR_SCALING] is not None:
+        found.append(f"--rotary-seq-len-interpolation-factor {args[LINEAR_SCALING]}")
+    if args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]:
+        found.append("--no-bias-gelu-fusion")
+    return found
+
+
 def _plain(value: Any) -> Any:
     """Megatron-LM reads a base of wavelengths as a whole number."""
     return int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value

@@ -1,5 +1,6 @@
 """How is a model written in Megatron-LM's `torch` format, in any layout, without being held whole?"""
 
+import logging
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megatronish.checkpoint.megatron_args import arguments_of
+from megatronish.checkpoint.megatron_args import arguments_of, flags_to_type
 from megatronish.checkpoint.megatron_names import (
     EMBEDDING,
     FILE,
@@ -31,6 +32,8 @@ from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.mesh.groups import Axis
 from megatronish.sharding import Sharding
+
+logger = logging.getLogger(__name__)
 
 VERSION = 3.0
 
@@ -69,6 +72,8 @@ def write(
             ]
             _write_stage(paths, names, tensors, wanted, args)
         (folder / LATEST).write_text(RELEASE)
+    if flags := flags_to_type(args):
+        logger.warning("Megatron-LM's --use-checkpoint-args leaves out %s; type that too", " ".join(flags))
 
 
 def _check_layout(model: ModelConfig, *, tp_size: int, pp_size: int) -> None:
