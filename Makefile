@@ -28,7 +28,7 @@ test: $(READY) ## the test suite, two to three minutes on two cores
 test-all: $(READY) ## the test suite with every feature in every layout
 	$(RUN) -m pytest --all-layouts
 
-test-peers: $(PEERS_READY) ## against the real megatron-core, in an environment of its own
+test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers
 
 check: $(READY) ## format, lint, types and layering
@@ -67,7 +67,7 @@ $(READY): requirements.txt
 
 $(PEERS_READY): requirements-peers.txt
 	$(check_python)
-	@echo 'installing megatron-core into $(PEERS_VENV) (a minute or more, once)'
+	@echo 'installing megatron-core and transformers into $(PEERS_VENV) (a minute or more, once)'
 	@"$(PYTHON)" -m venv "$(PEERS_VENV)"
 	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
 	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-peers.txt

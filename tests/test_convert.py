@@ -1,6 +1,8 @@
 """Conversions as their user sees them: what is taken, what is refused, what is told, and how little memory it takes."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -75,14 +77,19 @@ def test_a_converted_checkpoint_says_what_a_run_s_says(tmp_path: Path) -> None:
     assert native.read(tmp_path).tensors["final_norm.weight"].dtype == torch.float32
 
 
-def test_a_run_starts_from_converted_weights_whatever_their_type(tmp_path: Path, trained: Path) -> None:
-    convert(trained, tmp_path / "half", source="megatronish", target="megatronish", dtype=torch.bfloat16)
-    # A step so small that no weight moves.
-    flags = f"{LLAMA} --tp 2 --train-iters 1 --lr 1e-30 --load {tmp_path / 'half'} --finetune"
-    train_on_ranks(tiny(tmp_path / "run", flags), world_size=2)
-    found = native.read(tmp_path / "run").tensors
-    for name, tensor in native.read(trained).tensors.items():
-        assert torch.equal(found[name].read(), tensor.read().bfloat16().float()), name
+def test_a_run_starts_from_converted_weights_wherever_they_lie_and_whatever_their_type(
+    tmp_path: Path, trained: Path
+) -> None:
+    for save, flags in ((tmp_path / "half", f"--load {tmp_path / 'half'}"), (tmp_path / "run" / "checkpoints", "")):
+        convert(trained, save, source="megatronish", target="megatronish", dtype=torch.bfloat16)
+        # A step so small that no weight moves.
+        flags += f" {LLAMA} --tp 2 --train-iters 1 --lr 1e-30"
+        output = train_on_ranks(tiny(tmp_path / "run", flags), world_size=2)
+        assert f"took the weights of {save}" in output
+        found = native.read(tmp_path / "run").tensors
+        for name, tensor in native.read(trained).tensors.items():
+            assert torch.equal(found[name].read(), tensor.read().bfloat16().float()), name
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_nothing_is_written_over(tmp_path: Path, trained: Path) -> None:
@@ -157,8 +164,9 @@ def test_flags_that_would_do_nothing_are_refused(tmp_path: Path, options: dict[s
 
 
 def run_tool(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "tools/convert_checkpoint.py", *words]
-    return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_what_the_user_can_mend_ends_with_one_sentence_and_status_2(tmp_path: Path) -> None:
@@ -208,7 +216,7 @@ def test_a_model_larger_than_the_memory_that_is_allowed_is_converted(tmp_path: P
         done = subprocess.run(
             [sys.executable, "-c", IN_LITTLE_MEMORY, *words],
             # glibc gives blocks of more than 32 MB back when they are freed; here those of 1 MB, for tensors are small.
-            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"},
             capture_output=True,
             text=True,
             check=False,
