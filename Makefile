@@ -40,13 +40,20 @@ check: $(READY) ## format, lint, types and layering
 bench: $(READY) ## side by side with a plain PyTorch loop
 	$(RUN) benchmarks/against_plain_loop.py
 
+kernels: $(READY) ## compile the CUDA kernels (needs nvcc, no GPU) and print their registers and spills
+	$(RUN) -m megatronish.ops.build
+
+gpu: $(READY) ## the tests that need a GPU, with the CUDA kernels where they can be built
+	-$(RUN) setup.py --quiet build_ext --inplace
+	$(RUN) -m pytest -m gpu -rs
+
 venv: $(READY) ## the environment alone
 
 clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick test test-all test-peers check bench venv clean
+.PHONY: help pretrain quick test test-all test-peers check bench kernels gpu venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

@@ -1,0 +1,249 @@
+"""How are the kernels compiled: for CUDA, and for the CPU under the emulator?
+
+For setup.py, `make kernels` (`python -m megatronish.ops.build`) and the tests; nothing is ever compiled by an import.
+Objects are kept in build/kernels under a hash of all that goes into them, so a second build compiles what changed.
+"""
+
+import argparse
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "kernels"
+EMULATOR = SOURCES / "emulator"
+
+ARCHITECTURES = (80, 90, 100)  # machine code for each that nvcc knows, and PTX of the newest
+# Headers of this torch or any later one make a library that this one loads, and every later one.
+TARGET_TORCH = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
+
+class BuildError(RuntimeError):
+    """What is missing, or what the compiler said."""
+
+
+class Kernel(NamedTuple):
+    """What ptxas says of a kernel on one architecture."""
+
+    name: str
+    architecture: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+
+
+def build_cuda(output: Path) -> list[Kernel]:
+    """The shared library of all kernels for CUDA at `output`, and what its kernels take."""
+    nvcc, torch = find_nvcc(), find_torch()
+    known = _run([nvcc, "--list-gpu-code"]).split()
+    architectures = [number for number in ARCHITECTURES if f"sm_{number}" in known]
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+    targets.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    common = ["-std=c++17", "-O3", f"-I{SOURCES}", "-isystem", f"{torch}/include"]
+    host = f"-Xcompiler={','.join(('-fPIC', '-fvisibility=hidden', *WARNINGS[:2]))}"
+    cuda = [nvcc, *common, *targets, host, "-Werror", "all-warnings", "-lineinfo", "-Xptxas", "-v", "-c"]
+    plain = [find_compiler(), *common, TARGET_TORCH, *WARNINGS, "-fPIC", "-fvisibility=hidden", "-c"]
+    commands = dict.fromkeys(kernel_sources(), cuda) | {SOURCES / "bindings.cpp": plain}
+    objects = _compile(commands)
+    # torch_cuda is found through torch, where there is one: it may not be named, as builds for the CPU lack it.
+    libraries = ["-ltorch_cpu", "-lc10", "-Xlinker", "--no-as-needed,-ltorch,--no-undefined,-z,now"]
+    _link([nvcc, "-shared", "-cudart", "static"], objects, [f"-L{torch}/lib", *libraries], output)
+    return [kernel for each in objects for kernel in _kernels(each.with_suffix(".log").read_text())]
+
+
+def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Path:
+    """The shared library of `sources` (without any: of all kernels) for the CPU, under the emulator and its checker."""
+    torch = find_torch()
+    common = [find_compiler(), "-std=c++17", "-O1", "-g1", f"-I{SOURCES}", "-isystem", f"{torch}/include", *WARNINGS]
+    common += ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
+    # Accesses stay as they are written: the vectors of a struct are not taken apart, nor others made.
+    as_written = [
+        "-fno-tree-sra",
+        "-fno-ipa-sra",
+        "-fno-tree-vectorize",
+        "--param",
+        "tsan-instrument-func-entry-exit=0",
+    ]
+    kernels = [*common, "-fsanitize=thread", *as_written, "-x", "c++", "-c"]
+    commands = dict.fromkeys(sources or kernel_sources(), kernels)
+    commands |= {path: [*common, "-c"] for path in sorted(EMULATOR.glob("*.cpp"))}
+    libraries = ["-ldl"]
+    if bindings:
+        commands[SOURCES / "bindings.cpp"] = [*common, TARGET_TORCH, "-DMEGATRONISH_EMULATED", "-c"]
+        libraries += [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
+    objects = _compile(commands)
+    output = _cache() / f"emulated-{_hash(str(path) for path in objects)}.so"
+    if not output.exists():
+        _link([find_compiler(), "-shared"], objects, [*libraries, "-Wl,--no-undefined", "-Wl,-z,now"], output)
+    return output
+
+
+def kernel_sources() -> list[Path]:
+    """One .cu file for each family of operations."""
+    found = sorted(SOURCES.glob("*.cu"))
+    if not found:
+        raise BuildError(f"there are no kernels in {SOURCES}: build from a checkout of the repository")
+    return found
+
+
+def find_nvcc() -> str:
+    """CUDA's compiler, by CUDA_HOME or PATH."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    found = found or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if found is None:
+        raise BuildError(
+            "CUDA's compiler nvcc is not here, so the kernels cannot be built; install the CUDA toolkit or set "
+            "CUDA_HOME. Without kernels everything runs on the references in torch"
+        )
+    return found
+
+
+def find_compiler() -> str:
+    """A C++ compiler for the CPU: CXX, g++ or c++."""
+    for name in (os.environ.get("CXX"), "g++", "c++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise BuildError("there is no C++ compiler here: install g++, or name one in CXX")
+
+
+def find_torch() -> Path:
+    """The folder of torch, which need not be importable: pip hides it from a build in isolation."""
+    spec = importlib.util.find_spec("torch")
+    folders = [Path(spec.origin).parent] if spec is not None and spec.origin else []
+    folders += [Path(sysconfig.get_path(name)) / "torch" for name in ("platlib", "purelib")]
+    for folder in folders:
+        if (folder / "include" / "torch" / "csrc" / "stable").is_dir():
+            return folder
+    raise BuildError("the kernels are built against torch's headers: install torch 2.11 or newer first")
+
+
+def table(kernels: Iterable[Kernel]) -> str:
+    """A line for each kernel: registers on each architecture, the most shared memory and spills on any."""
+    by_name: dict[str, list[Kernel]] = {}
+    for each in kernels:
+        by_name.setdefault(each.name, []).append(each)
+    architectures = sorted(
+        {each.architecture for found in by_name.values() for each in found}, key=lambda name: int(name[3:])
+    )
+    lines = [f"registers on {', '.join(architectures)}; bytes of static shared memory, and spilled"]
+    for name, found in sorted(by_name.items()):
+        registers = {each.architecture: each.registers for each in found}
+        columns = "".join(f"{registers.get(architecture, 0):>4}" for architecture in architectures)
+        most = f"{max(each.shared_bytes for each in found):>6} {max(each.spill_bytes for each in found):>6}"
+        lines.append(f"{columns} {most}  {name}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """`make kernels`: compile all kernels, load what came out, print what they take; 1 if one spills registers."""
+    parser = argparse.ArgumentParser(description="Compile all CUDA kernels and print their registers and spills.")
+    parser.add_argument("--output", type=Path, help="the library (default: in build/kernels)")
+    output = parser.parse_args().output or _cache() / "kernels_cuda.so"
+    try:
+        kernels = build_cuda(output)
+        _run([sys.executable, "-c", f"import torch; torch.ops.load_library({str(output)!r})"])
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(table(kernels))
+    spilled = sorted({each.name for each in kernels if each.spill_bytes})
+    print(f"{output}: {len({each.name for each in kernels})} kernels, {len(spilled)} of them spill registers")
+    return 1 if spilled else 0
+
+
+def _run(command: Sequence[str]) -> str:
+    """What it printed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+def _cache() -> Path:
+    folder = ROOT / "build" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # the sources may belong to another
+        folder = Path(tempfile.gettempdir()) / f"megatronish-kernels-{os.getuid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _compile(commands: dict[Path, list[str]]) -> list[Path]:
+    """{source: command without its file names} -> objects, each with what the compiler said in a .log beside it."""
+    headers = [path.read_text() for path in sorted(SOURCES.rglob("*.h"))]
+    torch = (find_torch() / "version.py").read_text()
+
+    def compile_one(item: tuple[Path, list[str]]) -> Path:
+        source, command = item
+        key = _hash([*command, _version(command[0]), torch, str(source), source.read_text(), *headers])
+        output = _cache() / f"{source.stem}-{key}.o"
+        if not output.exists():
+            with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+                fresh = Path(folder) / output.name
+                said = _run([*command, str(source), "-o", str(fresh)])
+                output.with_suffix(".log").write_text(said)
+                fresh.replace(output)
+        return output
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, commands.items()))
+
+
+def _link(linker: Sequence[str], objects: Sequence[Path], libraries: Sequence[str], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        fresh = Path(folder) / output.name
+        _run([*linker, "-o", str(fresh), *map(str, objects), *libraries])
+        fresh.replace(output)
+
+
+def _kernels(log: str) -> list[Kernel]:
+    """What `-Xptxas -v` prints, kernel by kernel."""
+    entry = re.compile(
+        r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers([^\n]*)",
+        re.DOTALL,
+    )
+    found = []
+    for name, architecture, stores, loads, registers, rest in entry.findall(log):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        spilled = int(stores) + int(loads)
+        found.append(Kernel(name, architecture, int(registers), int(shared[1]) if shared else 0, spilled))
+    plain = _demangled([each.name for each in found])
+    return [each._replace(name=name) for each, name in zip(found, plain, strict=True)]
+
+
+def _demangled(names: Sequence[str]) -> list[str]:
+    """`softmax_forward<float>` for what the compiler calls it, where there is a tool that says so."""
+    if not names or shutil.which("c++filt") is None:
+        return list(names)
+    lines = _run(["c++filt", *names]).splitlines()
+    plain = (line.partition("(megatronish")[0] if line.count("(") > 1 else line for line in lines)
+    return [re.sub(r"^void |megatronish::|\(anonymous namespace\)::|c10::", "", line) for line in plain]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

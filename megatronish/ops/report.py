@@ -1,0 +1,13 @@
+"""Which fused operations are there, and what does a run say of them?"""
+
+import torch
+
+from megatronish.ops import softmax
+from megatronish.ops.library import Family, report_line
+
+FAMILIES: tuple[Family, ...] = (softmax.FAMILY,)
+
+
+def kernels_report(device: torch.device | str) -> list[str]:
+    """One line a family, for a run's first lines: where its operations run on this device, and why."""
+    return [report_line(family, torch.device(device)) for family in FAMILIES]
