@@ -61,7 +61,13 @@ class NullTokenizer(Tokenizer):
         self.eod = vocab_size - 1
 
     def encode(self, text: str) -> list[int]:
-        ids = [int(word) for word in text.split()]
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise UserError(
+                f"{text!r} is not numbers, which is what the null tokenizer reads; write ids, as in '5 17 3', or name "
+                "the text's own tokenizer with --tokenizer-model"
+            ) from None
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"token {token} is outside the vocabulary of {self.vocab_size} (--vocab-size)")

@@ -12,6 +12,7 @@ import torch
 from jobs import call_main, run_job, tiny, train_on_ranks, write_tokens
 from ranks import run_ranks
 from test_model import VARIANTS, VOCABULARY, S, model_of
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
 import tools.generate as tool
@@ -86,8 +87,8 @@ def logits_without_cache(model: GPT, tokens: Sequence[int]) -> Tensor:
     return model.logits(model.hidden(None, batch, step=None))[-1, 0, : model.vocab_size]
 
 
-def written(capsys: pytest.CaptureFixture[str], load: Path, **arguments: Any) -> str:
-    assert run(Arguments(load=load, prompt=(PROMPT,), **arguments)) == 0
+def written(capsys: pytest.CaptureFixture[str], load: Path, prompt: str = PROMPT, **arguments: Any) -> str:
+    assert run(Arguments(load=load, prompt=(prompt,), **arguments)) == 0
     return capsys.readouterr().out
 
 
@@ -325,3 +326,17 @@ def test_a_run_ends_with_a_sample(tmp_path: Path, data: str, prompt: str) -> Non
 def test_made_up_tokens_are_no_text_and_have_no_sample(tmp_path: Path) -> None:
     ended = call_main(tiny(tmp_path / "run", "--sample-prompt hello --exit-interval 1"))
     assert ended.status == 0 and "a sample" not in ended.output
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_one_of_ones_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    train_on_ranks(tiny(tmp_path / "run", "--train-iters 1"))
+    words = {f"w{token}": token for token in range(100)} | {"</s>": 100}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="'w1' is not numbers, which is what the null tokenizer reads"):
+        run(Arguments(load=tmp_path / "run", prompt=("w1",)))
+    options: dict[str, Any] = {"temperature": 0.0, "num_tokens": 4}
+    ids = written(capsys, tmp_path / "run", prompt="1", **options)
+    text = written(capsys, tmp_path / "run", prompt="w1", tokenizer_model=tmp_path / "tokenizer.json", **options)
+    assert text.split() == [f"w{token}" for token in ids.split()]

@@ -11,6 +11,7 @@ import tokenizers
 
 from megatronish.config.data import DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.errors import UserError
 from megatronish.tokenizer import BytesTokenizer, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -124,6 +125,8 @@ def test_bytes_and_numbers() -> None:
     assert (numbers.eod, numbers.encode("3 5"), numbers.decode([3, 5])) == (9, [3, 5], "3 5")
     with pytest.raises(ValueError, match="token 10 is outside the vocabulary of 10"):
         numbers.encode("10")
+    with pytest.raises(UserError, match=r"'def x' is not numbers, .* or name the text's own tokenizer with"):
+        numbers.encode("def x")
 
 
 def test_mock_data_needs_no_tokenizer() -> None:

@@ -45,6 +45,8 @@ class Arguments:
     """Key of an object that holds text."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
+    tokenizer_model: Path | None = None
+    """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
     per_document: bool = False
     """Documents do not see each other: each begins a window of its own, and its first token is not predicted."""
     seq_length: int | None = None
@@ -86,7 +88,7 @@ class Task:
 
 def prepare(arguments: Arguments, place: Place | None) -> Task:
     """Everything that can be wrong shows here, before any rank is started."""
-    found = find_trained(arguments.load, step=arguments.ckpt_step)
+    found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length
     stride = seq_length if arguments.stride is None else arguments.stride

@@ -40,6 +40,8 @@ class Arguments:
     """A run folder, its checkpoints folder or one step's folder."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
+    tokenizer_model: Path | None = None
+    """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to go on from; nothing begins a document. Without any, a new line is gone on from."""
     prompts_file: Path | None = None
@@ -122,7 +124,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 def prepare(arguments: Arguments) -> Task:
     """Everything that can be wrong shows here, before any rank is started."""
     check(arguments)
-    found = find_trained(arguments.load, step=arguments.ckpt_step)
+    found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(
         ParallelConfig(
             tensor_model_parallel_size=arguments.tensor_model_parallel_size,

@@ -16,6 +16,7 @@ from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.tokenizer_names import TokenizerType
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.mesh.groups import Mesh
@@ -55,6 +56,13 @@ class Found(NamedTuple):
             raise UserError("\n".join(wrong))
         return config
 
+    def with_tokenizer(self, path: Path) -> "Found":
+        """The same, whose text becomes tokens by a file or folder of one's own."""
+        kind: TokenizerType = "huggingface" if path.is_dir() or path.suffix == ".json" else "sentencepiece"
+        vocab_size = self.description.vocab_size
+        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), vocab_size=vocab_size)
+        return self._replace(description=replace(self.description, data=data))
+
 
 class Trained(NamedTuple):
     """This rank's share of a model, and what there is to know of it."""
@@ -64,12 +72,16 @@ class Trained(NamedTuple):
     step: int
 
 
-def find_trained(load: Path, *, step: int | None = None) -> Found:
-    """From a run folder, its checkpoints folder or one step's folder; UserError if it holds no checkpoint."""
+def find_trained(load: Path, *, step: int | None = None, tokenizer: Path | None = None) -> Found:
+    """From a run folder, its checkpoints folder or one step's folder; UserError if it holds no checkpoint.
+
+    `tokenizer` is a file or folder to use instead of the checkpoint's own.
+    """
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
     if checkpoint is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    return Found(checkpoint, read_state(checkpoint)["step"], description_of(checkpoint))
+    found = Found(checkpoint, read_state(checkpoint)["step"], description_of(checkpoint))
+    return found if tokenizer is None else found.with_tokenizer(tokenizer)
 
 
 def load_model(
