@@ -149,7 +149,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, its own if it is contiguous."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class TorchFileWriter:
