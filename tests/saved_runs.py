@@ -43,10 +43,10 @@ def assert_same_bits(one: Path, other: Path) -> None:
         assert torch.equal(tensor.view(torch.int32), after[name].view(torch.int32)), name
 
 
-def save_value(folder: Path, value: float) -> None:
-    """A checkpoint of step 4 whose tensor holds `value`."""
+def save_value(folder: Path, value: float, *, step: int = 4) -> None:
+    """A checkpoint whose tensor holds `value`."""
     tensors = {"model.weight": alone(torch.full((64,), value))}
-    save_checkpoint(folder, step=4, tensors=tensors, state={"value": value}, mesh=Mesh.start())
+    save_checkpoint(folder, step=step, tensors=tensors, state={"value": value}, mesh=Mesh.start())
 
 
 def saved_value(folder: Path) -> float | None:

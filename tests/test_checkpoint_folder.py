@@ -1,5 +1,7 @@
 """Which checkpoint a run goes on from, and which ones stay."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -8,6 +10,8 @@ from jobs import checkpoints_of, run_job, state_of, steps_of, tiny, train_on_ran
 
 from megatronish.checkpoint.storage import Reader
 from megatronish.checkpoint.tensors import stored_shapes
+from megatronish.config.read import read_config
+from megatronish.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +74,96 @@ def test_an_optimizer_can_be_left_out(tmp_path: Path, six_steps: Path) -> None:
     assert state_of(run_dir, 6)["optimizer_steps"] == 3
     assert steps_of(run_dir)[4] == steps_of(six_steps)[4]  # the weights are the same,
     assert steps_of(run_dir)[6] != steps_of(six_steps)[6]  # momentum is not
+
+
+# What stays
+
+
+def kept(run_dir: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return [int(name.removeprefix("step_")) for name in checkpoints_of(run_dir) if name.startswith("step_")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("", [1, 2, 3, 4, 5, 6, 7]),
+        ("--keep-last 2", [6, 7]),
+        ("--keep-last 1", [7]),
+        ("--keep-last 100", [1, 2, 3, 4, 5, 6, 7]),
+        ("--keep-every 3", [3, 6, 7]),
+        ("--save-retain-interval 3", [3, 6, 7]),
+        ("--keep-last 2 --keep-every 2", [2, 4, 6, 7]),
+        ("--keep-last 2 --async-save", [6, 7]),
+    ],
+)
+def test_the_newest_and_every_so_many_steps_stay(tmp_path: Path, flags: str, steps: list[int]) -> None:
+    train_on_ranks(tiny(tmp_path / "run", f"--train-iters 7 --save-interval 1 {flags}"))
+    assert kept(tmp_path / "run") == steps
+    assert checkpoints_of(tmp_path / "run") == ["latest", *(f"step_{step:08d}" for step in steps)]
+
+
+def test_newest_is_what_was_saved_last(tmp_path: Path, six_steps: Path) -> None:
+    """After a run has gone back, steps beyond are the older ones."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(six_steps, run_dir)
+    train_on_ranks(tiny(run_dir, "--ckpt-step 2 --save-interval 1 --exit-interval 3 --keep-last 2"))
+    assert kept(run_dir) == [3, 6]
+    train_on_ranks(tiny(run_dir, "--save-interval 1 --exit-interval 4 --keep-last 2"))
+    assert kept(run_dir) == [3, 4]
+
+
+def test_nothing_is_removed_that_a_run_did_not_write(tmp_path: Path) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    train_on_ranks(tiny(run_dir, "--train-iters 4 --save-interval 1"))
+    folder = run_dir / "checkpoints"
+    (folder / "step_00000002").rename(elsewhere)
+    (folder / "step_00000002").symlink_to(elsewhere)
+    (folder / "step_00000003" / "checksums.json").unlink()  # it may be anything
+    (folder / "step_1").mkdir()
+    os.utime(folder / "step_1", (0, 0))
+    (folder / "step_00000000").write_text("mine")
+    (folder / "best").mkdir()
+    train_on_ranks(tiny(run_dir, "--train-iters 6 --save-interval 1 --keep-last 1"))
+    left = ["best", "latest", "step_00000000", "step_00000002", "step_00000003", "step_00000006", "step_1"]
+    assert checkpoints_of(run_dir) == left
+    assert len(list(elsewhere.iterdir())) == 4
+
+
+def test_what_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ended = run_job(tiny(run_dir, "--train-iters 4 --save-interval 1 --keep-last 2"), tmp_path, plant=fail_to_remove)
+    assert ended.status == 0 and "Traceback" not in ended.errors, ended
+    old = run_dir / "checkpoints" / "step_00000001"
+    assert f"the old checkpoint {old} could not be removed: Operation not permitted\n" in ended.errors
+    assert kept(run_dir) == [3, 4]
+
+
+def fail_to_remove() -> None:
+    """Planted in a job: the system does not let it remove the first folder that it tries to."""
+    remove, left = shutil.rmtree, [1]
+
+    def rmtree(path: Path, **options: object) -> None:
+        if path.name.endswith(".removed") and left:
+            left.clear()
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        remove(path, **options)
+
+    shutil.rmtree = rmtree  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            "--keep-every 3 --save-interval 2",
+            "keep_every=3 must be divisible by save_interval=2, .* use --keep-every 4",
+        ),
+        ("--keep-every 3", "keep_every=3 keeps none .* add --save-interval"),
+        ("--keep-last 0", "keep_last=0 must be at least 1"),
+        ("--non-persistent-save-interval 5", "use a smaller --save-interval with --async-save --keep-last N"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(tmp_path: Path, flags: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        read_config(tiny(tmp_path / "run", flags))

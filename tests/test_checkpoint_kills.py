@@ -3,11 +3,14 @@
 import errno
 import itertools
 import os
+import random
 import re
+import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from jobs import checkpoints_of, run_job, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import save_value, saved_value
 
-from megatronish.checkpoint.folder import remove_leftovers
+from megatronish.checkpoint.folder import remove_leftovers, remove_old
 from megatronish.errors import RunError
 from megatronish.launch.place import Place
 from megatronish.train.engine import Engine
@@ -64,23 +67,29 @@ class Point:
             self.kill()
 
 
-def save_killed_at_every_point(place: Place, folder: Path, before: float | None) -> list[float | None]:
-    """What is there after a kill at each point of a save over `before`."""
+def save_and_remove(folder: Path, value: float) -> None:
+    """What a run does with --keep-last 1."""
+    save_value(folder, value)
+    assert remove_old(folder, keep_last=1, keep_every=None) == []
+
+
+def save_killed_at_every_point(place: Place, folder: Path, before: int | None) -> list[float | None]:
+    """What is there after a kill at each point of a save, where a checkpoint of step `before` holds 1."""
     found = []
     for point in itertools.count(1):
         run = folder / str(point)
         if before is not None:
-            save_value(run, before)
+            save_value(run, 1.0, step=before)
         child = os.fork()
         if child == 0:
             Point(point, lambda: os.kill(os.getpid(), signal.SIGKILL)).install()
-            save_value(run, 2.0)
+            save_and_remove(run, 2.0)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         remove_leftovers(run)
         found.append(saved_value(run))
         assert not any(path.name.startswith(".") for path in run.glob("*"))
-        save_value(run, 3.0)  # goes on as if nothing had been
+        save_and_remove(run, 3.0)  # goes on as if nothing had been
         assert saved_value(run) == 3.0
         assert sorted(path.name for path in run.iterdir()) == ["latest", "step_00000004"]
         if os.WIFEXITED(status):
@@ -89,44 +98,83 @@ def save_killed_at_every_point(place: Place, folder: Path, before: float | None)
     raise AssertionError
 
 
-@pytest.mark.parametrize("before", [None, 1.0], ids=["the-first", "another-of-the-same-step"])
+@pytest.mark.parametrize("before", [None, 4, 3], ids=["the-first", "another-of-the-same-step", "one-to-be-removed"])
 def test_a_save_killed_at_any_point_leaves_the_checkpoint_before_or_the_new_one(
-    tmp_path: Path, before: float | None
+    tmp_path: Path, before: int | None
 ) -> None:
     (found,) = run_ranks(1, save_killed_at_every_point, tmp_path, before)
-    assert len(found) > 15
+    assert len(found) > 20
     arrived = found.index(2.0)
-    assert found == [before] * arrived + [2.0] * (len(found) - arrived)
+    assert found == [None if before is None else 1.0] * arrived + [2.0] * (len(found) - arrived)
 
 
-def save_on_a_full_disk(place: Place, folder: Path, fails_at: int) -> tuple[str, float | None, list[str]]:
-    """What the save says whose write number `fails_at` finds no room, what is loaded then, and what is left."""
-    save_value(folder, 1.0)
-    count, sync = itertools.count(1), os.fsync
+# A full disk
 
-    def no_room(descriptor: int) -> None:
-        if next(count) == fails_at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(descriptor)
 
-    os.fsync = no_room
-    try:
-        save_value(folder, 2.0)
-    except RunError as error:
-        return str(error), saved_value(folder), sorted(path.name for path in folder.iterdir())
-    finally:
-        os.fsync = sync
+def save_on_a_full_disk(place: Place, folder: Path) -> list[tuple[str, float | None]]:
+    """What the save says whose first, second, ... write finds no room, and what is loaded then; until all have room."""
+    told = []
+    sync = os.fsync
+    for fails_at in itertools.count(1):
+        run, count = folder / str(fails_at), itertools.count(1)
+        save_value(run, 1.0)
+
+        def no_room(descriptor: int, count: Iterator[int] = count, fails_at: int = fails_at) -> None:
+            if next(count) == fails_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            sync(descriptor)
+
+        os.fsync = no_room
+        try:
+            save_value(run, 2.0)
+        except RunError as error:
+            told.append((str(error), saved_value(run)))
+        else:
+            return told
+        finally:
+            os.fsync = sync
+        remove_leftovers(run)
+        assert sorted(path.name for path in run.iterdir() if path.suffix != ".new") == ["latest", "step_00000004"]
     raise AssertionError
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3])
-def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, fails_at: int) -> None:
-    ((sentence, value, left),) = run_ranks(1, save_on_a_full_disk, tmp_path, fails_at)
-    assert re.match(
-        r"the checkpoint of step 4 could not be written to .*: No space left on device\. Those before", sentence
+def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, save_on_a_full_disk, tmp_path)
+    # Tensors, metadata, their sums, the state, all sums, the pointer; and the names of all these.
+    assert len(told) > 8
+    for sentence, _ in told:
+        begins = r"the checkpoint of step 4 could not be written to .*: No space left on device\. Those before"
+        assert re.match(begins, sentence)
+    values = [value for _, value in told]
+    assert values == [1.0] * values.count(1.0) + [2.0] * values.count(2.0)
+    assert values.count(1.0) > 6  # only the pointer comes after the checkpoint itself
+
+
+def little_room(num_bytes: int) -> None:
+    """Planted in a job: a rank writes no file beyond that."""
+    run = Engine.step
+
+    def stepped(self: Engine, *arguments: Any, **options: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+        return run(self, *arguments, **options)
+
+    Engine.step = stepped  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_bytes", [2000, 20_000, 100_000])
+def test_whatever_file_finds_no_room_the_run_says_so(tmp_path: Path, num_bytes: int) -> None:
+    """Tensors are cut short in the middle of a write, or before the first."""
+    argv = tiny(tmp_path / "run", f"--train-iters 2 --save {tmp_path / 'full'}")
+    ended = run_job(argv, tmp_path, plant=little_room, plant_args=(num_bytes,))
+    assert ended.status == 1
+    told = (
+        rf"the checkpoint of step 2 could not be written to {tmp_path / 'full'}: File too large\. Those before it are"
     )
-    assert value == 1.0
-    assert left == ["latest", "step_00000004"]
+    assert re.match(told, ended.errors), ended.errors
+    assert [path.name for path in (tmp_path / "full").iterdir() if path.name != ".lock"] == []
+
+
+# Whole runs
 
 
 def kill_all_at(event: str, text: str, occurrence: int) -> None:
@@ -161,28 +209,80 @@ KILLS: dict[str, tuple[Callable[..., None], tuple[Any, ...], int]] = {
     "while-tensors-are-written": (kill_all_at, ("open", ".step_00000004.partial/__0_0.distcp", 1), 2),
     "before-the-state": (kill_all_at, ("open", ".step_00000004.partial/state.json", 1), 2),
     "before-it-has-its-name": (kill_all_at, ("os.rename", ".step_00000004.partial/", 1), 2),
+    "before-the-sums": (kill_all_at, ("open", ".step_00000004.partial/checksums.json", 2), 2),
     "before-the-pointer": (kill_all_at, ("open", "checkpoints/latest", 2), 4),
+    "before-an-old-one-is-removed": (kill_all_at, ("os.rename", "checkpoints/step_00000002", 1), 4),
+    "while-an-old-one-is-removed": (kill_all_at, ("os.rmdir", ".step_00000002.removed", 1), 4),
 }
 
 
 @pytest.mark.parametrize(
-    ("moment", "layout"),
+    ("moment", "flags"),
     [
         *((moment, "") for moment in KILLS),
-        *((moment, "--tp 2 --pp 2") for moment in list(KILLS)[1::2]),
+        *((moment, "--tp 2 --pp 2") for moment in list(KILLS)[1::3]),
+        *((moment, "--async-save") for moment in list(KILLS)[2:]),
+        *((moment, "--async-save --tp 2 --pp 2") for moment in list(KILLS)[3::3]),
     ],
 )
 def test_a_killed_run_resumes_as_if_nothing_had_been(
-    tmp_path: Path, six_steps: Path, six_steps_of_four: Path, moment: str, layout: str
+    tmp_path: Path, six_steps: Path, six_steps_of_four: Path, moment: str, flags: str
 ) -> None:
     plant, arguments, resumed_from = KILLS[moment]
-    argv = tiny(tmp_path / "run", f"--save-interval 2 {layout}")
+    removes = "removed" in moment
+    argv = tiny(tmp_path / "run", f"--save-interval 2 {flags} {'--keep-last 1' if removes else ''}")
     killed = run_job(argv, tmp_path, plant=plant, plant_args=arguments)
     assert killed.status == -signal.SIGKILL
-    output = train_on_ranks(argv, world_size=4 if layout else 1)
+    output = train_on_ranks(argv, world_size=4 if "tp" in flags else 1)
     assert "continuing from" not in output if resumed_from == 0 else f"step_{resumed_from:08d}" in output
-    assert steps_of(tmp_path / "run") == steps_of(six_steps_of_four if layout else six_steps)
-    assert checkpoints_of(tmp_path / "run") == ["latest", "step_00000002", "step_00000004", "step_00000006"]
+    assert steps_of(tmp_path / "run") == steps_of(six_steps_of_four if "tp" in flags else six_steps)
+    left = ["step_00000006"] if removes else ["step_00000002", "step_00000004", "step_00000006"]
+    assert checkpoints_of(tmp_path / "run") == ["latest", *left]
+
+
+def kill_after(seconds: float, rank: int | None) -> None:
+    """Planted in a job: SIGKILL to all of it, or to one rank, so long after its first step."""
+    run, begun = Engine.step, threading.Event()
+
+    def kill() -> None:
+        if rank is None:
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepped(self: Engine, *arguments: Any, **options: Any) -> Any:
+        if not begun.is_set() and self.mesh.world.rank == (rank or 0):
+            begun.set()
+            timer = threading.Timer(seconds, kill)
+            timer.daemon = True
+            timer.start()
+        return run(self, *arguments, **options)
+
+    Engine.step = stepped  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "num_kills"), [("", 1, 12), ("--tp 2 --dp 2 --zero-stage 1", 4, 5)])
+def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_been(
+    tmp_path: Path, layout: str, world_size: int, num_kills: int
+) -> None:
+    """Again and again, in steps and in saves: with --save-interval 1 something is always being written."""
+    numbers = random.Random(num_kills)
+    flags = f"--num-layers 1 --train-iters 60 {layout}"
+    train_on_ranks(tiny(tmp_path / "whole", flags), world_size=world_size)
+    argv = tiny(tmp_path / "run", f"{flags} --save-interval 1 --async-save --keep-last 2")
+    killed = 0
+    while killed < num_kills:
+        rank = numbers.randrange(world_size) if world_size > 1 and killed % 3 == 2 else None
+        ended = run_job(argv, tmp_path, plant=kill_after, plant_args=(numbers.uniform(0.0, 0.5), rank))
+        if ended.status == 0:
+            break  # it was quicker
+        assert ended.status == (-signal.SIGKILL if rank is None else 1), ended
+        assert rank is None or f"rank {rank} failed: killed by SIGKILL" in ended.errors
+        killed += 1
+        assert len([name for name in checkpoints_of(tmp_path / "run") if name.startswith("step_")]) <= 3
+    assert killed >= 3
+    train_on_ranks(argv, world_size=world_size)
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+    assert checkpoints_of(tmp_path / "run") == ["latest", "step_00000059", "step_00000060"]
 
 
 def test_a_run_killed_while_it_replaced_its_only_checkpoint_has_it_still(tmp_path: Path, six_steps: Path) -> None:

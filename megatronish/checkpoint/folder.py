@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def steps_in(folder: Path) -> dict[int, Path]:
     """The whole checkpoints of a `checkpoints/` folder, by step."""
     if not folder.is_dir():
         return {}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := NAME.fullmatch(path.name))}
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    found = {int(match[1]): path for path in folders if (match := NAME.fullmatch(path.name))}
     return {step: found[step] for step in sorted(found)}
 
 
@@ -89,11 +91,17 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
 
 
 def _saved_at(folder: Path) -> float:
-    """In seconds since 1970. Of a damaged one it is a guess, which lets it be found, and told, if it is the newest."""
+    """In seconds since 1970. Of a damaged one the latest guess: it is found, and told, if it may be the newest."""
     try:
-        return float(read_state(folder).get("saved_at", 0.0))
-    except (UserError, TypeError, ValueError):
-        return folder.stat().st_mtime if folder.exists() else 0.0
+        return float(read_state(folder)["saved_at"])
+    except (UserError, TypeError, ValueError, LookupError):
+        pass
+    state, guesses = folder / STATE, [0.0]
+    with suppress(OSError):
+        guesses.append((state if state.exists() else folder).stat().st_mtime)
+    with suppress(OSError, TypeError, ValueError, LookupError, RecursionError):
+        guesses.append(float(json.loads(state.read_text())["saved_at"]))
+    return max(guesses)
 
 
 def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
@@ -124,11 +132,11 @@ def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -
     """
     if keep_last is None and keep_every is None:
         return []
+    ours = [path for path in by_age(folder) if not path.is_symlink() and (path / CHECKSUMS).is_file()]
     complaints = []
-    for old in by_age(folder)[: -(keep_last or 1)]:
+    for old in ours[: -(keep_last or 1)]:
         step = int(old.name.removeprefix("step_"))
-        kept = keep_every is not None and step % keep_every == 0
-        if kept or old.name != name_of(step) or old.is_symlink() or not (old / CHECKSUMS).is_file():
+        if old.name != name_of(step) or (keep_every is not None and step % keep_every == 0):
             continue
         try:
             aside = old.rename(folder / f".{old.name}.removed")
