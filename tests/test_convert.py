@@ -17,10 +17,11 @@ from jobs import state_of, tiny, train_on_ranks
 from safetensors.torch import load_file
 
 import tools.convert_checkpoint as tool
-from megatronish.checkpoint import hf, native
+from megatronish.checkpoint import hf, native, tokenizer_files
 from megatronish.checkpoint.convert import FORMATS, convert
 from megatronish.checkpoint.safetensors_files import FILE, nbytes_of
 from megatronish.checkpoint.weights import LazyTensor, Model, from_ours
+from megatronish.config.data import DataConfig
 from megatronish.errors import RunError, UserError
 from megatronish.train.keep import FACTS, POSITION
 from tools.convert_checkpoint import Arguments
@@ -104,6 +105,29 @@ def test_nothing_is_written_over(tmp_path: Path, trained: Path) -> None:
         to_ours(GOLDEN / "llama", tmp_path / "empty")
 
 
+@pytest.mark.parametrize("target", FORMATS)
+def test_a_folder_may_be_empty_and_here_and_reached_by_a_link(
+    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "linked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    monkeypatch.chdir(tmp_path / "here")
+    for save in (Path(), tmp_path / "link"):
+        convert(GOLDEN / "llama", save, source="hf", target=target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "linked"]
+    assert len(list((tmp_path / "linked").iterdir())) == 2
+
+
+def test_what_cannot_be_written_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for target in FORMATS:
+        with pytest.raises((RunError, UserError), match=r"(?i)not a directory|exists"):
+            convert(GOLDEN / "llama", tmp_path / "file", source="hf", target=target)
+        with pytest.raises(RunError, match="Not a directory"):
+            convert(GOLDEN / "llama", tmp_path / "file" / "save", source="hf", target=target)
+
+
 def fails() -> torch.Tensor:
     raise OSError(28, "No space left on device")
 
@@ -130,6 +154,26 @@ def test_a_tensor_that_the_target_has_no_place_for_is_left_out_where_that_is_all
         )
     assert report.unmatched_out == ("head.weight",)
     assert hf.HEAD not in load_file(tmp_path / "theirs" / FILE)
+
+
+def test_the_tokenizer_that_a_run_names_travels_along_under_the_name_that_others_look_for(tmp_path: Path) -> None:
+    for name in ("demo.model", "bpe.json", "tokenizer_config.json", "vocab.bpe"):
+        (tmp_path / name).touch()
+    cases = {
+        "demo.model": DataConfig(tokenizer_type="sentencepiece", tokenizer_model=str(tmp_path / "demo.model")),
+        "bpe.json": DataConfig(tokenizer_type="huggingface", tokenizer_model=str(tmp_path / "bpe.json")),
+        "vocab.bpe": DataConfig(
+            tokenizer_type="huggingface", vocab_file=str(tmp_path / "bpe.json"), merge_file=str(tmp_path / "vocab.bpe")
+        ),
+        "": DataConfig(tokenizer_type="bytes"),
+    }
+    found = {name: sorted(tokenizer_files.files_of(data)) for name, data in cases.items()}
+    assert found == {
+        "demo.model": ["tokenizer.model"],
+        "bpe.json": ["tokenizer.json", "tokenizer_config.json"],
+        "vocab.bpe": ["merges.txt", "vocab.json"],
+        "": [],
+    }
 
 
 def told(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> str:

@@ -16,13 +16,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     RunError if the disk is full or fails. Nothing of it stays then.
     """
-    if path.is_dir() and not any(path.iterdir()):
-        path.rmdir()
-    if path.exists():
-        raise UserError(f"{path} exists already and nothing is overwritten; name a folder that does not exist")
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise UserError(f"{path} exists already and nothing is overwritten; name a folder that does not exist")
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         sync_files(partial)
