@@ -52,13 +52,12 @@ setup(
         "einops>=0.8",
         "sentencepiece>=0.2",
         "tokenizers>=0.20",
-        "safetensors>=0.4",  # for the conversion of checkpoints, which is to come
         "tensorboard>=2.16",
         "tqdm>=4.66",
         "matplotlib>=3.8",
         "tyro>=1.0",
     ],
-    extras_require={"test": ["pytest>=8", "ruff", "mypy"]},
+    extras_require={"test": ["pytest>=8", "ruff", "mypy", "safetensors>=0.4"]},
     classifiers=[
         "Operating System :: MacOS",
         "Operating System :: POSIX :: Linux",
