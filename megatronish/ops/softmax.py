@@ -42,7 +42,7 @@ def causal_visibility(queries: int, keys: int, window_size: int | None, device: 
 def _masked_reference(scores: Tensor, visible: Tensor | None, scale: float) -> Tensor:
     if scores.numel() == 0:
         return like(scores)
-    scaled = scores.to(accumulation_dtype(scores.dtype), memory_format=torch.contiguous_format) * scale
+    scaled = scores.contiguous().to(accumulation_dtype(scores.dtype)) * scale
     if visible is not None:
         scaled = scaled.masked_fill(~visible, -torch.inf)
     sees_nothing = scaled.amax(-1, keepdim=True) == -torch.inf
@@ -59,7 +59,7 @@ def _causal_reference(scores: Tensor, scale: float, window_size: int | None = No
 def _backward_reference(grad: Tensor, probabilities: Tensor, scale: float, *_: Any) -> Tensor:
     # Probabilities are 0 where nothing is seen, so visibility is not asked again.
     dtype = accumulation_dtype(grad.dtype)
-    g, y = (x.to(dtype, memory_format=torch.contiguous_format) for x in (grad, probabilities))
+    g, y = (x.contiguous().to(dtype) for x in (grad, probabilities))
     return (y * (g - (y * g).sum(-1, keepdim=True)) * scale).to(grad.dtype)
 
 
