@@ -1,22 +1,27 @@
 """Checkpoints of any layout load into any other bit by bit, and a rank reads what it needs of them."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from jobs import VOCABULARY, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
-from saved_runs import assert_same_bits, build_engine, read_whole
+from saved_runs import alone, assert_same_bits, build_engine, read_whole
 
 from megatronish.checkpoint.folder import read_state
+from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import save_checkpoint
+from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.read import read_config
 from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import leave
+from megatronish.mesh.groups import Mesh, leave
+from megatronish.mesh.layout import Layout
 from megatronish.model.block import TransformerBlock
 from megatronish.model.gpt import MakeBlock
+from megatronish.sharding import Piece
 from megatronish.train.evaluate import mean_loss
 from megatronish.train.keep import resume, tensors_of
 
@@ -152,3 +157,91 @@ def test_a_resumed_run_repeats_every_bit(tmp_path: Path, flags: str, world_size:
     if "bf16" in flags:  # what is saved are the masters, which bf16 cannot hold
         weights = read_whole(one)["model.layers.0.mlp.fc1.weight"]
         assert not torch.equal(weights, weights.bfloat16().float())
+
+
+# What a rank reads, and holds
+
+
+def bytes_read() -> int:
+    """By this process from files, so far."""
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
+class Reading(NamedTuple):
+    """What loading a checkpoint took on one rank, in bytes."""
+
+    read: int  # from files of tensors
+    own: int  # what this rank keeps
+    pieces: int
+    stored: int  # in all files of tensors
+
+
+def read_in_the_same_layout(place: Place, argv: list[str], folder: Path) -> Reading:
+    """Save what this layout holds, and load it again."""
+    _, engine = build_engine(place, argv)
+    tensors = tensors_of(engine, with_optimizer=True)
+    checkpoint = save_checkpoint(folder, step=1, tensors=tensors, state={}, mesh=engine.mesh)
+    load_tensors(checkpoint, tensors, mesh=engine.mesh)  # whatever is imported on the way
+    before = bytes_read()
+    load_tensors(checkpoint, tensors, mesh=engine.mesh)
+    described = sum((checkpoint / name).stat().st_size for name in (".metadata", "checksums.json"))
+    pieces = [torch.Size(piece.sizes).numel() for tensor in tensors.values() for piece in tensor.pieces]
+    stored = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
+    read = bytes_read() - before - described
+    leave()
+    return Reading(read, 4 * sum(pieces), len(pieces), stored)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux, which counts what a process reads")
+@pytest.mark.parametrize(
+    ("layout", "shared_by"),
+    [
+        ("--dp 2", 1),
+        ("--tp 2", 2),
+        ("--pp 2", 2),  # but for the small embedding, which is on both stages
+        ("--dp 2 --zero-stage 1", 2),
+        ("--dp 2 --zero-stage 2", 2),
+        ("--dp 2 --zero-stage 3", 2),
+        ("--dp 2 --tp 2 --zero-stage 1", 4),
+    ],
+)
+def test_in_the_same_layout_a_rank_reads_its_own_bytes_alone(tmp_path: Path, layout: str, shared_by: int) -> None:
+    argv = tiny(tmp_path / "run", f"--hidden-size 96 --ffn-hidden-size 384 {layout}")
+    world_size = read_config(argv).config.layout.world_size
+    for rank in run_ranks(world_size, read_in_the_same_layout, argv, tmp_path / "saved"):
+        assert rank.own <= rank.read <= rank.own + 2000 * rank.pieces, rank  # a header each, in torch's format
+        assert rank.stored == pytest.approx(shared_by * rank.read, rel=0.2), rank
+
+
+def peak_while_loading(place: Place, folder: Path, cut: int) -> int:
+    """By how many bytes this rank grows above its own share, a part of every tensor."""
+    mesh = Mesh.start(Layout(dp=place.world_size), rank=place.rank, init_method=place.rendezvous)
+    tensors = {}
+    for name in (f"model.{number}" for number in range(24)):
+        size = [512, 1024]
+        size[cut] //= place.world_size
+        offset = tuple(size[cut] * place.rank if dim == cut else 0 for dim in range(2))
+        piece = Piece(offset, (0, 0), tuple(size))
+        tensors[name] = GlobalTensor((512, 1024), (piece,), torch.zeros(size), writes=False)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = peak()
+    load_tensors(folder, tensors, mesh=mesh)
+    grown = peak() - before
+    assert all(tensor.local.eq(1.0).all() for tensor in tensors.values())
+    leave()
+    return grown
+
+
+def peak() -> int:
+    """The most memory this process has held."""
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux, which tells the peak of memory")
+@pytest.mark.parametrize("cut", [0, 1])
+def test_in_another_layout_no_rank_holds_more_than_a_tensor_beside_its_own(tmp_path: Path, cut: int) -> None:
+    tensor_bytes = 4 * 512 * 1024
+    tensors = {f"model.{number}": alone(torch.ones(512, 1024)) for number in range(24)}
+    checkpoint = save_checkpoint(tmp_path, step=1, tensors=tensors, state={}, mesh=Mesh.start())
+    for grown in run_ranks(4, peak_while_loading, checkpoint, cut):
+        assert grown < 4 * tensor_bytes  # of 24: the bytes of one and the tensor in them, and what Python needs

@@ -109,7 +109,7 @@ def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
     folder = partial.parent
     target = folder / name_of(step)
     # Whatever the clock of this machine says: the next start goes on from this one.
-    saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in by_age(folder)[-1:])])
+    saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in steps_in(folder).values())])
     write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1))
     Checksums.read(partial).with_other_files().write()
     aside = folder / f".{name_of(step)}.replaced"
