@@ -1,0 +1,32 @@
+"""Does compute-sanitizer find anything in the kernels on a GPU, which the emulator could not?"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernel_runs import kernels
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("family", ["softmax"])
+def test_the_sanitizer_is_content(family: str, tool: str) -> None:
+    kernels("cuda")
+    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer, of the CUDA toolkit, is not here")
+    pytest_command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", "not 2_to_the_31"]
+    done = subprocess.run(
+        [sanitizer, f"--tool={tool}", "--error-exitcode=99", *pytest_command, str(TESTS / f"test_kernels_{family}.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        # Each tensor an allocation of its own, so that an access beyond its end is one beyond all.
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
