@@ -65,7 +65,7 @@ class Save(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """In turn, or because somebody asked."""
-        if self._pending is not None and self._pending.future.done():
+        if not self.is_writing:
             self._collect()
         interval = self.config.save_interval
         due = interval is not None and record.step % interval == 0
@@ -77,6 +77,11 @@ class Save(Hook):
         self._wait()
         if self.saved_step != trainer.progress.step:
             self._save_now(trainer)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a thread is at work."""
+        return self._pending is not None and not self._pending.future.done()
 
     def __enter__(self) -> "Save":
         return self
