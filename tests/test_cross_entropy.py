@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from megatronish.launch.place import Place
-from megatronish.layers import cross_entropy
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.mesh.groups import Axis, Mesh
 from megatronish.mesh.layout import Layout
+from megatronish.ops import cross_entropy
 
 S, B, V, PADDED = 5, 3, 300, 384
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]

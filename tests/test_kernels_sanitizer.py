@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from kernel_runs import kernels
 
+from megatronish.ops.report import FAMILIES
+
 TESTS = Path(__file__).parent
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("family", ["softmax"])
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 def test_the_sanitizer_is_content(family: str, tool: str) -> None:
     kernels("cuda")
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")

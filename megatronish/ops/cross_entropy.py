@@ -1,0 +1,124 @@
+"""How likely is each label, by the part of the vocabulary that this rank has the logits of?
+
+    maximum  = max over the true columns of the logits; -inf where there are none
+    total    = sum of exp(logits - maximum) over them
+    target   = the label's logit; 0 where the label is another rank's
+    gradient = exp(logits - maximum) * factor - grad * (column is the label); 0 in columns of padding
+
+The first three are one number a token, from which the ranks of tp find the loss together (layers/cross_entropy.py).
+They and all arithmetic are fp32.
+
+The logits are the largest tensor of a step, so there is only one of them. The kernels read it once for the statistics,
+and once more for the gradient, which takes its place. The references make the exponentials a tensor: in fp32 that takes
+the logits' place with the statistics, and the gradient takes its. In bf16 or fp16 that would round them, so the logits
+stay, the exponentials are computed in fp32 for a few tokens at a time, for their sum and once more for the gradient.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatronish.ops.library import Family, Operator, accumulation_dtype, define
+
+CHUNK = 2**20  # elements whose exponentials stand beside 16-bit logits: 4 MB, which stay in a cache (docs/LOG.md)
+
+
+class Statistics(NamedTuple):
+    """[T] each, fp32."""
+
+    maximum: Tensor
+    total: Tensor
+    target: Tensor
+
+
+def cross_entropy_statistics(logits: Tensor, labels: Tensor, *, first: int, num_true: int) -> Statistics:
+    """Contiguous [T, C], int64 [T] -> what this file's head says, of columns that are tokens `first` and following.
+
+    The first `num_true` columns count, the others are padding. From now on the logits belong to
+    `cross_entropy_gradient_`: what they hold is its affair.
+    """
+    return Statistics(*torch.ops.megatronish.cross_entropy_statistics(logits, labels, first, num_true))
+
+
+def cross_entropy_gradient_(
+    logits: Tensor, labels: Tensor, maximum: Tensor, factor: Tensor, grad: Tensor, *, first: int, num_true: int
+) -> None:
+    """Write the gradient in place of the logits that `cross_entropy_statistics` was given; fp32 [T] are the others."""
+    torch.ops.megatronish.cross_entropy_gradient_(logits, labels, maximum, factor, grad, first, num_true)
+
+
+def _statistics_reference(logits: Tensor, labels: Tensor, first: int, num_true: int) -> Statistics:
+    logits[:, num_true:] = -torch.inf
+    columns, elsewhere = _columns(labels, first, num_true)
+    maximum = logits.amax(-1).to(accumulation_dtype(logits.dtype))
+    target = logits.gather(-1, columns).squeeze(-1).to(maximum.dtype).masked_fill_(elsewhere, 0.0)
+    total = torch.empty_like(maximum)
+    for tokens, exponentials in _exponentials(logits, maximum):
+        total[tokens] = exponentials.sum(-1)
+    return Statistics(maximum, total, target)
+
+
+def _gradient_reference(
+    logits: Tensor, labels: Tensor, maximum: Tensor, factor: Tensor, grad: Tensor, first: int, num_true: int
+) -> None:
+    columns, elsewhere = _columns(labels, first, num_true)
+    factor, at_target = factor.unsqueeze(-1), -grad.masked_fill(elsewhere, 0.0).unsqueeze(-1)
+    if logits.dtype == maximum.dtype:
+        logits.mul_(factor).scatter_add_(-1, columns, at_target)
+        return
+    for tokens, exponentials in _exponentials(logits, maximum):
+        gradient = exponentials.mul_(factor[tokens]).scatter_add_(-1, columns[tokens], at_target[tokens])
+        logits[tokens] = gradient
+
+
+def _columns(labels: Tensor, first: int, num_true: int) -> tuple[Tensor, Tensor]:
+    """[T] -> [T, 1] the column of each label, or any; [T] True where it has none here."""
+    columns = labels - first
+    elsewhere = (columns < 0) | (columns >= num_true)
+    return columns.masked_fill(elsewhere, 0).unsqueeze(-1), elsewhere
+
+
+def _exponentials(logits: Tensor, maximum: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """[T, C], [T] -> exp(logit - maximum) in fp32, of some tokens after the others: until the next ones are asked.
+
+    fp32 logits are overwritten with theirs, all at once.
+    """
+    # Where all is padding, the exponentials are those of -inf and not of -inf + inf.
+    maximum = maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(-1)
+    if logits.dtype == maximum.dtype:
+        yield slice(None), logits.sub_(maximum).exp_()
+        return
+    num_tokens, num_columns = logits.shape
+    size = max(1, CHUNK // num_columns)
+    chunk = torch.empty(min(size, num_tokens), num_columns, dtype=maximum.dtype, device=logits.device)
+    for start in range(0, num_tokens, size):
+        tokens = slice(start, min(start + size, num_tokens))
+        exponentials = chunk[: tokens.stop - start].copy_(logits[tokens])
+        yield tokens, exponentials.sub_(maximum[tokens]).exp_()
+
+
+def _statistics_fake(logits: Tensor, *_: Any) -> Statistics:
+    dtype = accumulation_dtype(logits.dtype)
+    return Statistics(*(logits.new_empty(logits.shape[0], dtype=dtype) for _ in range(3)))
+
+
+FAMILY = Family(
+    "cross_entropy",
+    (
+        Operator(
+            "cross_entropy_statistics(Tensor(a!) logits, Tensor labels, int first, int num_true)"
+            " -> (Tensor maximum, Tensor total, Tensor target)",
+            reference=_statistics_reference,
+            fake=_statistics_fake,
+        ),
+        Operator(
+            "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor factor, Tensor grad,"
+            " int first, int num_true) -> ()",
+            reference=_gradient_reference,
+            fake=lambda *_: None,
+        ),
+    ),
+)
+define(FAMILY)
