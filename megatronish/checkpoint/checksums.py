@@ -89,9 +89,7 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> "Checksums":
-        """Of a checkpoint, when all its files have the lengths they should; DamagedError with the name of one that
-        is missing or cut short.
-        """
+        """Of a checkpoint; DamagedError if they are missing or changed themselves."""
         try:
             _length_of(folder, CHECKSUMS)
             files = _read_files((folder / CHECKSUMS).read_bytes().decode())
@@ -101,10 +99,6 @@ class Checksums:
             raise _unreadable(folder, CHECKSUMS, error) from error
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise DamagedError(folder, f"{CHECKSUMS} does not hold what was written") from error
-        for name, spans in files.items():
-            length, wanted = _length_of(folder, name), sum(span.length for span in spans)
-            if length != wanted:
-                raise DamagedError(folder, f"{name} has {length} bytes instead of {wanted}")
         return cls(folder, files)
 
     def write(self) -> None:
@@ -118,9 +112,14 @@ class Checksums:
         read = {name: _spans_of(path) for name, path in others.items() if name not in self.files}
         return Checksums(self.folder, self.files | read)
 
+    def check_lengths(self) -> None:
+        """DamagedError with the name of a file that is missing or cut short."""
+        for name in self.files:
+            self._check_length(name)
+
     def read_file(self, name: str) -> bytes:
         """All of a file. DamagedError if it is not what was written."""
-        self._check_name(name)
+        self._check_length(name)
         try:
             with (self.folder / name).open("rb") as file:
                 return b"".join(self._verified(name, _exactly(file, span.length), span) for span in self.files[name])
@@ -130,7 +129,7 @@ class Checksums:
     @contextmanager
     def opened(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
         """For reading spans of a file: (offset, length) -> bytes. DamagedError if they are not what was written."""
-        self._check_name(name)
+        self._check_length(name)
         starts = self._starts(name)
 
         def read(offset: int, length: int) -> bytes:
@@ -149,6 +148,7 @@ class Checksums:
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
         """Read all files, or one part of them, and check every byte. DamagedError with the name of one that differs."""
         for name in sorted(self.files)[part::parts]:
+            self._check_length(name)
             try:
                 with (self.folder / name).open("rb") as file:
                     sums = [_span_in(file, span.length) for span in self.files[name]]
@@ -165,9 +165,12 @@ class Checksums:
             start += span.length
         return found
 
-    def _check_name(self, name: str) -> None:
+    def _check_length(self, name: str) -> None:
         if name not in self.files:
             raise DamagedError(self.folder, f"{CHECKSUMS} does not know of {name}")
+        length, wanted = _length_of(self.folder, name), sum(span.length for span in self.files[name])
+        if length != wanted:
+            raise DamagedError(self.folder, f"{name} has {length} bytes instead of {wanted}")
 
     def _verified(self, name: str, data: bytes, span: Span) -> bytes:
         if hashlib.sha256(data).hexdigest() != span.sha256:

@@ -18,13 +18,15 @@ def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) 
     """Fill `tensors` from a checkpoint. All ranks call this.
 
     UserError, before anything is changed, if a tensor is missing or has another shape there: it is another model's.
+    DamagedError, with one to load instead, if a byte that a rank reads is not what was written.
     """
-    reader = together(mesh.storage, partial(_open, folder, tensors))
-    read_tensors(reader, tensors, over=mesh.storage)
+    with offering_another(mesh.storage):
+        reader = together(mesh.storage, partial(_open, folder, tensors, checks_all=mesh.is_main))
+        read_tensors(reader, tensors, over=mesh.storage)
 
 
-def _open(folder: Path, tensors: dict[str, GlobalTensor]) -> Reader:
-    reader = Reader(folder)
+def _open(folder: Path, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> Reader:
+    reader = Reader(folder, checks_all=checks_all)
     stored = stored_shapes(reader)
     problems = []
     for name, tensor in tensors.items():

@@ -109,17 +109,23 @@ class _Stored(NamedTuple):
 
 
 class Reader(dcp.FileSystemReader):
-    """A checkpoint's files. DamagedError, which names the file, for one that is missing, cut short or changed."""
+    """A checkpoint's files. DamagedError, which names the file, for one that is missing, cut short or changed.
 
-    def __init__(self, folder: Path) -> None:
+    Of many readers one alone need look whether all files are there, `checks_all`.
+    """
+
+    def __init__(self, folder: Path, *, checks_all: bool = True) -> None:
         super().__init__(folder)
         self.folder = folder
         self.checksums = Checksums.read(folder)
+        if checks_all:
+            self.checksums.check_lengths()
         data = self.checksums.read_file(METADATA)
         try:
             self.metadata = parse_metadata(data)
         except Exception as error:  # a damaged pickle raises whatever its damage spells
-            raise DamagedError(folder, f"{METADATA} cannot be read ({error})") from error
+            told = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:200])
+            raise DamagedError(folder, f"{METADATA} cannot be read ({told})") from error
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """As torch asks for it."""

@@ -88,7 +88,7 @@ class Save(Hook):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, Exception):
-            self._collect()
+            self._collect(then="the run has failed otherwise")
 
     def _save(self, trainer: Trainer) -> None:
         if not self.config.async_save:
@@ -97,7 +97,8 @@ class Save(Hook):
         self._wait()
         start = time.perf_counter()
         copies = self._copies.of(self._tensors(trainer))
-        step, work = trainer.progress.step, partial(self._write, trainer.progress.step, copies, self._state(trainer))
+        step = trainer.progress.step
+        work = partial(self._write, step, copies, self._state(trainer))
         self._pending = Pending(step, time.perf_counter() - start, in_background(work))
 
     def _save_now(self, trainer: Trainer) -> None:
@@ -117,7 +118,7 @@ class Save(Hook):
         if seconds >= 0.5:
             self._tell(f" waited {seconds:.1f} s for the checkpoint of step {step} to be written")
 
-    def _collect(self) -> None:
+    def _collect(self, then: str = "training goes on, and the next save tries again") -> None:
         """Take what became of the save that a thread was writing, and tell it."""
         if self._pending is None:
             return
@@ -127,7 +128,7 @@ class Save(Hook):
             path, seconds, complaints = future.result()
         except Exception as error:
             what = error.what if isinstance(error, SaveError) else f"the checkpoint of step {step} failed: {error}"
-            self._tell(f"{what}. Those before it are whole; training goes on, and the next save tries again")
+            self._tell(f"{what}. Those before it are whole; {then}")
             return
         self.saved_step = step
         told = f" saved {path} in {seconds:.1f} s beside training, which stood still for {stood_still:.2f} s"
@@ -210,10 +211,10 @@ def resume(
     with_optimizer = with_optimizer and not weights_only
     with offering_another(mesh.storage):
         state = together(mesh.storage, partial(read_run, checkpoint))
-        check(state)
-        if with_optimizer:
-            _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
-        load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=mesh)
+    check(state)
+    if with_optimizer:
+        _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
+    load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=mesh)
     engine.data_parallel.publish(frozen=True)
     if weights_only:
         return Progress()
