@@ -11,7 +11,7 @@ namespace megatronish {
 inline Logits logits_of(const Tensor& logits, const Tensor& labels, int64_t first, int64_t num_true) {
   using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous(), "logits must be [tokens, columns], contiguous");
-  STD_TORCH_CHECK(logits.size(1) <= INT32_MAX, "a cross entropy over more than 2^31 - 1 columns");
+  STD_TORCH_CHECK(logits.size(1) <= 1 << 30, "a cross entropy over more than 2^30 columns");
   STD_TORCH_CHECK(num_true >= 0 && num_true <= logits.size(1), "num_true must be at most the number of columns");
   STD_TORCH_CHECK(labels.scalar_type() == ScalarType::Long && labels.dim() == 1 && labels.size(0) == logits.size(0),
                   "labels must be [tokens], int64");

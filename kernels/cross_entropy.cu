@@ -1,9 +1,9 @@
 // How likely is each label, by this rank's part of the vocabulary? Statistics of a cross entropy, and its gradient.
 //
-// A warp has a short row, a block a longer one, of any length; each thread has sixteen elements on their way at a time.
-// For the statistics a row is read once: the maximum and the sum are found together, the sum corrected whenever the
-// maximum grows (Milakov & Gimelshein 2018, arXiv:1805.02867). The gradient is written where its logit was read.
-// Arithmetic is fp32. What padding holds is not read.
+// A warp has a short row, a block a longer one, of any length; each thread has four vectors on their way at a time. For
+// the statistics a row is read once: the maximum and the sum are found together, the sum corrected whenever the maximum
+// grows (Milakov & Gimelshein 2018, arXiv:1805.02867). The gradient is written where its logit was read. Arithmetic is
+// fp32. What padding holds is not read.
 #include "cross_entropy.h"
 
 #include <cmath>
@@ -16,11 +16,8 @@ namespace megatronish {
 namespace {
 
 constexpr float kLog2E = static_cast<float>(M_LOG2E);  // exp(x) = exp2(kLog2E * x)
-constexpr int kElements = 16;      // of a row, on their way to a thread
-constexpr int kMostThreads = 512;  // of a block: with more, more of them idle at the end of a row
-
-template <typename T>
-constexpr int kTogether = kElements / kWidth<T>;  // vectors
+constexpr int kTogether = 4;                           // vectors of a row, on their way to a thread
+constexpr int kMostThreads = 512;                      // of a block: of more, more idle at the end of a row
 
 // The threads of a block, where it has one row.
 struct RowBlock : BlockTeam {
@@ -52,39 +49,94 @@ __device__ __forceinline__ int column_of(int64_t label, const Logits& shape) {
   return column >= 0 && column < shape.num_true ? static_cast<int>(column) : -1;
 }
 
+template <typename T>
+using RowVector = Vector<T, kWidth<T>>;
+
+// A row as memory has it: single elements up to a 16-byte boundary, whole vectors, and single elements again. There are
+// fewer singles than lanes in a warp, so each is a thread's own. Vectors are then read without a branch, and all loads
+// of a turn are on their way before the first has arrived.
+template <typename T>
+struct Pieces {
+  int head, tail;  // single elements
+  int num_vectors;
+
+  __device__ __forceinline__ Pieces(const T* row, int length) {
+    const int before_boundary = (kWidth<T> - shift_of(row)) % kWidth<T>;
+    head = length < before_boundary ? length : before_boundary;
+    num_vectors = (length - head) / kWidth<T>;
+    tail = (length - head) % kWidth<T>;
+  }
+
+  // The element that is this thread's own; -1 for none.
+  __device__ __forceinline__ int single(int rank) const {
+    if (rank < head) return rank;
+    return rank < head + tail ? rank + num_vectors * kWidth<T> : -1;
+  }
+
+  // turn(vectors, first): of the vectors rank, rank + size, ... as many as there are up to kTogether at a time, each
+  // size * kWidth elements after the one before it; `first` is the element that they begin with.
+  template <typename Turn>
+  __device__ __forceinline__ void for_vectors(const T* row, int rank, int size, Turn turn) const {
+    int vector = rank;
+    for (; vector + (kTogether - 1) * size < num_vectors; vector += kTogether * size) {
+      take<kTogether>(row, vector, size, turn);
+    }
+    for (; vector < num_vectors; vector += size) take<1>(row, vector, size, turn);
+  }
+
+ private:
+  template <int kVectors, typename Turn>
+  __device__ __forceinline__ void take(const T* row, int vector, int size, Turn turn) const {
+    const int first = head + vector * kWidth<T>;
+    RowVector<T> x[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      x[v] = *reinterpret_cast<const RowVector<T>*>(row + first + v * size * kWidth<T>);
+    }
+    turn(x, first);
+  }
+};
+
+// Of the elements so far: their maximum, and the sum of exponentials relative to it.
+struct Online {
+  float maximum = -INFINITY, total = 0.0f;
+
+  template <typename T, int kColumns, int kVectors>
+  __device__ __forceinline__ void take(const Vector<T, kColumns> (&vectors)[kVectors]) {
+    float greater = maximum;
+#pragma unroll
+    for (const auto& vector : vectors) {
+#pragma unroll
+      for (T x : vector.element) greater = fmaxf(greater, static_cast<float>(x));
+    }
+    total *= exp2f((maximum - finite(greater)) * kLog2E);
+#pragma unroll
+    for (const auto& vector : vectors) {
+#pragma unroll
+      for (T x : vector.element) total += exp2f((static_cast<float>(x) - finite(greater)) * kLog2E);
+    }
+    maximum = greater;
+  }
+};
+
 template <typename T, typename Team>
 __global__ void __launch_bounds__(Team::kThreads) statistics_of_row(const Statistics<T> p) {
   const int64_t row = Team::row();
   const bool exists = row < p.shape.rows;
   const T* logits = p.logits + row * p.shape.columns;
-  const Cut<T> cut(exists ? p.shape.num_true : 0, logits);
-  const int num_vectors = cut.num_vectors();
-  float maximum = -INFINITY, total = 0.0f;
-  for (int first = Team::rank(); first < num_vectors; first += kTogether<T> * Team::size()) {
-    float values[kTogether<T>][kWidth<T>];
-#pragma unroll
-    for (int v = 0; v < kTogether<T>; ++v) {
-      cut.load(values[v], logits, first + v * Team::size(), 0, cut.length, -INFINITY);
-    }
-    float greater = maximum;
-#pragma unroll
-    for (int v = 0; v < kTogether<T>; ++v) {
-#pragma unroll
-      for (float value : values[v]) greater = fmaxf(greater, value);
-    }
-    total *= exp2f((maximum - finite(greater)) * kLog2E);
-#pragma unroll
-    for (int v = 0; v < kTogether<T>; ++v) {
-#pragma unroll
-      for (float value : values[v]) total += exp2f((value - finite(greater)) * kLog2E);
-    }
-    maximum = greater;
+  const Pieces<T> pieces(logits, exists ? p.shape.num_true : 0);
+  Online online;
+  if (const int own = pieces.single(Team::rank()); own >= 0) {
+    online.maximum = static_cast<float>(logits[own]);
+    online.total = exp2f(online.maximum - finite(online.maximum));  // 1, of numbers
   }
-  const float greatest = Team::template reduce<Maximum, 0>(maximum);
-  total = Team::template reduce<Sum, 1>(total * exp2f((maximum - finite(greatest)) * kLog2E));
+  pieces.for_vectors(logits, Team::rank(), Team::size(), [&](auto& x, int) { online.take(x); });
+  const float maximum = Team::template reduce<Maximum, 0>(online.maximum);
+  const float correction = exp2f((online.maximum - finite(maximum)) * kLog2E);
+  const float total = Team::template reduce<Sum, 1>(online.total * correction);
   if (exists && Team::rank() == 0) {
     const int label = column_of(p.labels[row], p.shape);
-    p.maximum[row] = greatest;
+    p.maximum[row] = maximum;
     p.total[row] = total;
     p.target[row] = label < 0 ? 0.0f : static_cast<float>(logits[label]);
   }
@@ -95,28 +147,26 @@ __global__ void __launch_bounds__(Team::kThreads) gradient_of_row(const Gradient
   const int64_t row = Team::row();
   if (row >= p.shape.rows) return;
   T* logits = p.logits + row * p.shape.columns;
-  const Cut<T> cut(p.shape.columns, logits);
-  const int num_vectors = cut.num_vectors();
+  const Pieces<T> pieces(logits, p.shape.num_true);
   const int label = column_of(p.labels[row], p.shape);
   const float maximum = finite(p.maximum[row]), factor = p.factor[row], grad = p.grad[row];
-  for (int first = Team::rank(); first < num_vectors; first += kTogether<T> * Team::size()) {
-    float values[kTogether<T>][kWidth<T>];
+  const auto gradient = [&](T x) { return exp2f((static_cast<float>(x) - maximum) * kLog2E) * factor; };
+  const T zero = static_cast<T>(0.0f);
+  if (const int own = pieces.single(Team::rank()); own >= 0) {
+    logits[own] = static_cast<T>(gradient(logits[own]) - (own == label ? grad : 0.0f));
+  }
+  pieces.for_vectors(logits, Team::rank(), Team::size(), [&](auto& x, int first) {
 #pragma unroll
-    for (int v = 0; v < kTogether<T>; ++v) {
-      cut.load(values[v], logits, first + v * Team::size(), 0, p.shape.num_true, -INFINITY);
-    }
-#pragma unroll
-    for (int v = 0; v < kTogether<T>; ++v) {
-      const int vector = first + v * Team::size();
-      const int at = cut.begin(vector);
+    for (auto& vector : x) {
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {
-        const float probability = exp2f((values[v][i] - maximum) * kLog2E) * factor;
-        values[v][i] = probability - (at + i == label ? grad : 0.0f);
+        vector.element[i] = static_cast<T>(gradient(vector.element[i]) - (first + i == label ? grad : 0.0f));
       }
-      if (vector < num_vectors) cut.store(values[v], logits, vector);
+      *reinterpret_cast<RowVector<T>*>(logits + first) = vector;
+      first += Team::size() * kWidth<T>;
     }
-  }
+  });
+  for (int c = p.shape.num_true + Team::rank(); c < p.shape.columns; c += Team::size()) logits[c] = zero;
 }
 
 template <typename Team>
@@ -128,11 +178,10 @@ Launch over(int64_t rows, int threads, Stream stream) {
 
 using Warp = WarpTeam<kWarpSize>;
 
-// Threads of a row that give each of them what it has on its way at a time: up to a warp, or up to a block.
+// So many threads that a row is one turn of each, up to a block.
 template <typename T>
 int threads_for(int columns) {
-  const int vectors = divide_up(columns + kWidth<T> - 1, kWidth<T>);  // that a row is cut into, at most
-  const int warps = divide_up(divide_up(vectors, kTogether<T>), kWarpSize);
+  const int warps = divide_up(divide_up(columns, kWidth<T>), kTogether * kWarpSize);
   return warps * kWarpSize < kMostThreads ? warps * kWarpSize : kMostThreads;
 }
 
