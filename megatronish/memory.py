@@ -10,12 +10,12 @@ libraries keep (on CUDA, 1 to 2 GiB).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.training import AttentionBackend
 from megatronish.flops import Parameters, matrices_of_layer, parameters_of_stage
 from megatronish.mesh.layout import Layout
 
@@ -92,6 +92,7 @@ def expected_memory(
     bf16: bool = False,
     optimizer: Literal["adam", "sgd", "muon"] = "adam",
     cp_comm_type: Literal["p2p", "a2a"] = "p2p",
+    attention_backend: AttentionBackend = "auto",
     recompute: RecomputeConfig | None = None,
     sharing: Sharing | None = None,
 ) -> list[Memory]:
@@ -99,9 +100,11 @@ def expected_memory(
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = seq_length * micro_batch_size // layout.cp
     element_bytes, sharing = 2 if bf16 else 4, sharing or Sharing()
-    if layout.cp > 1 and cp_comm_type == "p2p":  # a ring keeps no probabilities, whatever it drops of them
-        model = replace(model, attention_dropout=0.0)
-    keeping = Keeping(model, seq_length, element_bytes, layout.tp, sequence_parallel, recompute or RecomputeConfig())
+    is_ring = layout.cp > 1 and cp_comm_type == "p2p"  # which keeps no probabilities, whatever it drops of them
+    score_bytes = 0 if is_ring else bytes_per_score(model, attention_backend, element_bytes)
+    keeping = Keeping(
+        model, seq_length, element_bytes, score_bytes, layout.tp, sequence_parallel, recompute or RecomputeConfig()
+    )
     expected = []
     for stage in stages:
         held = parameters_of_stage(
@@ -140,6 +143,7 @@ class Keeping(NamedTuple):
     model: ModelConfig
     seq_length: int
     element_bytes: int
+    score_bytes: int
     tp: int
     sequence_parallel: bool
     recompute: RecomputeConfig
@@ -193,20 +197,34 @@ class Keeping(NamedTuple):
         return self.model.hidden_size * self.element_bytes // (self.tp if is_shared else 1)
 
     def _layer(self, *, keeps_attention: bool = True) -> int:
-        model = self.model if keeps_attention else replace(self.model, attention_dropout=0.0)
         return activation_bytes_per_token(
-            model,
+            self.model,
             seq_length=self.seq_length,
             element_bytes=self.element_bytes,
+            score_bytes=self.score_bytes if keeps_attention else 0,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
         )
 
 
+def bytes_per_score(model: ModelConfig, backend: AttentionBackend, element_bytes: int) -> int:
+    """What attention keeps of each query with each key: probabilities, dropout's mask and what that left of them.
+
+    The fused softmax keeps its output, in the dtype of the model; torch's one in fp32, and a copy for the product with
+    the values where these are shorter. SDPA keeps nothing.
+    """
+    dropout = model.attention_dropout > 0
+    if backend == "flash" or (backend == "auto" and not dropout):
+        return 0
+    if backend == "unfused":
+        return 4 + (1 + element_bytes if dropout else 2 if element_bytes == 2 else 0)
+    return element_bytes + (1 + element_bytes if dropout else 0)
+
+
 def activation_bytes_per_token(
-    model: ModelConfig, *, seq_length: int, element_bytes: int, tp: int, sequence_parallel: bool
+    model: ModelConfig, *, seq_length: int, element_bytes: int, score_bytes: int = 0, tp: int, sequence_parallel: bool
 ) -> int:
-    """What one layer keeps of each token for its backward."""
+    """What one layer keeps of each token for its backward; `score_bytes` are `bytes_per_score`."""
     hidden, heads, kv_heads, size = model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_size
     # Inputs of two norms and two linear layers; two dropout masks of a byte an element.
     whole = 4 * hidden * element_bytes + (2 * hidden if model.hidden_dropout else 0)
@@ -216,8 +234,7 @@ def activation_bytes_per_token(
     split += model.ffn_size * (4 if model.swiglu else 2) * element_bytes
     if model.qk_layernorm:
         split += (heads + kv_heads) * size * element_bytes
-    if model.attention_dropout:  # probabilities in fp32, their mask, and what is left of them
-        split += heads * seq_length * (4 + 1 + element_bytes)
+    split += heads * seq_length * score_bytes
     return split // tp + whole // (tp if sequence_parallel else 1)
 
 

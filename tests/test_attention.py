@@ -1,6 +1,8 @@
-"""What attention over cp is made of, without ranks: who holds what, who sees what, and the tiles that are merged."""
+"""What attention is made of, without ranks: who holds what, who sees what, the backends, and the tiles of a ring."""
 
 import math
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +10,13 @@ from torch import Tensor
 
 from megatronish.attention import tile
 from megatronish.attention.all_to_all import num_repeats
+from megatronish.attention.core import ProbabilityDropout, attend_alone
 from megatronish.attention.operations import EFFICIENT, FLASH, Operation, Sees
 from megatronish.attention.ring import tiles_of
 from megatronish.attention.visibility import Visibility
 from megatronish.attention.zigzag import from_zigzag, places_of, to_zigzag
+from megatronish.config.training import AttentionBackend
+from megatronish.layers.dropout import Dropout
 
 SIZES = [(12, 1), (12, 2), (12, 3), (24, 3), (32, 4), (70, 5)]  # S, cp
 WINDOWS = (None, 1, 2, 3, 5, 8, 11, 12, 13, 100)  # S is 12 below
@@ -144,6 +149,126 @@ def test_tiles_together_are_the_mask_and_each_token_comes_to_itself_first(
     if visibility.is_causal and not by_chunks:
         square = (seq_length // cp) ** 2
         assert computed == [square, *[square // 2] * (cp - 1)] * cp
+
+
+# Backends
+
+
+@dataclass(frozen=True)
+class Case:
+    """Twelve query heads of two samples; the last `queries` of S tokens look at all."""
+
+    kv_heads: int = 12
+    size: int = 16
+    window: int | None = None
+    documents: bool = False
+    dropout: float = 0.0
+    seq_length: int = 40
+    queries: int = 40
+
+    def visibility(self, device: str) -> Visibility:
+        documents = documents_of(self.seq_length).to(device) if self.documents else None
+        first_query = self.seq_length - self.queries
+        return Visibility(self.seq_length, self.window, documents, torch.device(device), first_query=first_query)
+
+    def drop(self, device: str) -> ProbabilityDropout | None:
+        if self.dropout == 0.0:
+            return None
+        samples = torch.arange(2, device=device) + 40
+        return partial(Dropout(1, 5, samples).attention, layer=3, rate=self.dropout)
+
+
+CASES = {
+    "causal": Case(),
+    "one token": Case(seq_length=1, queries=1),
+    "grouped, heads of an odd size": Case(kv_heads=3, size=10),
+    "one kv head": Case(kv_heads=1, size=64),
+    "a window of one": Case(window=1),
+    "a window, grouped": Case(window=7, kv_heads=4),
+    "a window longer than all": Case(window=100),
+    "documents": Case(documents=True),
+    "documents in a window, grouped": Case(documents=True, window=11, kv_heads=2),
+    "dropout": Case(dropout=0.3),
+    "dropout, grouped": Case(dropout=0.3, kv_heads=3, size=10),
+    "dropout of all": Case(dropout=0.2, kv_heads=4, window=9, documents=True),
+    "a cache and one token": Case(queries=1, kv_heads=3),
+    "a cache and some tokens": Case(queries=6, kv_heads=4),
+    "a cache, one token and a window": Case(queries=1, window=5),
+    "a cache, some tokens, a window": Case(queries=6, window=5, kv_heads=1),
+    "a cache, texts of several lengths": Case(queries=6, documents=True, window=9, kv_heads=6),
+}
+
+
+def computed(
+    case: Case, backend: AttentionBackend, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Tensor]:
+    """The output and the gradients of q, k, v, of the same numbers in whatever dtype."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(case.queries, 2, 12, case.size), *[(case.seq_length, 2, case.kv_heads, case.size)] * 2]
+    q, k, v = (
+        (torch.randn(shape, generator=generator) * 1.5).bfloat16().to(device, dtype).requires_grad_()
+        for shape in shapes
+    )
+    dout = torch.randn(case.queries, 2, 12 * case.size, generator=generator).to(device, dtype)
+    visibility, dropout = case.visibility(device), case.drop(device)
+    out = attend_alone(q, k, v, visibility=visibility, backend=backend, first_head=7, dropout=dropout)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def backends_of(case: Case) -> tuple[AttentionBackend, ...]:
+    return ("auto", "fused_softmax", "unfused") if case.dropout else ("auto", "flash", "fused_softmax", "unfused")
+
+
+def check_backends(case: Case, *, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    """Against the plainest of them in float64; relative to the largest element, or to 1, as a gradient may be zero."""
+    expected = computed(case, "unfused", dtype=torch.float64, device=device)
+    for backend in backends_of(case):
+        found = computed(case, backend, dtype=dtype, device=device)
+        for name, actual, exact in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+            assert actual.dtype == dtype
+            assert (actual - exact).abs().max() <= tolerance * max(1.0, float(exact.abs().max())), (backend, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_backend_is_the_same_attention(name: str) -> None:
+    check_backends(CASES[name], dtype=torch.float32, device="cpu", tolerance=1e-5)
+    check_backends(CASES[name], dtype=torch.bfloat16, device="cpu", tolerance=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_every_backend_is_the_same_attention_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    for case in CASES.values():
+        check_backends(case, dtype=dtype, device="cuda", tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_kernels_the_fused_softmax_is_torchs_to_the_bit(name: str) -> None:
+    found = (computed(CASES[name], backend) for backend in ("fused_softmax", "unfused"))  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_auto_is_sdpa_and_with_dropout_the_fused_softmax() -> None:
+    for name, meant in (("grouped, heads of an odd size", "flash"), ("dropout, grouped", "fused_softmax")):
+        found = (computed(CASES[name], backend) for backend in ("auto", meant))  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_keys_and_values_are_not_copied_for_every_query_head() -> None:
+    """What is kept for the backward: q, k and v, and a number for every score."""
+    case = Case(kv_heads=2)
+    for backend in ("fused_softmax", "unfused"):
+        storages: dict[int, int] = {}
+
+        def count(x: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            if x.is_floating_point():
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            computed(case, backend)  # type: ignore[arg-type]
+        scores, channels = 2 * 12 * case.seq_length**2, 2 * case.seq_length * (12 + 2 + 2) * case.size
+        assert sum(storages.values()) == 4 * (scores + channels)
 
 
 # Tiles

@@ -109,6 +109,9 @@ def test_all_spellings_of_a_flag_are_the_same() -> None:
 def test_megatrons_spellings_mean_our_fields(tmp_path: Path) -> None:
     assert read("--use-rotary-position-embeddings").model.position_embedding_type == "rope"
     assert read("--use-rotary-position-embeddings", "--use-rope-scaling").model.rope_scaling == "llama3"
+    for theirs, ours in (("fused", "flash"), ("local", "fused_softmax"), ("unfused", "unfused")):
+        words = ("--attention-dropout", "0", "--attention-backend", theirs)
+        assert read(*words).training.attention_backend == ours
     (tmp_path / "spm.model").touch()
     words = small("--tokenizer-type", "Llama2Tokenizer", "--data-path", str(tmp_path / "x"))
     (tmp_path / "x.bin").touch()
@@ -318,6 +321,14 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         (
             "--cp 8 --tp 3 --cp-comm-type a2a",
             r"^cp_comm_type=a2a trades .*=12 / .*=3 = 4 must be divisible by context_parallel_size=8; use .* p2p",
+        ),
+        (
+            "--cp 2 --attention-backend unfused",
+            r"^attention_backend=unfused needs the scores of whole rows, and .* block by block; use --cp-comm-type a2a",
+        ),
+        (
+            "--attention-backend flash",
+            r"^attention_backend=flash must have attention_dropout=0, not 0.1: .*; add --attention-dropout 0, or use",
         ),
         ("--cp 2 --cp-comm-type all_gather", r"cp_comm_type must be one of p2p or a2a"),
         (

@@ -8,6 +8,7 @@ import pytest
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.training import AttentionBackend
 from megatronish.flops import (
     forward_flops,
     hardware_flops_per_token,
@@ -20,6 +21,7 @@ from megatronish.memory import (
     Memory,
     Sharing,
     activation_bytes_per_token,
+    bytes_per_score,
     expected_memory,
     format_bytes,
     memory_table,
@@ -234,14 +236,31 @@ def test_activations_follow_the_formula_of_korthikanti() -> None:
         assert per_token == factor * 768
 
 
-def test_attention_dropout_keeps_the_square_of_probabilities() -> None:
-    without, with_dropout = (
-        activation_bytes_per_token(
-            replace(GPT2, attention_dropout=rate), seq_length=1024, element_bytes=2, tp=1, sequence_parallel=False
-        )
-        for rate in (0.0, 0.1)
+@pytest.mark.parametrize(
+    ("backend", "dropout", "element_bytes", "expected"),
+    [
+        ("auto", 0.0, 2, 0),
+        ("flash", 0.0, 4, 0),
+        ("auto", 0.1, 2, 5),  # the paper's
+        ("fused_softmax", 0.1, 2, 5),
+        ("fused_softmax", 0.0, 2, 2),
+        ("fused_softmax", 0.0, 4, 4),
+        ("unfused", 0.1, 2, 7),
+        ("unfused", 0.1, 4, 9),
+        ("unfused", 0.0, 2, 6),
+        ("unfused", 0.0, 4, 4),
+    ],
+)
+def test_explicit_probabilities_are_kept_in_the_square_of_the_sequence(
+    backend: AttentionBackend, dropout: float, element_bytes: int, expected: int
+) -> None:
+    model = replace(GPT2, attention_dropout=dropout)
+    assert bytes_per_score(model, backend, element_bytes) == expected
+    with_scores, without = (
+        expect(model, bf16=element_bytes == 2, attention_backend=backend, recompute=RecomputeConfig(granularity))
+        for granularity in (None, "selective")  # type: ignore[arg-type]
     )
-    assert with_dropout - without == 7 * 12 * 1024
+    assert with_scores[0].activations - without[0].activations == expected * 12 * 1024 * 12 * 1024 * 4
 
 
 def test_stages_hold_the_live_micro_batches_of_their_schedule() -> None:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatronish.attention.core import attention
-from megatronish.attention.visibility import Visibility
 from megatronish.config.model import ModelConfig
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, Chunk
@@ -306,22 +304,6 @@ def test_a_document_reads_as_if_it_stood_alone() -> None:
 def test_a_window_as_long_as_the_sequence_is_none() -> None:
     model = model_of(replace(LLAMA, window_size=S))
     assert torch.equal(logits_of(model, batch_of()), logits_of(model_of(LLAMA), batch_of()))
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("masked", [False, True])
-def test_explicit_attention_with_nothing_dropped_is_sdpa(kv_heads: int, masked: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(S, B, heads, 8, generator=generator).requires_grad_() for heads in (4, kv_heads, kv_heads))
-    documents = batch_of(documents=True).document_ids
-    visible = Visibility(S, 6, documents).whole if masked else None
-    fused = attention(q, k, v, visible=visible)
-    explicit = attention(q, k, v, visible=visible, dropout=lambda probabilities: probabilities)
-    torch.testing.assert_close(explicit, fused, rtol=1e-5, atol=1e-6)
-    upstream = torch.randn(fused.shape, generator=generator)
-    gradients = [torch.autograd.grad(out, (q, k, v), upstream) for out in (fused, explicit)]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def loss_of(config: ModelConfig, *, step: int | None, **changes: Any) -> float:

@@ -9,6 +9,7 @@ dropout: sbh(34 + 5 a s / h), of which the 34 are
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from ranks import run_ranks
 from saved import saved_by
 
 from megatronish.config.model import ModelConfig
+from megatronish.config.training import AttentionBackend
 from megatronish.launch.place import Place
+from megatronish.memory import bytes_per_score
 from megatronish.mesh.groups import Axis, Mesh
 from megatronish.mesh.layout import Layout
 from megatronish.model.batch import MicroBatch
@@ -47,13 +50,19 @@ def batch() -> MicroBatch:
 
 
 def model_of(
-    config: ModelConfig, *, recompute: Recompute, tp: Axis | None = None, sequence_parallel: bool = False
+    config: ModelConfig,
+    *,
+    recompute: Recompute,
+    tp: Axis | None = None,
+    sequence_parallel: bool = False,
+    attention_backend: AttentionBackend = "auto",
 ) -> GPT:
     model = GPT(
         config,
         vocab_size=50,
         num_positions=S,
         tp=tp,
+        attention_backend=attention_backend,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
@@ -89,18 +98,26 @@ def test_a_layer_keeps_34_sbh_bytes_with_flash_attention() -> None:
     assert bytes_per_layer(MODEL, recompute=Recompute()) == pytest.approx(34 * SBH, rel=SMALL)
 
 
-def test_an_unfused_softmax_keeps_7_bytes_a_score_where_the_paper_has_5() -> None:
-    """Softmax's output in fp32 (4, the paper's fp16 has 2), dropout's mask (1), and what dropout left (2)."""
-    unfused = replace(MODEL, attention_dropout=0.1)
-    measured = bytes_per_layer(unfused, recompute=Recompute())
-    assert measured == pytest.approx(34 * SBH + 7 * SCORES, rel=SMALL)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("backend", ["auto", "fused_softmax", "unfused"])
+def test_the_fused_softmax_keeps_5_bytes_a_score_as_the_paper_and_torchs_7(
+    backend: AttentionBackend, dropout: float
+) -> None:
+    """Softmax's output (2, or 4 in fp32), dropout's mask (1), and what dropout left (2)."""
+    config = replace(MODEL, attention_dropout=dropout)
+    kept = {"auto": (0, 5), "fused_softmax": (2, 5), "unfused": (6, 7)}[backend][dropout > 0]
+    assert bytes_per_score(config, backend, 2) == kept
+    measured = bytes_per_layer(config, recompute=Recompute(), attention_backend=backend)
+    assert measured == pytest.approx(34 * SBH + kept * SCORES, rel=SMALL)
 
 
 def test_selective_recomputation_keeps_34_sbh_bytes_whatever_the_softmax() -> None:
     """With flash attention it saves nothing: the scores are not kept in any case."""
-    for rate in (0.0, 0.1):
+    backends: tuple[AttentionBackend, ...] = ("auto", "fused_softmax")
+    for rate, backend in product((0.0, 0.1), backends):
         config = replace(MODEL, attention_dropout=rate)
-        assert bytes_per_layer(config, recompute=Recompute("selective")) == pytest.approx(34 * SBH, rel=SMALL)
+        measured = bytes_per_layer(config, recompute=Recompute("selective"), attention_backend=backend)
+        assert measured == pytest.approx(34 * SBH, rel=SMALL)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -14,14 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatronish import comm
 from megatronish.attention import tile
 from megatronish.attention.attend import attend
-from megatronish.attention.core import ProbabilityDropout, attention
-from megatronish.attention.operations import accumulation_dtype
+from megatronish.attention.core import ProbabilityDropout, attend_alone
 from megatronish.attention.visibility import Visibility
 from megatronish.attention.zigzag import places_of
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import Dropout
 from megatronish.mesh.groups import Axis, Mesh
 from megatronish.mesh.layout import Layout
+from megatronish.ops.library import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,11 @@ def test_over_cp_attention_is_what_it_is_on_one_device(found: list[Answers], nam
 
 
 def test_on_one_rank_it_is_the_attention_of_one_rank_to_the_bit() -> None:
-    places = torch.arange(20)
     for case in (CASES["grouped"], CASES["documents in a window, grouped"], CASES["dropout of all"]):
         q, k, v, _ = tensors_of(case, 20)
         visibility = Visibility(20, case.window, documents_of(case, 20))
         dropout = dropout_of(case)
-        bound = None if dropout is None else partial(dropout, first_head=7, queries=places, keys=places)
-        before = attention(q, k, v, visible=visibility.whole, dropout=bound)
+        before = attend_alone(q, k, v, visibility=visibility, first_head=7, dropout=dropout)
         for method in METHODS:
             now = attend(q, k, v, cp=Axis("cp"), method=method, visibility=visibility, first_head=7, dropout=dropout)
             assert torch.equal(now, before)

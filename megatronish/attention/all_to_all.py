@@ -11,6 +11,7 @@ from megatronish import comm
 from megatronish.attention.core import ProbabilityDropout, attend_alone
 from megatronish.attention.visibility import Visibility
 from megatronish.attention.zigzag import from_zigzag, to_zigzag
+from megatronish.config.training import AttentionBackend
 from megatronish.mesh.groups import Axis
 
 
@@ -21,6 +22,7 @@ def all_to_all_attention(
     *,
     cp: Axis,
     visibility: Visibility,
+    backend: AttentionBackend,
     first_head: int,
     dropout: ProbabilityDropout | None,
 ) -> Tensor:
@@ -36,7 +38,7 @@ def all_to_all_attention(
     whole = from_zigzag(comm.all_to_all(mine, cp), cp.size)
     q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
     first_head += cp.rank * q.shape[2]
-    out = attend_alone(q, k, v, visibility=visibility, first_head=first_head, dropout=dropout)
+    out = attend_alone(q, k, v, visibility=visibility, backend=backend, first_head=first_head, dropout=dropout)
     back = comm.all_to_all(to_zigzag(out, cp.size), cp)
     return back.unflatten(0, (cp.size, -1)).movedim(0, 2).flatten(2)
 

@@ -3,8 +3,12 @@
 "p2p": keys and values travel round the ranks of cp (ring.py). "a2a": for the time of attention each rank holds the
 whole sequence of some heads (all_to_all.py). A ring sends more, but while it computes, and cuts the sequence further
 than there are heads; an exchange sends less, and waits for it. On one rank both are attention as it always was.
+
+Where a rank computes whole sequences there is a choice of backends (core.py). A ring merges blocks of keys by their
+log-sum-exp, which the softmax of a whole row does not give, and has operations of its own (tile.py).
 """
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -13,6 +17,7 @@ from megatronish.attention.all_to_all import all_to_all_attention
 from megatronish.attention.core import ProbabilityDropout, attend_alone
 from megatronish.attention.ring import ring_attention
 from megatronish.attention.visibility import Visibility
+from megatronish.config.training import AttentionBackend
 from megatronish.mesh.groups import Axis
 
 
@@ -24,6 +29,7 @@ def attend(
     cp: Axis,
     method: Literal["p2p", "a2a"],
     visibility: Visibility,
+    backend: AttentionBackend = "auto",
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
 ) -> Tensor:
@@ -31,7 +37,8 @@ def attend(
 
     n / k query heads share a key/value head. `first_head` is the number of this tp rank's first head among all heads.
     """
-    if cp.size == 1:
-        return attend_alone(q, k, v, visibility=visibility, first_head=first_head, dropout=dropout)
-    over_cp = ring_attention if method == "p2p" else all_to_all_attention
-    return over_cp(q, k, v, cp=cp, visibility=visibility, first_head=first_head, dropout=dropout)
+    if cp.size > 1 and method == "p2p":
+        assert backend in ("auto", "flash"), "a rank of a ring sees no whole row of probabilities"
+        return ring_attention(q, k, v, cp=cp, visibility=visibility, first_head=first_head, dropout=dropout)
+    over_cp = attend_alone if cp.size == 1 else partial(all_to_all_attention, cp=cp)
+    return over_cp(q, k, v, visibility=visibility, backend=backend, first_head=first_head, dropout=dropout)

@@ -1,6 +1,5 @@
 """What does each token take from the tokens it sees? Attention over a whole sequence, on one rank's heads."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -10,8 +9,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from megatronish.attention.operations import accumulation_dtype
+from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.visibility import Visibility
+from megatronish.config.training import AttentionBackend
 
 
 class ProbabilityDropout(Protocol):
@@ -32,43 +32,27 @@ def attend_alone(
     v: Tensor,
     *,
     visibility: Visibility,
+    backend: AttentionBackend = "auto",
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
 ) -> Tensor:
-    """[S, B, n, H], [S, B, k, H], [S, B, k, H] -> [S, B, n H] of the whole sequence, in its order."""
-    drop: Callable[[Tensor], Tensor] | None = None
-    if dropout is not None:
-        positions = torch.arange(q.shape[0], device=q.device)
-        drop = partial(dropout, first_head=first_head, queries=positions, keys=positions)
-    return attention(q, k, v, visible=visibility.whole, dropout=drop)
+    """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
 
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    visible: Tensor | None,
-    dropout: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """[S, B, n, H], [S, B, k, H], [S, B, k, H] -> [S, B, n H]; n / k query heads share a key/value head.
-
-    `visible` None means plain causal; a single query is the last one, and sees all keys. SDPA (flash attention) does
-    the work; with dropout the probabilities are made explicit, because SDPA draws its masks from the global generator.
+    n / kv query heads share a key/value head. `auto` is SDPA (flash attention where the device has it), and with
+    dropout the fused softmax on explicit probabilities, because SDPA draws its masks from the global generator.
     """
-    seq_length, _, heads, head_size = q.shape
+    assert backend != "flash" or dropout is None, "flash attention drops nothing that a layout could draw again"
+    grouped = k.shape[2] != q.shape[2]
     q, k, v = (rearrange(x, "s b n h -> b n s h") for x in (q, k, v))
-    grouped = k.shape[1] != heads
-    if dropout is None:
-        is_causal = visible is None and seq_length > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, enable_gqa=grouped)
+    if backend in ("fused_softmax", "unfused") or dropout is not None:
+        drop: Callable[[Tensor], Tensor] | None = None
+        if dropout is not None:
+            positions = torch.arange(visibility.seq_length, device=q.device)
+            queries = positions[visibility.first_query :]
+            drop = partial(dropout, first_head=first_head, queries=queries, keys=positions)
+        out = explicit_attention(q, k, v, visibility=visibility, fused=backend != "unfused", dropout=drop)
     else:
-        if grouped:
-            k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-        if visible is None:
-            positions = torch.arange(seq_length, device=q.device)
-            visible = Visibility(seq_length).mask(positions, positions)
-        scores = (q @ k.transpose(-2, -1)).to(accumulation_dtype(q.dtype)) * (1.0 / math.sqrt(head_size))
-        probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        out = dropout(probabilities).to(v.dtype) @ v
+        visible = visibility.whole
+        is_causal = visible is None and q.shape[2] > 1  # a single query is the last one
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, enable_gqa=grouped)
     return rearrange(out, "b n s h -> s b (n h)")

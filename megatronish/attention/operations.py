@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatronish.attention.explicit import stacked, unstacked
+from megatronish.ops.library import accumulation_dtype
+
 aten = torch.ops.aten
 
 HEAD_ALIGNMENT = 8  # channels
@@ -41,11 +44,6 @@ class Operation(NamedTuple):
 
     forward: Callable[[Tensor, Tensor, Tensor, Sees], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sees], Grads]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _scale(q: Tensor) -> float:
@@ -134,23 +132,13 @@ def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 
 
 # Anywhere, with the probabilities made explicit, in fp32: half precision would round gradients of probabilities before
-# their mean is taken off, which is most of them. The query heads that share a kv head are stacked along the queries.
-
-
-def _stack(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, n, q, *] -> [B, kv, n / kv * q, *]."""
-    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-
-
-def _unstack(x: Tensor, heads: int) -> Tensor:
-    """[B, kv, n / kv * q, *] -> [B, n, q, *]."""
-    return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+# their mean is taken off, which is most of them.
 
 
 def _scores(q: Tensor, k: Tensor, sees: Sees) -> Tensor:
     """[B, n, q, k], -inf where nothing is seen."""
     assert sees.mask is not None
-    scores = _unstack(_stack(q, k.shape[1]) @ k.mT, q.shape[1])
+    scores = unstacked(stacked(q, k.shape[1]) @ k.mT, q.shape[1])
     return scores.mul_(_scale(q)).masked_fill_(~sees.mask, -torch.inf)
 
 
@@ -160,7 +148,7 @@ def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tens
     scores = _scores(q, k, sees)
     lse = scores.logsumexp(-1)
     dropped = sees.drop(scores.sub_(lse.unsqueeze(-1)).exp_())
-    return _unstack(_stack(dropped, v.shape[1]) @ v, q.shape[1]), lse
+    return unstacked(stacked(dropped, v.shape[1]) @ v, q.shape[1]), lse
 
 
 def _explicit_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees) -> Grads:
@@ -169,12 +157,12 @@ def _explicit_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     heads, kv_heads = q.shape[1], k.shape[1]
     dout, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (dout, q, k, v, out))
     probabilities = _scores(q, k, sees).sub_(lse.unsqueeze(-1)).exp_()
-    stacked_dout = _stack(dout, kv_heads)
-    dv = _stack(sees.drop(probabilities), kv_heads).mT @ stacked_dout
-    dprobabilities = sees.drop(_unstack(stacked_dout @ v.mT, heads))
+    by_kv_head = stacked(dout, kv_heads)
+    dv = stacked(sees.drop(probabilities), kv_heads).mT @ by_kv_head
+    dprobabilities = sees.drop(unstacked(by_kv_head @ v.mT, heads))
     means = (dout * out).sum(-1, keepdim=True)
-    dscores = _stack(probabilities * (dprobabilities - means), kv_heads) * _scale(q)
-    return Grads(_unstack(dscores @ k, heads), dscores.mT @ _stack(q, kv_heads), dv)
+    dscores = stacked(probabilities * (dprobabilities - means), kv_heads) * _scale(q)
+    return Grads(unstacked(dscores @ k, heads), dscores.mT @ stacked(q, kv_heads), dv)
 
 
 FLASH_ON_CPU = Operation(_flash_on_cpu_forward, _flash_on_cpu_backward)

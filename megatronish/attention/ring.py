@@ -25,10 +25,11 @@ from torch.autograd.function import once_differentiable
 from megatronish import comm
 from megatronish.attention import tile
 from megatronish.attention.core import ProbabilityDropout
-from megatronish.attention.operations import Sees, accumulation_dtype
+from megatronish.attention.operations import Sees
 from megatronish.attention.visibility import Sight, Visibility
 from megatronish.attention.zigzag import chunks_of, places_of
 from megatronish.mesh.groups import Axis
+from megatronish.ops.library import accumulation_dtype
 
 BLOCK_TAG, GRADS_TAG = 0, 1
 

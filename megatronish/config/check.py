@@ -216,6 +216,16 @@ def _weight_decay(config: Config) -> str | None:
     return None
 
 
+def _attention(config: Config) -> str | None:
+    dropout = config.model.attention_dropout
+    if config.training.attention_backend != "flash" or dropout == 0:
+        return None
+    return (
+        f"attention_backend=flash must have attention_dropout=0, not {dropout}: it draws masks of its own, which no "
+        "other layout could draw again; add --attention-dropout 0, or use --attention-backend auto"
+    )
+
+
 def _data(config: Config) -> str | None:
     data = config.data
     if not (data.mock_data or data.data_path or data.train_data_path):
@@ -321,6 +331,7 @@ RULES = (
     Rule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),
     Rule(("fp16", "initial_loss_scale", "min_loss_scale"), _loss_scales),
     Rule(("bf16", "fp16", "grad_reduce_in_bf16"), _reduction_in_bf16),
+    Rule(("attention_backend", "attention_dropout"), _attention),
     Rule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),
     Rule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),
     Rule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),

@@ -65,6 +65,16 @@ def _heads_over_cp(config: Config) -> str | None:
     )
 
 
+def _attention_over_cp(config: Config) -> str | None:
+    backend, cp = config.training.attention_backend, config.parallel.context_parallel_size
+    if cp == 1 or config.parallel.cp_comm_type == "a2a" or backend in ("auto", "flash"):
+        return None
+    return (
+        f"attention_backend={backend} needs the scores of whole rows, and with context_parallel_size={cp} and "
+        "cp_comm_type=p2p a rank sees them block by block; use --cp-comm-type a2a, or --attention-backend auto"
+    )
+
+
 def _interleaving(config: Config) -> str | None:
     parallel = config.parallel
     schedule, pp = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size
@@ -220,6 +230,7 @@ PARALLEL_RULES = (
     Rule(("seq_length", _CP), _sequence_over_cp),
     Rule(("seq_length", "sequence_parallel", _TP, _CP), _sequence_over_tp),
     Rule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
+    Rule(("attention_backend", "cp_comm_type", _CP), _attention_over_cp),
     Rule(("num_layers", _PP, *_CHUNKS, *_STAGES), _interleaving),
     Rule(("num_layers", _PP, *_CHUNKS, *_STAGES), _layers_over_stages),
     Rule((*_RECOMPUTE, _TP, "sequence_parallel"), _recompute),

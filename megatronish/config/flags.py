@@ -7,6 +7,7 @@ another name, or it is *idle* (accepted, because what it asks for is so anyway o
 
 import ast
 import inspect
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_origin, get_type_hints
 
@@ -91,7 +92,7 @@ KNOWN: dict[str, Known] = {
     "recompute-modules": _refused("selective recomputes the core of attention; leave it out", 1, ("core_attn",)),
     "cpu-offloading": _refused("use --recompute-granularity full --offload-saved-activations"),
     "cpu-offloading-num-layers": _refused("use --recompute-granularity full --offload-saved-activations", 1),
-    "no-masked-softmax-fusion": _idle(_FUSION),
+    "no-masked-softmax-fusion": _idle("the softmax is fused with --attention-backend auto or fused_softmax alone"),
     "no-bias-gelu-fusion": _idle(_FUSION),
     "no-bias-swiglu-fusion": _idle(_FUSION),
     "no-bias-dropout-fusion": _idle(_FUSION),
@@ -99,8 +100,7 @@ KNOWN: dict[str, Known] = {
     "no-gradient-accumulation-fusion": _idle(_FUSION),
     "cross-entropy-loss-fusion": _idle(_FUSION),
     "transformer-impl": _idle(_ONE_IMPLEMENTATION, 1),
-    "attention-backend": _idle("torch chooses the attention kernel", 1),
-    "use-flash-attn": _idle("torch chooses the attention kernel"),
+    "use-flash-attn": _idle("--attention-backend auto takes it wherever there is no attention dropout"),
     "use-mcore-models": _idle(_ONE_IMPLEMENTATION),
     # data and tokenizer
     "data-args-path": _refused("write data_path = [...] into [data] of the config file", 1),
@@ -143,6 +143,12 @@ KNOWN: dict[str, Known] = {
     "checkpoint-activations": _refused(f"{_REMOVED}; use --recompute-granularity full"),
 }
 
+# Values that Megatron-LM spells otherwise.
+VALUES: dict[str, Mapping[str, str]] = {
+    "tokenizer_type": MEGATRON_TOKENIZERS,
+    "attention_backend": {"fused": "flash", "local": "fused_softmax"},
+}
+
 # Where a flag of the same name starts from another value, or reads its value otherwise, than in Megatron-LM.
 DIFFERENCES: dict[str, str] = {
     "log_interval": "Megatron-LM's default is 100; here every step is logged.",
@@ -163,6 +169,9 @@ DIFFERENCES: dict[str, str] = {
     "recompute_num_layers": "No default in Megatron-LM, which wants it with full; here 1.",
     "pipeline_schedule": "Not in Megatron-LM, where the schedule follows from virtual stages alone.",
     "window_size": "Counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1` here.",
+    "attention_backend": "Megatron-LM's `fused` (cuDNN's attention) is `flash` here, where SDPA chooses for the "
+    "device; its `local` is `fused_softmax`. Its `unfused` is TransformerEngine's, with a fused softmax too; here it "
+    "is plain torch.",
     "muon_coefficient_type": "Megatron-LM has more sets; here a set beyond the last repeats the last.",
     "use_checkpoint_args": "In Megatron-LM the checkpoint wins in silence; here what contradicts it is an error.",
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",

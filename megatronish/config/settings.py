@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
-from megatronish.config.flags import KNOWN, Known
-from megatronish.config.tokenizer_names import MEGATRON_TOKENIZERS
+from megatronish.config.flags import KNOWN, VALUES, Known
 
 
 class Setting(NamedTuple):
@@ -139,8 +138,7 @@ def _understand(found: Settings, *, name: str, values: tuple[str, ...], spelled:
     if field in FIELDS:
         if FIELDS[field].type is bool:
             values = tuple(value.lower() for value in values) or ("true",)
-        elif field == "tokenizer_type":
-            values = tuple(MEGATRON_TOKENIZERS.get(value, value) for value in values)
+        values = tuple(VALUES.get(field, {}).get(value, value) for value in values)
         found.settings.append(Setting(field, values, spelled, typed))
     elif field != negated and negated in FIELDS and FIELDS[negated].type is bool and not values:
         found.settings.append(Setting(negated, ("false",), spelled, typed))

@@ -1,12 +1,14 @@
-"""How long, on how much, in which precision?"""
+"""How long, on how much, in which precision, and by which attention?"""
 
 from dataclasses import dataclass
 from typing import Literal
 
+AttentionBackend = Literal["auto", "flash", "fused_softmax", "unfused"]
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch, length of the run, precision, seed."""
+    """Batch, length of the run, seed, precision, attention."""
 
     seq_length: int = 0
     """Tokens S of one sample."""
@@ -44,6 +46,8 @@ class TrainingConfig:
     """fp16: steps in a row without an overflow after which the loss scale is doubled."""
     hysteresis: int = 2
     """fp16: with so many overflows since its last doubling the loss scale is halved, and with each one after them."""
+    attention_backend: AttentionBackend = "auto"
+    """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or the gradient norm is not finite."""
 

@@ -12,6 +12,7 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.visibility import Visibility
 from megatronish.attention.zigzag import places_of
 from megatronish.config.model import ModelConfig
+from megatronish.config.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
 from megatronish.mesh.groups import Axis
 from megatronish.model.batch import MicroBatch
@@ -36,6 +37,7 @@ class Context:
     dropout: Dropout | None
     cp: Axis
     cp_comm_type: Literal["p2p", "a2a"]
+    attention_backend: AttentionBackend
     recompute_attention: bool
     cache: KeyValueCache | None = None
 
@@ -51,6 +53,7 @@ class Context:
             cp=self.cp,
             method=self.cp_comm_type,
             visibility=self.visibility,
+            backend=self.attention_backend,
             first_head=first_head,
             dropout=drop,
         )
@@ -71,6 +74,7 @@ def make_context(
     tp: Axis,
     cp: Axis,
     cp_comm_type: Literal["p2p", "a2a"],
+    attention_backend: AttentionBackend,
     sequence_parallel: bool,
     recompute_attention: bool,
     seed: int,
@@ -95,6 +99,7 @@ def make_context(
         dropout=Dropout(seed, step or 0, batch.sample_ids) if dropping else None,
         cp=cp,
         cp_comm_type=cp_comm_type,
+        attention_backend=attention_backend,
         recompute_attention=recompute_attention,
         cache=cache,
     )

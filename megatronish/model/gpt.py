@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.config.model import ModelConfig
+from megatronish.config.training import AttentionBackend
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megatronish.layers.linear import ColumnParallelLinear, column_parallel
@@ -80,6 +81,7 @@ class GPT(nn.Module):
         tp: Axis | None = None,
         cp: Axis | None = None,
         cp_comm_type: Literal["p2p", "a2a"] = "p2p",
+        attention_backend: AttentionBackend = "auto",
         sequence_parallel: bool = False,
         chunks: Sequence[Chunk] | None = None,
         seed: int = 0,
@@ -90,6 +92,7 @@ class GPT(nn.Module):
         self.config, self.vocab_size, self.seed = config, vocab_size, seed
         self.tp = tp = tp or Axis("tp")
         self.cp, self.cp_comm_type = cp or Axis("cp"), cp_comm_type
+        self.attention_backend = attention_backend
         self.recompute = recompute or Recompute()
         # Cutting the sequence over one rank is not cutting it.
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
@@ -152,6 +155,7 @@ class GPT(nn.Module):
             tp=self.tp,
             cp=self.cp,
             cp_comm_type=self.cp_comm_type,
+            attention_backend=self.attention_backend,
             sequence_parallel=self.sequence_parallel,
             recompute_attention=self.recompute.granularity == "selective",
             seed=self.seed,

@@ -60,7 +60,7 @@ def _backward_reference(grad: Tensor, probabilities: Tensor, scale: float, *_: A
     # Probabilities are 0 where nothing is seen, so visibility is not asked again.
     dtype = accumulation_dtype(grad.dtype)
     g, y = (x.contiguous().to(dtype) for x in (grad, probabilities))
-    return (y * (g - (y * g).sum(-1, keepdim=True)) * scale).to(grad.dtype)
+    return (torch.ops.aten._softmax_backward_data(g, y, -1, dtype) * scale).to(grad.dtype)
 
 
 def _save_of_causal(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

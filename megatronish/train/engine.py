@@ -106,6 +106,7 @@ class Engine:
                 tp=mesh.tp,
                 cp=mesh.cp,
                 cp_comm_type=parallel.cp_comm_type,
+                attention_backend=training.attention_backend,
                 sequence_parallel=sequence_parallel,
                 chunks=[
                     Chunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places

@@ -10,6 +10,7 @@ from megatronish.checkpoint.fill import open_hf
 from megatronish.config.config import Config
 from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
 from megatronish.memory import Sharing, expected_memory, memory_table
+from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
@@ -38,7 +39,6 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
     flops = tokens * model_flops_per_token(model, vocab_size=vocab_size, seq_length=training.seq_length)
     stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
-    dropout = model.attention_dropout > 0
     on_cpu = device == "cpu" or parallel.optimizer_cpu_offload or parallel.param_cpu_offload
     masters_on = torch.device("cpu" if on_cpu else "cuda")
     lines = [
@@ -51,16 +51,8 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         ),
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
-        "attention: "
-        + (OVER_CP[parallel.cp_comm_type] if layout.cp > 1 else "")
-        + (
-            "explicit softmax, because attention dropout is above 0 and its masks must not depend on the layout"
-            if dropout
-            else "scaled_dot_product_attention (flash where the device has it)"
-            if layout.cp == 1 or parallel.cp_comm_type == "a2a"
-            else "scaled_dot_product_attention's flash operations"
-        )
-        + f"; optimizer: {optimizer_line(config.optimizer, masters_on)}",
+        f"attention: {_attention(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
+        kernels_line("cpu" if device == "cpu" else "cuda"),
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
@@ -79,6 +71,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
                 bf16=training.precision != "fp32",
                 optimizer=config.optimizer.optimizer,
                 cp_comm_type=parallel.cp_comm_type,
+                attention_backend=training.attention_backend,
                 recompute=config.recompute,
                 sharing=Sharing.of(parallel, layout),
             )
@@ -86,6 +79,23 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         *(f"note: {note}" for note in notes),
     ]
     return "\n".join(lines)
+
+
+def _attention(config: Config) -> str:
+    """What computes it, and why."""
+    parallel, backend = config.parallel, config.training.attention_backend
+    over_cp, is_ring = "", False
+    if config.layout.cp > 1:
+        over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
+    if backend == "auto" and config.model.attention_dropout > 0:
+        how = "block by block" if is_ring else "by the fused softmax"
+        why = "because attention dropout is above 0 and its masks must not depend on the layout"
+        return f"{over_cp}explicit probabilities {how}, {why}"
+    if backend in ("auto", "flash"):
+        sdpa = "scaled_dot_product_attention"
+        return over_cp + (f"{sdpa}'s flash operations" if is_ring else f"{sdpa} (flash where the device has it)")
+    softmax = "the fused" if backend == "fused_softmax" else "torch's"
+    return f"{over_cp}explicit probabilities by {softmax} softmax, as asked"
 
 
 def _stages(config: Config, stages: Stages, vocab_size: int) -> str:

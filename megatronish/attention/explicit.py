@@ -1,0 +1,64 @@
+"""How is attention computed where the probability of every key is written down?
+
+Scores by one product, their softmax, dropout where there is any, a second product. It takes memory in the square of the
+sequence, which flash attention does not; it is what dropout needs, for SDPA draws masks of its own. The query heads
+that share a key/value head are stacked along the queries, so that keys and values are not copied for each of them.
+
+The fused softmax (ops/softmax.py) reads the scores once and keeps nothing but its output, in the dtype of the model:
+with dropout 5 bytes a score in half precision, as in Korthikanti et al. 2022. The unfused one is a chain of operations
+of torch, whose probabilities are in fp32 until they meet the values.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatronish.attention.visibility import Visibility
+from megatronish.ops.library import accumulation_dtype
+from megatronish.ops.softmax import scaled_causal_softmax, scaled_masked_softmax
+
+
+def explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visibility: Visibility,
+    fused: bool,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """[B, n, q, H], [B, kv, k, H], [B, kv, k, H] -> [B, n, q, H]; the last query stands at the last key."""
+    heads, kv_heads, scale = q.shape[1], k.shape[1], 1.0 / math.sqrt(q.shape[-1])
+    scores = unstacked(stacked(q, kv_heads) @ k.mT, heads)
+    probabilities = (_fused_softmax if fused else _softmax)(scores, visibility, scale)
+    if dropout is not None:
+        probabilities = dropout(probabilities)
+    return unstacked(stacked(probabilities.to(v.dtype), kv_heads) @ v, heads)
+
+
+def stacked(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, n, q, *] -> [B, kv, n / kv q, *]: the query heads of each key/value head, one after the other."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def unstacked(x: Tensor, heads: int) -> Tensor:
+    """[B, kv, n / kv q, *] -> [B, n, q, *]: the inverse of `stacked`."""
+    return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+def _fused_softmax(scores: Tensor, visibility: Visibility, scale: float) -> Tensor:
+    if visibility.document_ids is None:
+        return scaled_causal_softmax(scores, scale=scale, window_size=visibility.window_size)
+    return scaled_masked_softmax(scores, visibility.whole, scale=scale)
+
+
+def _softmax(scores: Tensor, visibility: Visibility, scale: float) -> Tensor:
+    scaled = scores.to(accumulation_dtype(scores.dtype)) * scale
+    visible = visibility.whole
+    if visible is None:
+        queries, keys = scores.shape[-2:]
+        positions = torch.arange(keys, device=scores.device)
+        visible = visibility.mask(positions[keys - queries :], positions)
+    return scaled.masked_fill(~visible, -torch.inf).softmax(-1)
