@@ -60,6 +60,19 @@ void launch(const Launch& how, Arguments... arguments) {
 #endif
 }
 
+// Of the current device: for kernels whose blocks go through many rows. The emulator has two.
+inline int num_multiprocessors() {
+#ifdef __CUDACC__
+  int device = 0, number = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) throw std::runtime_error(std::string("the GPU is not found: ") + cudaGetErrorString(error));
+  return number;
+#else
+  return 2;
+#endif
+}
+
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 

@@ -39,6 +39,9 @@ struct Cut {
   __device__ __forceinline__ Cut(int length, const T* row, Others... others)
       : length(length), shift(shift_of(row)), whole(((shift_of<T>(others) == shift_of(row)) && ...)) {}
 
+  // At multiples of its own elements, as long as every row begins a vector: a thread has the same columns of each.
+  __device__ __forceinline__ Cut(int length, bool begins_a_vector) : length(length), shift(0), whole(begins_a_vector) {}
+
   __device__ __forceinline__ int begin(int vector) const { return vector * kWidth<T> - shift; }
   __device__ __forceinline__ int num_vectors() const { return divide_up(shift + length, kWidth<T>); }
 

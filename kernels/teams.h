@@ -45,6 +45,12 @@ struct WarpTeam {
   static __device__ __forceinline__ float reduce(float x) {
     return warp_reduce<Operation, kLanes>(x);
   }
+
+  template <typename Operation, int kNumbers>
+  static __device__ __forceinline__ void reduce_by_turns(float (&x)[kNumbers], int) {
+#pragma unroll
+    for (float& number : x) number = warp_reduce<Operation, kLanes>(number);
+  }
 };
 
 // A block, of full warps, has a row.
@@ -66,6 +72,24 @@ struct BlockTeam {
     __syncthreads();
     const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
     return warp_reduce<Operation>(lane < num_warps ? of_warp[lane] : Operation::kNeutral);
+  }
+
+  // For loops, several numbers at once: `turn` is 0 and 1 by turns, and so none has to wait here either.
+  template <typename Operation, int kNumbers>
+  static __device__ __forceinline__ void reduce_by_turns(float (&x)[kNumbers], int turn) {
+    __shared__ float of_warp[2][kNumbers][kWarpSize];
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      x[i] = warp_reduce<Operation>(x[i]);
+      if (lane == 0) of_warp[turn][i][warp] = x[i];
+    }
+    __syncthreads();
+    const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      x[i] = warp_reduce<Operation>(lane < num_warps ? of_warp[turn][i][lane] : Operation::kNeutral);
+    }
   }
 };
 

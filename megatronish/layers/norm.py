@@ -3,9 +3,9 @@
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatronish.sharding import Sharding
 
 
@@ -39,7 +39,12 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        weight = self.weight + 1 if self.one_plus else self.weight
         if self.bias is not None:
-            return F.layer_norm(x, (self.size,), weight, self.bias, self.epsilon)
-        return F.rms_norm(x, (self.size,), weight, self.epsilon)
+            return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
+        return rms_norm(x, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y normalised, and x + y."""
+        if self.bias is not None:
+            return add_layer_norm(x, y, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
+        return add_rms_norm(x, y, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)

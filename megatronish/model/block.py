@@ -89,5 +89,6 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """See the class."""
-        x = x + context.drop(self.attention(self.attention_norm(x), context), layer=self.layer, site="attention_output")
-        return x + context.drop(self.mlp(self.mlp_norm(x)), layer=self.layer, site="mlp_output")
+        attended = self.attention(self.attention_norm(x), context)
+        normalised, x = self.mlp_norm.of_sum(x, context.drop(attended, layer=self.layer, site="attention_output"))
+        return x + context.drop(self.mlp(normalised), layer=self.layer, site="mlp_output")

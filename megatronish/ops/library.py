@@ -93,6 +93,11 @@ def report_line(family: Family, device: torch.device) -> str:
     return f"{family.name}: {'CUDA kernels' if reason is None else f'torch, because {reason}'}"
 
 
+def has_kernels(family: Family) -> bool:
+    """Whether a family's operators run as kernels on CUDA, for those who go another way where they do not."""
+    return _why_not(family, torch.device("cuda")) is None
+
+
 def _why_not(family: Family, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the kernels are for CUDA and this runs on {device.type}"
