@@ -15,7 +15,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.training import AttentionBackend, TrainingConfig
 from megatronish.data.loader import micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.data_parallel.zero import Zero
@@ -48,6 +48,7 @@ def engine_of(
     num_microbatches: int = 2,
     bf16: bool = False,
     optimizer: OptimizerConfig | None = None,
+    attention_backend: AttentionBackend = "auto",
 ) -> tuple[Engine, list[MicroBatch]]:
     layout = Layout(
         pp=parallel.pipeline_model_parallel_size,
@@ -67,7 +68,13 @@ def engine_of(
         mesh,
         model=model,
         parallel=parallel,
-        training=TrainingConfig(seq_length=S, micro_batch_size=B, global_batch_size=batch, bf16=bf16),
+        training=TrainingConfig(
+            seq_length=S,
+            micro_batch_size=B,
+            global_batch_size=batch,
+            bf16=bf16,
+            attention_backend=attention_backend,
+        ),
         optimizer=optimizer or OptimizerConfig(),
         vocab_size=VOCABULARY,
         recompute=recompute,
@@ -133,6 +140,20 @@ def test_context_parallelism_communicates_as_it_was_told() -> None:
         parallel = ParallelConfig(context_parallel_size=2, cp_comm_type=method)  # type: ignore[arg-type]
         for seen in run_ranks(2, traffic, parallel):
             assert seen[used] and not seen[unused]
+
+
+def calls_of_the_fused_softmax(place: Place, parallel: ParallelConfig, backend: AttentionBackend) -> int:
+    engine, batches = engine_of(place, parallel, attention_backend=backend, num_microbatches=1)
+    with torch.profiler.profile() as profile:
+        engine.gradients(batches, step=0)
+    return sum(each.count for each in profile.key_averages() if each.key == "megatronish::scaled_causal_softmax")
+
+
+def test_attention_runs_on_the_backend_that_was_asked_for() -> None:
+    exchange = ParallelConfig(context_parallel_size=2, cp_comm_type="a2a")
+    for backend, calls in (("auto", 0), ("flash", 0), ("unfused", 0), ("fused_softmax", MODEL.num_layers)):
+        assert calls_of_the_fused_softmax(Place(), ParallelConfig(), backend) == calls  # type: ignore[arg-type]
+    assert run_ranks(2, calls_of_the_fused_softmax, exchange, "fused_softmax") == [MODEL.num_layers] * 2
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

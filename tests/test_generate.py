@@ -17,6 +17,7 @@ from torch import Tensor
 
 import tools.generate as tool
 from megatronish.attention.cached import KeyValueCache
+from megatronish.config.training import AttentionBackend
 from megatronish.errors import UserError
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh
@@ -104,6 +105,18 @@ def test_what_is_kept_of_the_past_changes_no_logit(variant: str, lengths: tuple[
         for place, logits in enumerate(seen.logits):
             alone = logits_without_cache(model, [*prompt, *text[:place]][-S:])
             torch.testing.assert_close(logits[row], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["fused_softmax", "unfused"])
+@pytest.mark.parametrize("variant", ["llama", "mistral"])
+def test_the_past_is_the_same_for_every_backend_of_attention(variant: str, backend: AttentionBackend) -> None:
+    model, prompts = model_of(VARIANTS[variant]), [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]]
+    before = seen_of(model, prompts, num_tokens=8, seq_length=S)
+    model.attention_backend = backend
+    after = seen_of(model, prompts, num_tokens=8, seq_length=S)
+    assert after.texts == before.texts
+    for a, b in zip(after.logits, before.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_a_token_runs_alone_until_all_that_the_model_sees_is_full() -> None:
