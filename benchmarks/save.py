@@ -100,9 +100,9 @@ def measure(place: Place, flags: list[str], turns: int, interval: int, folder: P
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.run()
-    stored = sum(path.stat().st_size for path in folder.rglob("*.distcp"))
-    found = {"stalls": hook.stalls, "steps": [hook.steps[False], hook.steps[True]], "stored": stored // 2}
     if engine.mesh.is_main:
+        stored = sum(path.stat().st_size for path in folder.rglob("*.distcp")) // len(ways)
+        found = {"stalls": hook.stalls, "steps": [hook.steps[False], hook.steps[True]], "stored": stored}
         (folder / "found.json").write_text(json.dumps(found))
     comm.barrier(engine.mesh.world)
     leave()

@@ -25,6 +25,7 @@ from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
 
 FACTS = ("config", "vocab_size", "data", "eod")
 POSITION = ("step", "consumed_samples", "optimizer_steps")
+TRIED_AGAIN = "training goes on, and the next save tries again"
 
 
 class Written(NamedTuple):
@@ -74,7 +75,7 @@ class Save(Hook):
 
     def finish(self, trainer: Trainer) -> None:
         """The end of the run, or of this part of it."""
-        self._wait()
+        self._wait(then="it is tried once more")
         if self.saved_step != trainer.progress.step:
             self._save_now(trainer)
 
@@ -107,18 +108,18 @@ class Save(Hook):
         self.saved_step = step
         self._tell(f" saved {written.path} in {written.seconds:.1f} s", *written.complaints)
 
-    def _wait(self) -> None:
+    def _wait(self, then: str = TRIED_AGAIN) -> None:
         """Until nothing is being written."""
         if self._pending is None:
             return
         step, start = self._pending.step, time.perf_counter()
         wait([self._pending.future])
         seconds = time.perf_counter() - start
-        self._collect()
+        self._collect(then)
         if seconds >= 0.5:
             self._tell(f" waited {seconds:.1f} s for the checkpoint of step {step} to be written")
 
-    def _collect(self, then: str = "training goes on, and the next save tries again") -> None:
+    def _collect(self, then: str = TRIED_AGAIN) -> None:
         """Take what became of the save that a thread was writing, and tell it."""
         if self._pending is None:
             return
