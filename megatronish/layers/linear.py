@@ -58,12 +58,12 @@ class ColumnParallelLinear(nn.Module):
             found["bias"] = Sharding((self.out_features,), dim=0, sections=self.sections)
         return found
 
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+    def forward(self, x: Tensor, *, leaves_bias: bool = False) -> Tensor:
+        """See the class. The bias can be left to what follows, which then adds it and has its gradient."""
         return column_parallel(
             x,
             self.weight,
-            self.bias,
+            None if leaves_bias else self.bias,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             weight_gradients=self.weight_gradients,

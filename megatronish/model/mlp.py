@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from megatronish.config.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.mesh.groups import Axis
+from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 
 
 class MLP(nn.Module):
@@ -35,13 +36,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        return self.fc2(self.activate(self.fc1(x)))
+        # A kernel adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
+        apart = not self.config.squared_relu and is_fused(x)
+        x = self.fc1(x, leaves_bias=apart)
+        return self.fc2(self.activate(x, self.fc1.bias if apart else None))
 
-    def activate(self, x: Tensor) -> Tensor:
-        """[S, B, F/tp] (gated: [S, B, 2 F/tp], gate before up) -> [S, B, F/tp]."""
+    def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[S, B, F/tp] (gated: [S, B, 2 F/tp], gate before up), a bias not yet added -> [S, B, F/tp]."""
         if self.config.swiglu:
-            gate, up = x.chunk(2, dim=-1)
-            return F.silu(gate) * up
+            return bias_swiglu(x, bias)
         if self.config.squared_relu:
             return F.relu(x).square()
-        return F.gelu(x, approximate="tanh" if self.config.openai_gelu else "none")
+        return bias_gelu(x, bias, approximate="tanh" if self.config.openai_gelu else "none")

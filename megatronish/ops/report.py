@@ -2,10 +2,10 @@
 
 import torch
 
-from megatronish.ops import cross_entropy, norm, softmax
+from megatronish.ops import activation, cross_entropy, norm, softmax
 from megatronish.ops.library import Family, report_line
 
-FAMILIES: tuple[Family, ...] = (softmax.FAMILY, cross_entropy.FAMILY, norm.FAMILY)
+FAMILIES: tuple[Family, ...] = (softmax.FAMILY, cross_entropy.FAMILY, activation.FAMILY, norm.FAMILY)
 
 
 def kernels_report(device: torch.device | str) -> list[str]:
