@@ -168,11 +168,9 @@ def _state(description: Description) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Unread:
-    """A lazy tensor in the role of a GlobalTensor. torch keeps all that it has written until its file is complete, so
-    each look-up frees what the one before it read."""
+    """A lazy tensor in the role of a GlobalTensor: read when it is its turn to be written."""
 
     tensor: LazyTensor
-    written: list[Tensor]
 
     def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
         size = torch.Size(self.tensor.shape)
@@ -181,16 +179,8 @@ class _Unread:
         return [WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
-        while self.written:
-            self.written.pop().untyped_storage().resize_(0)
-        tensor = self.tensor.read().contiguous()
-        memory = tensor.untyped_storage()
-        if memory.nbytes() != tensor.nbytes or not memory.resizable():  # torch would copy a part; numpy pins a whole
-            tensor = tensor.clone()
-        self.written.append(tensor)
-        return tensor
+        return self.tensor.read().contiguous()
 
 
 def _one_by_one(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    written: list[Tensor] = []
-    return {PREFIX + name: _Unread(tensor, written) for name, tensor in tensors.items()}
+    return {PREFIX + name: _Unread(tensor) for name, tensor in tensors.items()}
