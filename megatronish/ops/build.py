@@ -208,8 +208,9 @@ def _compile(commands: dict[Path, list[str]]) -> list[Path]:
                 fresh.replace(output)
         return output
 
+    longest_first = sorted(commands.items(), key=lambda item: item[0].stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_one, commands.items()))
+        return list(pool.map(compile_one, longest_first))
 
 
 def _link(linker: Sequence[str], objects: Sequence[Path], libraries: Sequence[str], output: Path) -> None:
