@@ -53,7 +53,7 @@ def cases(columns: int, dtype: torch.dtype, device: torch.device, *, spread: flo
         labels = torch.randint(first, first + max(num_true, 1), (len(logits),), generator=generator)
         labels[1] = first - 1  # a label of -1 too
         if len(logits) > 2:
-            labels[2:4] = torch.tensor([first + num_true, first + num_true - 1])
+            labels[2:5] = torch.tensor([first + num_true, first + num_true - 1, first + 2**32])
         logits[:, num_true:] = torch.nan
         found.append(Case(logits, labels.to(device), first, num_true))
     return found
