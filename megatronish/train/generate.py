@@ -48,8 +48,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """At least one token: after the end of a document, another begins. UserError for what is no text."""
     try:
         return tokenizer.encode(prompt) or [tokenizer.eod]
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}") from error
     except ValueError as error:
         raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}; change it") from error
 
