@@ -117,7 +117,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
         self._model = model
-        self._model.encode_special_tokens = True
+        self._take_text_as_it_is()
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
         self.eod = eod
 
@@ -154,7 +154,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._model.encode_special_tokens = True  # which pickling forgets
+        self._take_text_as_it_is()
+
+    def _take_text_as_it_is(self) -> None:
+        """All of it and nothing more, whatever a tokenizer.json says of lengths. Pickling forgets a part of this."""
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
         _check_unicode(text)

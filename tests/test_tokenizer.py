@@ -98,6 +98,16 @@ def test_half_a_surrogate_pair_is_refused(folder: Path) -> None:
             tokenizer.encode("a\ud800")
 
 
+def test_no_text_is_cut_or_filled_up_where_a_tokenizer_was_saved_so(folder: Path, tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.enable_truncation(5)
+    model.enable_padding(length=64)
+    model.save(str(tmp_path / "tokenizer.json"))
+    whole, found = HuggingFaceTokenizer.from_path(folder), HuggingFaceTokenizer.from_path(tmp_path)
+    for tokenizer in (found, pickle.loads(pickle.dumps(found))):
+        assert all(tokenizer.encode(text) == whole.encode(text) for text in TEXTS)
+
+
 def test_the_demo_tokenizer_knows_code(folder: Path) -> None:
     tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(folder / "model")))
     assert tokenizer.vocab_size == 600
