@@ -35,8 +35,15 @@ struct ColumnSums {
     }
   }
 
+  // To a part, by the team's first row or its only one.
+  template <typename Team>
+  __device__ __forceinline__ void store(float* part, int size) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) store_vector(part, v, Team::rank() + v * Team::size(), size);
+  }
+
   // Vector number v of the thread, which is number `vector` of the row.
-  __device__ __forceinline__ void store(float* part, int v, int vector, int size) const {
+  __device__ __forceinline__ void store_vector(float* part, int v, int vector, int size) const {
     constexpr int kPieces = kWidth<T> / kWidth<float>;
     const Cut<float> cut(size, size % kWidth<float> == 0);
 #pragma unroll

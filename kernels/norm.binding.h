@@ -1,7 +1,7 @@
 // How do tensors become arguments of the norm family? Included by bindings.cpp alone.
 //
-// An RMS norm has no bias and no mean, and only sums have a residual: what there is none of is an empty optional here, a
-// null pointer in the kernels.
+// An RMS norm has no bias and no mean, and only a sum has a residual: what there is none of is an empty optional here,
+// and null for the kernels.
 #pragma once
 
 #include <tuple>

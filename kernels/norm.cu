@@ -1,12 +1,13 @@
 // What is left of a row without its mean and its scale? LayerNorm and RMSNorm, forward and backward.
 //
 // Every row is read once and written once: the threads of its team hold it in registers, sixteen elements each. Longer
-// rows, of more than 16,384 elements forward and 8,192 backward, are read again. Statistics are fp32; the variance is
-// that of the differences to the mean, so a mean that is large beside it does no harm.
+// rows are read again: forward, beyond 16,384 elements, by the same block, and so from its caches; backward, beyond
+// 8,192, by another kernel, and so from memory. Statistics are fp32; the variance is that of the differences to the
+// mean, so a mean that is large beside it does no harm.
 //
 // Rows are cut at multiples of their own elements, not of memory's: backward, a thread keeps its columns for all rows
-// that its team goes through, and adds up in registers what they give to the gradients of weight and bias. Then a second
-// kernel adds these parts, always in the same order. There are no atomics, and the bits are the same every time.
+// that its team goes through, and adds up in registers what they give to the gradients of weight and bias. A second
+// kernel adds these parts (columns.h). There are no atomics, and the bits are the same every time.
 #include "norm.h"
 
 #include <algorithm>
@@ -20,10 +21,10 @@
 namespace megatronish {
 namespace {
 
-constexpr int kElements = 16;  // of a row, in a thread's registers
-constexpr int kShortTeam = 8;  // lanes
+constexpr int kElements = 16;          // of a row, in a thread's registers
+constexpr int kShortTeam = 8;          // lanes
 constexpr int kBackwardThreads = 512;  // of a block, at most: the sums of columns take registers
-constexpr int kColumnThreads = 256;    // of a block of backward_columns
+constexpr int kColumnThreads = 256;    // of a block of gradients_of_columns
 
 template <typename T>
 constexpr int kHeld = kElements / kWidth<T>;  // vectors
@@ -32,11 +33,15 @@ using Short = WarpTeam<kShortTeam>;
 using Warp = WarpTeam<kWarpSize>;
 
 template <typename T, typename Team, bool kCentred>
-__global__ void __launch_bounds__(Team::kThreads) forward_once(const With<NormForward<T>> p) {
+__global__ void __launch_bounds__(Team::kThreads) normalise_once(const With<NormForward<T>> p) {
   const ForwardRow<T, kCentred> row(p, Team::row());
+  RowVector<T> x[kHeld<T>], residual[kHeld<T>];
+  load_all<Team, kHeld<T>>(p.aligned, [&](auto aligned, int v, int vector) {
+    row.template load<decltype(aligned)::value>(x[v], residual[v], vector);
+  });
   float values[kHeld<T>][kWidth<T>];
 #pragma unroll
-  for (int v = 0; v < kHeld<T>; ++v) row.load(values[v], Team::rank() + v * Team::size());
+  for (int v = 0; v < kHeld<T>; ++v) row.add(values[v], x[v], residual[v], Team::rank() + v * Team::size());
   float mean = 0.0f, squares = 0.0f;
   if (kCentred) {
 #pragma unroll
@@ -55,19 +60,19 @@ __global__ void __launch_bounds__(Team::kThreads) forward_once(const With<NormFo
 }
 
 template <typename T, bool kCentred>
-__global__ void __launch_bounds__(BlockTeam::kThreads) forward_again(const With<NormForward<T>> p) {
+__global__ void __launch_bounds__(BlockTeam::kThreads) normalise_again(const With<NormForward<T>> p) {
   const ForwardRow<T, kCentred> row(p, BlockTeam::row());
-  const int num_vectors = row.cut.num_vectors();
+  const int num_vectors = divide_up(row.length, kWidth<T>);
   float values[kWidth<T>];
   float mean = 0.0f, squares = 0.0f;
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    row.load(values, vector);
+    row.take(values, vector);
     kCentred ? mean += sum_of(values) : squares += squares_of(values);
   }
   if (kCentred) {
     mean = BlockTeam::reduce<Sum, 0>(mean) / p.size;
     for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-      row.load_again(values, vector);
+      row.take_again(values, vector);
       row.subtract(values, mean, vector);
       squares += squares_of(values);
     }
@@ -75,7 +80,7 @@ __global__ void __launch_bounds__(BlockTeam::kThreads) forward_again(const With<
   const float rstd = row.rstd_of(BlockTeam::reduce<Sum, 1>(squares));
   if (BlockTeam::rank() == 0) row.store_statistics(mean, rstd);
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    row.load_again(values, vector);
+    row.take_again(values, vector);
     row.subtract(values, mean, vector);
     row.store(values, rstd, vector);
   }
@@ -86,21 +91,22 @@ template <typename Team>
 constexpr int kParts = Team::kRows > 1 ? Team::kThreads / kWarpSize : 1;
 
 template <typename T, typename Team, bool kCentred>
-__global__ void __launch_bounds__(std::min(Team::kThreads, kBackwardThreads)) backward_once(
+__global__ void __launch_bounds__(std::min(Team::kThreads, kBackwardThreads)) gradients_once(
     const With<NormBackward<T>> p) {
   ColumnSums<T, kKinds<kCentred>, kHeld<T>> columns;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * Team::kRows;
   int turn = 0;
-  int64_t number = Team::row();
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * Team::kRows; first < p.rows; first += stride) {
-    const BackwardRow<T, kCentred> row(p, number);
-    float h[kHeld<T>][kWidth<T>], n[kHeld<T>][kWidth<T>];
-#pragma unroll
-    for (int v = 0; v < kHeld<T>; ++v) row.load(h[v], n[v], Team::rank() + v * Team::size());
-    float means[kKinds<kCentred>] = {};
+  // `first` is the same for all of a block, and so is how often they reduce.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * Team::kRows; first < p.rows; first += stride, turn ^= 1) {
+    const BackwardRow<T, kCentred> row(p, first + Team::row() % Team::kRows);
+    RowVector<T> grad[kHeld<T>], x[kHeld<T>], grad_sum[kHeld<T>];
+    load_all<Team, kHeld<T>>(p.aligned, [&](auto aligned, int v, int vector) {
+      row.template load<decltype(aligned)::value>(grad[v], x[v], grad_sum[v], vector);
+    });
+    float h[kHeld<T>][kWidth<T>], n[kHeld<T>][kWidth<T>], means[kKinds<kCentred>] = {};
 #pragma unroll
     for (int v = 0; v < kHeld<T>; ++v) {
-      row.normalise(n[v]);
+      row.take(h[v], n[v], grad[v], x[v]);
       add_over_columns<T, kCentred>(columns, v, h[v], n[v]);
       row.weigh(h[v], Team::rank() + v * Team::size());
       add_over_row<kCentred>(means, h[v], n[v]);
@@ -109,30 +115,25 @@ __global__ void __launch_bounds__(std::min(Team::kThreads, kBackwardThreads)) ba
 #pragma unroll
     for (float& mean : means) mean /= p.size;
 #pragma unroll
-    for (int v = 0; v < kHeld<T>; ++v) row.store(h[v], n[v], means, Team::rank() + v * Team::size());
-    number += stride;
-    turn ^= 1;
+    for (int v = 0; v < kHeld<T>; ++v) row.store(h[v], n[v], means, grad_sum[v], Team::rank() + v * Team::size());
   }
   constexpr int kLanes = Team::kRows > 1 ? Team::kThreads / Team::kRows : kWarpSize;
   columns.template join_teams<kLanes>();
   if (threadIdx.x % kWarpSize >= kLanes) return;
   const int64_t part = blockIdx.x * kParts<Team> + (kParts<Team> > 1 ? threadIdx.x / kWarpSize : 0);
-#pragma unroll
-  for (int v = 0; v < kHeld<T>; ++v) {
-    columns.store(p.scratch + part * kKinds<kCentred> * p.size, v, Team::rank() + v * Team::size(), p.size);
-  }
+  columns.template store<Team>(p.scratch + part * kKinds<kCentred> * p.size, p.size);
 }
 
 // For rows that no block holds: first mean(h * n) and mean(h) of each ...
 template <typename T, bool kCentred>
-__global__ void __launch_bounds__(BlockTeam::kThreads) backward_means(const With<NormBackward<T>> p, float* row_means) {
+__global__ void __launch_bounds__(BlockTeam::kThreads) means_of_rows(const With<NormBackward<T>> p, float* row_means) {
   const BackwardRow<T, kCentred> row(p, BlockTeam::row());
-  const int num_vectors = row.cut.num_vectors();
-  float h[kWidth<T>], n[kWidth<T>];
-  float means[kKinds<kCentred>] = {};
+  const int num_vectors = divide_up(row.length, kWidth<T>);
+  float h[kWidth<T>], n[kWidth<T>], means[kKinds<kCentred>] = {};
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    row.load(h, n, vector);
-    row.normalise(n);
+    RowVector<T> grad, x;
+    p.aligned ? row.template load<true>(grad, x, vector) : row.template load<false>(grad, x, vector);
+    row.take(h, n, grad, x);
     row.weigh(h, vector);
     add_over_row<kCentred>(means, h, n);
   }
@@ -146,24 +147,28 @@ __global__ void __launch_bounds__(BlockTeam::kThreads) backward_means(const With
 
 // ... then a vector of columns for each thread, through every gridDim.y-th row.
 template <typename T, bool kCentred>
-__global__ void __launch_bounds__(kColumnThreads) backward_columns(const With<NormBackward<T>> p,
-                                                                   const float* row_means) {
+__global__ void __launch_bounds__(kColumnThreads) gradients_of_columns(const With<NormBackward<T>> p,
+                                                                       const float* row_means) {
   const int vector = static_cast<int>(blockIdx.x) * kColumnThreads + static_cast<int>(threadIdx.x);
   if (vector * kWidth<T> >= p.size) return;
   ColumnSums<T, kKinds<kCentred>, 1> columns;
   for (int64_t number = blockIdx.y; number < p.rows; number += gridDim.y) {
     const BackwardRow<T, kCentred> row(p, number);
-    float h[kWidth<T>], n[kWidth<T>];
-    row.load(h, n, vector);
-    row.normalise(n);
+    float h[kWidth<T>], n[kWidth<T>], means[kKinds<kCentred>];
+    RowVector<T> grad, x, grad_sum;
+    if (p.aligned) {
+      row.template load<true>(grad, x, grad_sum, vector);
+    } else {
+      row.template load<false>(grad, x, grad_sum, vector);
+    }
+    row.take(h, n, grad, x);
     add_over_columns<T, kCentred>(columns, 0, h, n);
     row.weigh(h, vector);
-    float means[kKinds<kCentred>];
 #pragma unroll
     for (int kind = 0; kind < kKinds<kCentred>; ++kind) means[kind] = row_means[number * kKinds<kCentred> + kind];
-    row.store(h, n, means, vector);
+    row.store(h, n, means, grad_sum, vector);
   }
-  columns.store(p.scratch + static_cast<int64_t>(blockIdx.y) * kKinds<kCentred> * p.size, 0, vector, p.size);
+  columns.store_vector(p.scratch + static_cast<int64_t>(blockIdx.y) * kKinds<kCentred> * p.size, 0, vector, p.size);
 }
 
 template <typename T, typename... Tensors>
@@ -193,13 +198,13 @@ void forward(const NormForward<T>& given, Stream stream) {
   const With<NormForward<T>> p{given, aligned};
   const int vectors = divide_up(p.size, kWidth<T>);
   if (vectors <= kShortTeam * kHeld<T>) {
-    launch<forward_once<T, Short, kCentred>>({blocks_for<Short>(p.rows), Short::kThreads, stream}, p);
+    launch<normalise_once<T, Short, kCentred>>({blocks_for<Short>(p.rows), Short::kThreads, stream}, p);
   } else if (vectors <= kWarpSize * kHeld<T>) {
-    launch<forward_once<T, Warp, kCentred>>({blocks_for<Warp>(p.rows), Warp::kThreads, stream}, p);
+    launch<normalise_once<T, Warp, kCentred>>({blocks_for<Warp>(p.rows), Warp::kThreads, stream}, p);
   } else if (vectors <= BlockTeam::kThreads * kHeld<T>) {
-    launch<forward_once<T, BlockTeam, kCentred>>({blocks_for<BlockTeam>(p.rows), threads_for<T>(vectors), stream}, p);
+    launch<normalise_once<T, BlockTeam, kCentred>>({blocks_for<BlockTeam>(p.rows), threads_for<T>(vectors), stream}, p);
   } else {
-    launch<forward_again<T, kCentred>>({blocks_for<BlockTeam>(p.rows), BlockTeam::kThreads, stream}, p);
+    launch<normalise_again<T, kCentred>>({blocks_for<BlockTeam>(p.rows), BlockTeam::kThreads, stream}, p);
   }
 }
 
@@ -208,11 +213,11 @@ template <typename T>
 struct Plan {
   int vectors;
   int64_t blocks, parts;
-  unsigned threads, slices = 1;  // blocks that share a row which is too long for one
+  unsigned threads, slices = 1;  // that a row is cut into, each for a block
 
   Plan(int64_t rows, int size) : vectors(divide_up(size, kWidth<T>)) {
     int64_t rows_of_block = 1, parts_of_block = 1, resident_threads = 512;  // of a multiprocessor: registers are few
-    if (is_long()) {
+    if (is_cut()) {
       threads = kColumnThreads, resident_threads = 1024;
       slices = static_cast<unsigned>(divide_up(vectors, kColumnThreads));
     } else if (is_of_block()) {
@@ -229,28 +234,32 @@ struct Plan {
 
   bool is_short() const { return vectors <= kShortTeam * kHeld<T>; }
   bool is_of_block() const { return vectors > kWarpSize * kHeld<T>; }
-  bool is_long() const { return vectors > kBackwardThreads * kHeld<T>; }
+  bool is_cut() const { return vectors > kBackwardThreads * kHeld<T>; }
 };
 
 template <typename T, bool kCentred>
-void backward(const NormBackward<T>& given, Stream stream) {
+void leave_parts(const NormBackward<T>& given, const Plan<T>& plan, Stream stream) {
   const bool aligned = vectors_are_aligned<T>(given.size, given.grad, given.grad_sum, given.x, given.grad_x);
   const With<NormBackward<T>> p{given, aligned};
-  const Plan<T> plan(p.rows, p.size);
   const Launch how(static_cast<unsigned>(plan.blocks), plan.threads, stream);
-  if (p.rows == 0) {
-  } else if (plan.is_short()) {
-    launch<backward_once<T, Short, kCentred>>(how, p);
+  if (plan.is_short()) {
+    launch<gradients_once<T, Short, kCentred>>(how, p);
   } else if (!plan.is_of_block()) {
-    launch<backward_once<T, Warp, kCentred>>(how, p);
-  } else if (!plan.is_long()) {
-    launch<backward_once<T, BlockTeam, kCentred>>(how, p);
+    launch<gradients_once<T, Warp, kCentred>>(how, p);
+  } else if (!plan.is_cut()) {
+    launch<gradients_once<T, BlockTeam, kCentred>>(how, p);
   } else {
     float* means = p.scratch + plan.parts * kKinds<kCentred> * p.size;
-    launch<backward_means<T, kCentred>>({blocks_for<BlockTeam>(p.rows), BlockTeam::kThreads, stream}, p, means);
+    launch<means_of_rows<T, kCentred>>({blocks_for<BlockTeam>(p.rows), BlockTeam::kThreads, stream}, p, means);
     const dim3 grid(plan.slices, static_cast<unsigned>(plan.blocks));
-    launch<backward_columns<T, kCentred>>({grid, kColumnThreads, stream}, p, static_cast<const float*>(means));
+    launch<gradients_of_columns<T, kCentred>>({grid, kColumnThreads, stream}, p, static_cast<const float*>(means));
   }
+}
+
+template <typename T, bool kCentred>
+void backward(const NormBackward<T>& p, Stream stream) {
+  const Plan<T> plan(p.rows, p.size);
+  if (p.rows > 0) leave_parts<T, kCentred>(p, plan, stream);
   const ColumnGradient weight{p.grad_weight, p.weight.is_float}, bias{p.grad_bias, p.weight.is_float};
   launch_sum_parts<T>({p.scratch, plan.parts, p.size, kKinds<kCentred>, weight, bias}, stream);
 }
@@ -272,7 +281,7 @@ template <typename T>
 int64_t norm_scratch(int64_t rows, int size, bool has_mean) {
   const Plan<T> plan(rows, size);
   const int kinds = has_mean ? kKinds<true> : kKinds<false>;
-  return (plan.parts * size + (plan.is_long() ? rows : 0)) * kinds;
+  return (plan.parts * size + (plan.is_cut() ? rows : 0)) * kinds;
 }
 
 #define INSTANTIATE(T)                                                \

@@ -1,6 +1,8 @@
 // What does a thread do with its vectors of a row that is normalised, forward and backward? For norm.cu alone.
 #pragma once
 
+#include <type_traits>
+
 #include "columns.h"
 #include "norm.h"
 #include "platform.h"
@@ -9,11 +11,66 @@
 namespace megatronish {
 namespace {
 
-// All that a kernel is told. `aligned`: every vector of every row begins at a multiple of 16 bytes.
+template <typename T>
+using RowVector = Vector<T, kWidth<T>>;
+
+// All that a kernel is told. `aligned`: every row begins at a multiple of 16 bytes and is whole vectors.
 template <typename Arguments>
 struct With : Arguments {
   bool aligned;
 };
+
+// Number `vector` of a row; zeros beyond its end. Aligned rows are read without a branch, so that all loads of a thread
+// are on their way before the first has arrived.
+template <bool kAligned, typename T>
+__device__ __forceinline__ RowVector<T> load_vector(const T* row, int vector, int length) {
+  const int at = vector * kWidth<T>;
+  RowVector<T> loaded{};
+  if constexpr (kAligned) {
+    if (at < length) loaded = *reinterpret_cast<const RowVector<T>*>(row + at);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      if (at + i < length) loaded.element[i] = row[at + i];
+    }
+  }
+  return loaded;
+}
+
+// load(std::bool_constant<kAligned>, v, vector) for the vectors of a thread: one branch for all of them.
+template <typename Team, int kVectors, typename Load>
+__device__ __forceinline__ void load_all(bool aligned, Load load) {
+  if (aligned) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) load(std::true_type(), v, Team::rank() + v * Team::size());
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) load(std::false_type(), v, Team::rank() + v * Team::size());
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_vector(const float (&values)[kWidth<T>], T* row, int vector, int length,
+                                             bool aligned) {
+  const int at = vector * kWidth<T>;
+  RowVector<T> stored;
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) stored.element[i] = static_cast<T>(values[i]);
+  if (aligned) {
+    if (at < length) *reinterpret_cast<RowVector<T>*>(row + at) = stored;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      if (at + i < length) row[at + i] = stored.element[i];
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void to_floats(float (&values)[kWidth<T>], const RowVector<T>& vector) {
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) values[i] = static_cast<float>(vector.element[i]);
+}
 
 // A weight or bias at the columns of a vector; 0 beyond the last.
 template <typename W, int kColumns>
@@ -21,7 +78,7 @@ __device__ __forceinline__ void load_columns(float (&values)[kColumns], const W*
   if (at + kColumns <= size && reinterpret_cast<uintptr_t>(parameter) % kVectorBytes == 0) {
 #pragma unroll
     for (int begin = 0; begin < kColumns; begin += kWidth<W>) {
-      const auto loaded = *reinterpret_cast<const Vector<W, kWidth<W>>*>(parameter + at + begin);
+      const auto loaded = *reinterpret_cast<const RowVector<W>*>(parameter + at + begin);
 #pragma unroll
       for (int i = 0; i < kWidth<W>; ++i) values[begin + i] = static_cast<float>(loaded.element[i]);
     }
@@ -32,11 +89,12 @@ __device__ __forceinline__ void load_columns(float (&values)[kColumns], const W*
 }
 
 template <typename T>
-__device__ __forceinline__ void load_columns(float (&values)[kWidth<T>], const Parameter& parameter, int at, int size) {
-  if (parameter.is_float) {
-    load_columns(values, static_cast<const float*>(parameter.values), at, size);
+__device__ __forceinline__ void load_columns(float (&values)[kWidth<T>], const Parameter& parameter, int vector,
+                                             int size) {
+  if (std::is_same_v<T, float> || parameter.is_float) {
+    load_columns(values, static_cast<const float*>(parameter.values), vector * kWidth<T>, size);
   } else {
-    load_columns(values, static_cast<const T*>(parameter.values), at, size);
+    load_columns(values, static_cast<const T*>(parameter.values), vector * kWidth<T>, size);
   }
 }
 
@@ -45,50 +103,64 @@ template <typename T, bool kCentred>
 struct ForwardRow {
   const With<NormForward<T>>& p;
   int64_t row, offset;
-  Cut<T> cut;
+  int length;  // 0 where there is no such row
 
   __device__ __forceinline__ ForwardRow(const With<NormForward<T>>& p, int64_t row)
-      : p(p), row(row), offset(row * p.size), cut(row < p.rows ? p.size : 0, p.aligned) {}
+      : p(p), row(row), offset(row * p.size), length(row < p.rows ? p.size : 0) {}
 
-  // What is to be normalised; 0 beyond the row. The residual is added on the way.
-  __device__ __forceinline__ void load(float (&values)[kWidth<T>], int vector) const {
-    cut.load(values, p.x + offset, vector, 0, cut.length, 0.0f);
-    if (p.residual == nullptr) return;
-    float residual[kWidth<T>];
-    cut.load(residual, p.residual + offset, vector, 0, cut.length, 0.0f);
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) values[i] = static_cast<float>(static_cast<T>(values[i] + residual[i]));
-    cut.store(values, p.sum + offset, vector);
+  template <bool kAligned>
+  __device__ __forceinline__ void load(RowVector<T>& x, RowVector<T>& residual, int vector) const {
+    x = load_vector<kAligned>(p.x + offset, vector, length);
+    residual = load_vector<kAligned>(p.residual + offset, vector, p.residual == nullptr ? 0 : length);
   }
 
-  __device__ __forceinline__ void load_again(float (&values)[kWidth<T>], int vector) const {
-    const T* from = p.residual == nullptr ? p.x : p.sum;  // each thread has written what it reads here
-    cut.load(values, from + offset, vector, 0, cut.length, 0.0f);
+  // x + residual, rounded and put down, if there is a residual.
+  __device__ __forceinline__ void add(float (&values)[kWidth<T>], const RowVector<T>& x, const RowVector<T>& residual,
+                                      int vector) const {
+    to_floats<T>(values, x);
+    if (p.residual == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      values[i] = static_cast<float>(static_cast<T>(values[i] + static_cast<float>(residual.element[i])));
+    }
+    store_vector(values, p.sum + offset, vector, length, p.aligned);
+  }
+
+  // One vector, of a row that is read several times.
+  __device__ __forceinline__ void take(float (&values)[kWidth<T>], int vector) const {
+    RowVector<T> x, residual;
+    p.aligned ? load<true>(x, residual, vector) : load<false>(x, residual, vector);
+    add(values, x, residual, vector);
+  }
+  __device__ __forceinline__ void take_again(float (&values)[kWidth<T>], int vector) const {
+    const T* from = (p.residual == nullptr ? p.x : p.sum) + offset;  // a thread has written itself what it reads here
+    const auto x = p.aligned ? load_vector<true>(from, vector, length) : load_vector<false>(from, vector, length);
+    to_floats<T>(values, x);
   }
 
   __device__ __forceinline__ void subtract(float (&values)[kWidth<T>], float mean, int vector) const {
     if constexpr (kCentred) {
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) values[i] = cut.begin(vector) + i < cut.length ? values[i] - mean : 0.0f;
+      for (int i = 0; i < kWidth<T>; ++i) values[i] = vector * kWidth<T> + i < length ? values[i] - mean : 0.0f;
     }
   }
 
   __device__ __forceinline__ float rstd_of(float squares) const { return rsqrtf(squares / p.size + p.epsilon); }
 
   __device__ __forceinline__ void store_statistics(float mean, float rstd) const {
-    if (row >= p.rows) return;
+    if (length == 0) return;
     if (kCentred) p.mean[row] = mean;
     p.rstd[row] = rstd;
   }
 
-  // `values` without their mean.
+  // `values` are without their mean.
   __device__ __forceinline__ void store(float (&values)[kWidth<T>], float rstd, int vector) const {
     float weight[kWidth<T>], bias[kWidth<T>] = {};
-    load_columns<T>(weight, p.weight, cut.begin(vector), cut.length);
-    if (kCentred) load_columns<T>(bias, p.bias, cut.begin(vector), cut.length);
+    load_columns<T>(weight, p.weight, vector, length);
+    if (kCentred) load_columns<T>(bias, p.bias, vector, length);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) values[i] = values[i] * rstd * (weight[i] + p.offset) + bias[i];
-    cut.store(values, p.normalised + offset, vector);
+    store_vector(values, p.normalised + offset, vector, length, p.aligned);
   }
 };
 
@@ -119,47 +191,53 @@ template <typename T, bool kCentred>
 struct BackwardRow {
   const With<NormBackward<T>>& p;
   int64_t offset;
-  Cut<T> cut;
+  int length;  // 0 where there is no such row
   float mean, rstd;
 
   __device__ __forceinline__ BackwardRow(const With<NormBackward<T>>& p, int64_t row)
       : p(p),
         offset(row * p.size),
-        cut(row < p.rows ? p.size : 0, p.aligned),
-        mean(kCentred && row < p.rows ? p.mean[row] : 0.0f),
-        rstd(row < p.rows ? p.rstd[row] : 0.0f) {}
+        length(row < p.rows ? p.size : 0),
+        mean(kCentred && length > 0 ? p.mean[row] : 0.0f),
+        rstd(length > 0 ? p.rstd[row] : 0.0f) {}
 
-  // Beyond the row grad is 0, and so is all that it multiplies.
-  __device__ __forceinline__ void load(float (&grad)[kWidth<T>], float (&x)[kWidth<T>], int vector) const {
-    cut.load(grad, p.grad + offset, vector, 0, cut.length, 0.0f);
-    cut.load(x, p.x + offset, vector, 0, cut.length, 0.0f);
+  template <bool kAligned>
+  __device__ __forceinline__ void load(RowVector<T>& grad, RowVector<T>& x, int vector) const {
+    grad = load_vector<kAligned>(p.grad + offset, vector, length);
+    x = load_vector<kAligned>(p.x + offset, vector, length);
+  }
+  template <bool kAligned>
+  __device__ __forceinline__ void load(RowVector<T>& grad, RowVector<T>& x, RowVector<T>& grad_sum, int vector) const {
+    load<kAligned>(grad, x, vector);
+    grad_sum = load_vector<kAligned>(p.grad_sum + offset, vector, p.grad_sum == nullptr ? 0 : length);
   }
 
-  __device__ __forceinline__ void normalise(float (&x)[kWidth<T>]) const {
+  __device__ __forceinline__ void take(float (&grad)[kWidth<T>], float (&n)[kWidth<T>], const RowVector<T>& given,
+                                       const RowVector<T>& x) const {
+    to_floats<T>(grad, given);
 #pragma unroll
-    for (float& value : x) value = (value - mean) * rstd;
+    for (int i = 0; i < kWidth<T>; ++i) n[i] = (static_cast<float>(x.element[i]) - mean) * rstd;
   }
 
-  // grad becomes h.
+  // grad becomes h: 0 beyond the row, as it is.
   __device__ __forceinline__ void weigh(float (&grad)[kWidth<T>], int vector) const {
     float weight[kWidth<T>];
-    load_columns<T>(weight, p.weight, cut.begin(vector), cut.length);
+    load_columns<T>(weight, p.weight, vector, length);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) grad[i] *= weight[i] + p.offset;
   }
 
   // `means` of h * n, and of h.
   __device__ __forceinline__ void store(float (&h)[kWidth<T>], const float (&n)[kWidth<T>],
-                                        const float (&means)[kKinds<kCentred>], int vector) const {
-    float grad_sum[kWidth<T>] = {};
-    if (p.grad_sum != nullptr) cut.load(grad_sum, p.grad_sum + offset, vector, 0, cut.length, 0.0f);
+                                        const float (&means)[kKinds<kCentred>], const RowVector<T>& grad_sum,
+                                        int vector) const {
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
       float through = h[i] - means[0] * n[i];
       if constexpr (kCentred) through -= means[1];
-      h[i] = rstd * through + grad_sum[i];
+      h[i] = rstd * through + static_cast<float>(grad_sum.element[i]);
     }
-    cut.store(h, p.grad_x + offset, vector);
+    store_vector(h, p.grad_x + offset, vector, length, p.aligned);
   }
 };
 

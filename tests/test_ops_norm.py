@@ -131,7 +131,7 @@ def test_on_the_cpu_a_layer_is_torch_s_own_to_the_bit_gradients_too(
 
 
 def test_on_cuda_a_norm_goes_the_way_of_the_kernels_where_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meta tensors say that they are on CUDA, so only the way is seen."""
+    """Tensors only say that they are on CUDA, so nothing but the way is seen."""
     monkeypatch.setattr(norm, "HAS_KERNELS", True)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
     (x, residual, _, _), (weight, bias) = drawn(0)
