@@ -14,7 +14,7 @@ from saved_runs import alone, read_whole, save_value, saved_value
 
 from megatronish.checkpoint.checksums import Checksums, DamagedError, SummingStream
 from megatronish.checkpoint.folder import read_state
-from megatronish.checkpoint.save import save_checkpoint
+from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh, leave
@@ -135,6 +135,24 @@ def test_sums_of_a_stream_are_those_of_its_spans(tmp_path: Path) -> None:
         assert (read(3, 5000), read(0, 3)) == (b"three" * 1000, b"one")
         with pytest.raises(DamagedError, match="does not know the 2 bytes at 3 of a"):
             read(3, 2)
+
+
+def save_where_the_other_does_not_look(place: Place, folder: Path) -> str:
+    """As where each node has a disk of its own under the same name; what the save says."""
+    try:
+        save_on_two(place, folder / str(place.rank), 3)
+    except SaveError as error:
+        leave()
+        return str(error)
+    raise AssertionError
+
+
+def test_ranks_that_do_not_see_one_folder_publish_nothing(tmp_path: Path) -> None:
+    for rank, told in enumerate(run_ranks(2, save_where_the_other_does_not_look, tmp_path)):
+        begins = f"the checkpoint of step 3 could not be written to {tmp_path / str(rank)}: __1_0.distcp is missing"
+        assert told.startswith(begins) and "; let all ranks see one folder and start again" in told
+        assert list((tmp_path / str(rank)).glob("[!.]*")) == []
+    assert list((tmp_path / "0").iterdir()) == []
 
 
 # What a run says of it

@@ -105,13 +105,18 @@ def _saved_at(folder: Path) -> float:
 
 
 def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
-    """Complete a checkpoint whose tensors are written, and give it its name; one rank calls this."""
+    """Complete a checkpoint whose tensors are written, and give it its name; one rank calls this.
+
+    DamagedError, and it gets no name, if a file that a rank has written is not there.
+    """
     folder = partial.parent
     target = folder / name_of(step)
     # Whatever the clock of this machine says: the next start goes on from this one.
     saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in steps_in(folder).values())])
     write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1))
-    Checksums.read(partial).with_other_files().write()
+    written = Checksums.read(partial)
+    written.check_lengths()  # another rank may have written where this one does not see it
+    written.with_other_files().write()
     aside = folder / f".{name_of(step)}.replaced"
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
