@@ -160,6 +160,7 @@ KNOWN = {
     "qwen2.5-yarn": QWEN25_YARN,
     "qwen3-0.6b": QWEN3_06B,
 }
+SLIDING = ["sliding_attention"]
 LLAMA = ModelConfig(
     num_layers=2,
     hidden_size=32,
@@ -305,6 +306,27 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, scaling: dict[str,
     assert model.rope_scaling == scaling["rope_type"].replace("default", "none")
 
 
+@pytest.mark.parametrize("base", [LLAMA_31_8B, QWEN25_YARN], ids=["llama3", "yarn"])
+def test_the_context_before_it_was_stretched_may_stand_outside(tmp_path: Path, base: dict[str, Any]) -> None:
+    key = "original_max_position_embeddings"
+    inner = {name: value for name, value in base["rope_scaling"].items() if name != key}
+    outside = base | {"rope_scaling": inner, key: 4096}
+    model = model_of(tmp_path, outside)
+    assert model.rope_original_max_positions == 4096
+    written = hf_config_of(model, vocab_size=base["vocab_size"], seq_length=64, origin=outside)
+    assert written == outside
+    changed = ModelConfig(**{**vars(model), "rope_original_max_positions": 64})
+    written = hf_config_of(changed, vocab_size=base["vocab_size"], seq_length=64, origin=outside)
+    assert key not in written and written["rope_scaling"][key] == 64
+
+
+def test_mistral_obeys_its_list_of_layers_as_transformers_does(tmp_path: Path) -> None:
+    full, sliding = (MISTRAL_7B | {"layer_types": kind * 32} for kind in (["full_attention"], SLIDING))
+    assert model_of(tmp_path, full).window_size is None
+    assert model_of(tmp_path, sliding).window_size == 4096
+    assert model_of(tmp_path, full | {"layer_types": None}).window_size == 4096
+
+
 @pytest.mark.parametrize("key", ["layer_types", "max_window_layers"])
 def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_path: Path, key: str) -> None:
     config = QWEN3_06B | {"use_sliding_window": True, "sliding_window": 512}
@@ -341,7 +363,30 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
         (LLAMA_2_7B | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "multiplies attention by"),
         (LLAMA_2_7B | {"rope_parameters": {"full_attention": {}}}, "gives some layers another RoPE"),
         (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not there beside a norm"),
-        (MISTRAL_7B | {"layer_types": ["full_attention", "sliding_attention"]}, "some layers a window"),
+        (
+            MISTRAL_7B | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            "some layers a window",
+        ),
+        (MISTRAL_7B | {"layer_types": 5}, "layer_types=5 must be a list with a kind for each of the 32 layers"),
+        (MISTRAL_7B | {"layer_types": ["full_attention"]}, "must be a list with a kind for each of the 32 layers"),
+        (MISTRAL_7B | {"num_hidden_layers": 2, "layer_types": [[1], [2]]}, "has [1]; full_attention and sliding_"),
+        (MISTRAL_7B | {"layer_types": ["chunked_attention"] * 32}, "has 'chunked_attention'; full_attention and"),
+        (MISTRAL_7B | {"layer_types": SLIDING * 32, "sliding_window": None}, "sliding_window=null must be a whole"),
+        (QWEN2_7B | {"layer_types": 3}, "layer_types=3 must be a list with a kind for each of the 28 layers"),
+        (QWEN2_7B | {"layer_types": ["chunked_attention"] * 28}, "has 'chunked_attention'; full_attention and"),
+        (QWEN2_7B | {"layer_types": SLIDING * 28}, "gives layers a window, which use_sliding_window and sliding_"),
+        (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": "0"}, 'max_window_layers="0" must be a whole'),
+        (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers=null must be a whole"),
+        (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": -1}, "must be a whole number of at least 0"),
+        (GPT2 | {"activation_function": ["gelu"]}, 'activation_function=["gelu"] is not there; gelu_new, '),
+        (LLAMA_2_7B | {"hidden_size": 10**30}, "000000 must be at most 2147483647; mend that line"),
+        (LLAMA_2_7B | {"vocab_size": 10**19}, "vocab_size=10000000000000000000 must be at most 2147483647"),
+        (LLAMA_2_7B | {"rope_theta": 10**400}, "must be finite; mend that line"),
+        (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; mend that line"),
+        (
+            LLAMA_31_8B | {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings=4096 contradicts the 8192 beside RoPE's other parameters",
+        ),
         (
             {"model_type": "gemma3"},
             "model_type 'gemma3' is not known here; known are gpt2, llama, mistral, ",
@@ -359,7 +404,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         read_hf_config(tmp_path)
     with pytest.raises(UserError, match=rf"{tmp_path}/none does not exist as a folder; name the folder of a Hugging"):
         read_hf_config(tmp_path / "none")
-    for text, told in (("{", "is not JSON: .*fetch it anew"), ("[]", "is not a JSON object")):
+    for text, told in (("{", "not JSON: .*fetch it anew"), ("[" * 100_000, "not JSON: .*anew"), ("[]", "not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=told):
             read_hf_config(tmp_path)

@@ -144,6 +144,7 @@ def change_index(**places: Any) -> Callable[[Path], None]:
 
 BROKEN = {
     "no JSON": (lambda folder: (folder / INDEX).write_text("{"), "is no index of tensors"),
+    "too deep": (lambda folder: (folder / INDEX).write_text("[" * 100_000), "is no index of tensors"),
     "no object": (lambda folder: (folder / INDEX).write_text("[]"), "is no index of tensors"),
     "no names": (change_index(odd=1), "is no index of tensors"),
     "another file": (change_index(odd="../model.safetensors"), "which is not in that folder"),

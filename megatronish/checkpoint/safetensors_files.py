@@ -82,7 +82,7 @@ def _read_index(path: Path) -> dict[str, str]:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(file, str) for file in places.values()):
             raise ValueError("a file's name is no text")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"it is no index of tensors ({error})") from error
     return places
 

@@ -6,7 +6,7 @@ Each reads its keys into fields of ModelConfig, writes them back, and says which
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from megatronish.config.hf_json import ConfigJson
+from megatronish.config.hf_json import MEND, ConfigJson
 from megatronish.config.hf_rope import read_rope, write_rope
 from megatronish.config.model import ModelConfig
 
@@ -26,6 +26,7 @@ class Family(NamedTuple):
     cannot_say: Callable[[ModelConfig], str | None]
 
 
+_SOME = "gives some layers a window and others none, which is not there"
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 # GPT-2
@@ -38,7 +39,7 @@ def _read_gpt2(config: ConfigJson) -> dict[str, Any]:
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         config.must_be(key, False, None, why="is not there")
     kind = config.values["activation_function"]
-    if kind not in _GELU:
+    if not isinstance(kind, str) or kind not in _GELU:
         config.refuse("activation_function", f"is not there; {', '.join(_GELU)} are")
     hidden_size = config.whole("n_embd")
     return {
@@ -165,11 +166,10 @@ def _not_its_block(model: ModelConfig) -> str | None:
 
 
 def _read_mistral(config: ConfigJson) -> dict[str, Any]:
-    kinds = config.values.get("layer_types")
-    if kinds is not None and len(set(kinds)) > 1:
-        config.refuse("layer_types", "gives some layers a window and others none, which is not there")
-    window = None if config.values["sliding_window"] is None else config.whole("sliding_window")
-    return _read_llama(config) | {"window_size": window}
+    slides = _slides(config)
+    if slides is None:
+        slides = config.values["sliding_window"] is not None
+    return _read_llama(config) | {"window_size": config.whole("sliding_window") if slides else None}
 
 
 def _write_mistral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
@@ -216,19 +216,33 @@ def _not_qwen3(model: ModelConfig) -> str | None:
 
 def _window_of_qwen(config: ConfigJson) -> int | None:
     """Layers from max_window_layers on have a window, or those that layer_types names."""
+    slides = _slides(config)
     if not config.flag("use_sliding_window") or config.values["sliding_window"] is None:
+        if slides:
+            config.refuse("layer_types", "gives layers a window, which use_sliding_window and sliding_window do not")
         return None
-    num_layers, first = config.whole("num_hidden_layers"), config.values["max_window_layers"]
+    if slides is None:
+        first = config.whole("max_window_layers", least=0)
+        if 0 < first < config.whole("num_hidden_layers"):
+            config.refuse("max_window_layers", _SOME)
+        slides = first == 0
+    return config.whole("sliding_window") if slides else None
+
+
+def _slides(config: ConfigJson) -> bool | None:
+    """Whether layer_types gives every layer a window or none; None where it says nothing."""
     kinds = config.values.get("layer_types")
-    slides = (
-        {number >= first for number in range(num_layers)}
-        if kinds is None
-        else {kind == "sliding_attention" for kind in kinds}
-    )
-    if len(slides) > 1:
-        key = "max_window_layers" if kinds is None else "layer_types"
-        config.refuse(key, "gives some layers a window and others none, which is not there")
-    return config.whole("sliding_window") if slides == {True} else None
+    if kinds is None:
+        return None
+    num_layers = config.whole("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=MEND)
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            config.refuse("layer_types", f"has {kind!r}; full_attention and sliding_attention are known here")
+    if kinds.count(kinds[0]) < num_layers:
+        config.refuse("layer_types", _SOME)
+    return bool(kinds[0] == "sliding_attention")
 
 
 def _without_biases(keys: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What stands under a key of a Hugging Face model's config.json, and what is said if it is not what it should be?"""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ from megatronish.errors import UserError
 
 CONFIG = "config.json"
 MEND = "mend that line"
+LARGEST_WHOLE = 2**31 - 1
 
 
 class ConfigJson:
@@ -17,12 +19,14 @@ class ConfigJson:
     def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.path, self.values = path, {**defaults, **values}
 
-    def whole(self, key: str, *, null: int | None = None) -> int:
-        """A whole number of at least 1; `null` where it is absent or null."""
+    def whole(self, key: str, *, null: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`; `null` where it is absent or null."""
         value = self.values.get(key)
         value = null if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(key, "must be a whole number of at least 1", remedy=MEND)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.refuse(key, f"must be a whole number of at least {least}", remedy=MEND)
+        if value > LARGEST_WHOLE:
+            self.refuse(key, f"must be at most {LARGEST_WHOLE}", remedy=MEND)
         return value
 
     def number(self, key: str, *, null: float | None = None) -> float:
@@ -31,6 +35,8 @@ class ConfigJson:
         value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             self.refuse(key, "must be a number that is not negative", remedy=MEND)
+        if value > sys.float_info.max:
+            self.refuse(key, "must be finite", remedy=MEND)
         return float(value)
 
     def flag(self, key: str) -> bool:
@@ -61,7 +67,7 @@ def read_json(folder: Path) -> dict[str, Any]:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             told = f"{folder} holds no {CONFIG}" if folder.is_dir() else f"{folder} does not exist as a folder"
         raise UserError(f"{told}; name the folder of a Hugging Face model") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}; fetch it anew") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a JSON object; fetch it anew")

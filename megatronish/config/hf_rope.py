@@ -6,10 +6,11 @@ What is written is the older spelling, which both understand.
 import math
 from typing import Any
 
-from megatronish.config.hf_json import ConfigJson
+from megatronish.config.hf_json import MEND, ConfigJson
 from megatronish.config.model import ModelConfig
 
-KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+ORIGINAL = "original_max_position_embeddings"
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)
 BASE = 10000.0
 
 
@@ -43,7 +44,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
         return {"rope_theta": model.rotary_base, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
     if model.rope_scaling != "linear":
-        scaling["original_max_position_embeddings"] = model.rope_original_max_positions
+        scaling[ORIGINAL] = model.rope_original_max_positions
     if model.rope_scaling == "llama3":
         scaling |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
     if model.rope_scaling == "yarn":
@@ -65,8 +66,11 @@ def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
 
 
 def _original(config: ConfigJson, rope: ConfigJson) -> int:
-    """The context the model had before it was stretched."""
-    return rope.whole("original_max_position_embeddings", null=config.whole("max_position_embeddings"))
+    """The context the model had before it was stretched. Versions of transformers differ in which place counts more."""
+    inner, outer = rope.values.get(ORIGINAL), config.values.get(ORIGINAL)
+    if inner is not None and outer is not None and inner != outer:
+        config.refuse(ORIGINAL, f"contradicts the {inner} beside RoPE's other parameters", remedy=MEND)
+    return (config if inner is None else rope).whole(ORIGINAL, null=config.whole("max_position_embeddings"))
 
 
 def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str) -> dict[str, Any]:
