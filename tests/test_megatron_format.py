@@ -400,10 +400,10 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
         (lambda content: content.update(checkpoint_version=1.0), "checkpoint_version 1.0, whose queries"),
         (lambda content: content.pop("checkpoint_version"), "checkpoint_version 0, whose queries"),
         (without("hidden_size", "seq_length"), "its arguments lack hidden_size, seq_length"),
-        (change_args(num_experts=8), "trained with num_experts=8"),
-        (change_args(multi_latent_attention=True), "multi_latent_attention=True, and our model has no such thing"),
-        (change_args(softmax_type="learnable"), "softmax_type=learnable"),
-        (change_args(position_embedding_type="yarn"), "position_embedding_type is yarn; known here are"),
+        (change_args(num_experts=8), r"trained with num_experts \(8\)"),
+        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), and our model has no such thing"),
+        (change_args(softmax_type="learnable"), "softmax_type .'learnable'."),
+        (change_args(position_embedding_type="yarn"), "position_embedding_type is 'yarn'; known here are"),
         (change_args(normalization="L2Norm"), "argument normalization is 'L2Norm'"),
         (change_args(num_layers="four"), "argument num_layers is 'four'"),
         (change_args(num_layers=0), "num_layers is 0, and must be at least 1"),
@@ -415,7 +415,18 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
         (change_args(window_size=(4, 4)), r"window_size is \(4, 4\); of a window, \(tokens before, 0\) is known"),
         (change_args(group_query_attention=True, num_query_groups=3), "4 heads cannot share 3 key/value heads"),
         (change_args(tensor_model_parallel_size=3), "mp_rank_02/model_optim_rng.pt is missing: .* size 3 and"),
-        (change_args(tensor_model_parallel_size="2"), "says tensor parallel size 2 .* cannot be"),
+        (
+            change_args(tensor_model_parallel_size=10**9),
+            "mp_rank_02/model_optim_rng.pt is missing: .* size 1000",
+        ),
+        (change_args(num_experts=torch.ones(2)), r"trained with num_experts \(no number or word\)"),
+        (change_args(seq_length="abc"), "argument seq_length is 'abc', and must be a number"),
+        (change_args(seq_length=-5), "argument seq_length is -5, and must be a number of at least 1"),
+        (change_args(window_size=7), r"window_size is 7; of a window, \(tokens before, 0\) is known"),
+        (change_args(hidden_size=10**30), "hidden_size is beyond 64 bits"),
+        (change_args(hidden_size=10**18), "hidden_size=1000000000000000000 .* larger than any model has"),
+        (change_args(seq_length=10**15, max_position_embeddings=None), "larger than any model has"),
+        (change_args(tensor_model_parallel_size="2"), "says tensor parallel size '2' .* cannot be"),
         (lambda content: content["model"].pop("embedding.word_embeddings.weight"), "holds no embedding.word_emb"),
         (lambda content: content["model"].update({"decoder.layers.9.x": torch.ones(1)}), "some are missing"),
         (lambda content: content.update(model=torch.ones(1)), "no tensors where its model should be"),
@@ -455,6 +466,12 @@ def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
         megatron.read(tmp_path / "absent")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
     with pytest.raises(UserError, match="says 'soon' and must say a number or release"):
+        megatron.read(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe3")
+    with pytest.raises(UserError, match="must say a number or release"):
+        megatron.read(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3" * 5000)
+    with pytest.raises(UserError, match="must say a number or release"):
         megatron.read(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "iter_0000003").mkdir()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.checkpoint.megatron_args import model_of, true_vocab_size
+from megatronish.checkpoint.megatron_args import model_of, seq_length_of, told, true_vocab_size
 from megatronish.checkpoint.megatron_names import (
     BEFORE_CORE,
     EMBEDDING,
@@ -45,6 +45,7 @@ __all__ = ["read", "rules", "write"]
 logger = logging.getLogger(__name__)
 
 OLDEST_VERSION = 2.0  # before it, the rows of query_key_value lay in other orders
+ITERATION = re.compile(r"[0-9]{1,18}")
 CHUNK = re.compile(r"model(\d*)")
 DEPTH = 8  # dicts in dicts, of models from before megatron-core
 
@@ -74,7 +75,7 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
         raise UserError(f"{folder} holds no {EMBEDDING}, so it holds no GPT; name another")
     padded = sum(part.shape[0] for part in parts[EMBEDDING])
     vocab_size = _vocab_size(vocab_size, first, padded)
-    description = Description(model=model, vocab_size=vocab_size, seq_length=int(first.args["seq_length"]))
+    description = Description(model=model, vocab_size=vocab_size, seq_length=seq_length_of(first.args))
     wanted = cuts(description, padded_vocab_size=padded)
     copies = parts.pop(HEAD, None) if model.tied else None
     tensors = {name: _merged(folder, name, ranks, wanted.get(name)) for name, ranks in parts.items()}
@@ -88,9 +89,11 @@ def _folder_of(load: Path) -> Path:
     """The folder of ranks that `load` stands for."""
     latest = load / LATEST
     if latest.is_file():
-        text = latest.read_text().strip()
-        if text != RELEASE and not text.isdecimal():
-            raise UserError(f"{latest} says {text!r} and must say a number or {RELEASE}; name one iteration's folder")
+        text = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if text != RELEASE and not ITERATION.fullmatch(text):
+            raise UserError(
+                f"{latest} says {told(text)} and must say a number or {RELEASE}; name one iteration's folder"
+            )
         load = load / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if (load / ".metadata").is_file():
         raise UserError(
@@ -113,16 +116,20 @@ def _read_ranks(folder: Path, first: _Rank) -> list[list[_Rank]]:
     pp_size: Any = first.args.get("pipeline_model_parallel_size", 1)
     if not all(type(size) is int and size > 0 for size in (tp_size, pp_size)):
         raise UserError(
-            f"{first.path} says tensor parallel size {tp_size} and pipeline parallel size {pp_size}, which they cannot "
-            "be; fetch it again"
+            f"{first.path} says tensor parallel size {told(tp_size)} and pipeline parallel size {told(pp_size)}, "
+            "which they cannot be; fetch it again"
         )
-    paths = [[folder / rank_folder(tp, pp, pp_size) / FILE for tp in range(tp_size)] for pp in range(pp_size)]
-    for path in (path for stage in paths for path in stage):
-        if not path.is_file():
-            raise UserError(
-                f"{path} is missing: {first.path} says tensor parallel size {tp_size} and pipeline parallel size "
-                f"{pp_size}; bring the files of all ranks together"
-            )
+    paths: list[list[Path]] = []
+    for pp in range(pp_size):
+        paths.append([])
+        for tp in range(tp_size):
+            path = folder / rank_folder(tp, pp, pp_size) / FILE
+            if not path.is_file():  # before the paths are listed that an absurd size asks for
+                raise UserError(
+                    f"{path} is missing: {first.path} says tensor parallel size {told(tp_size)} and pipeline parallel "
+                    f"size {told(pp_size)}; bring the files of all ranks together"
+                )
+            paths[-1].append(path)
     return [[first if path == first.path else _read_rank(path) for path in stage] for stage in paths]
 
 
@@ -136,8 +143,8 @@ def _read_rank(path: Path) -> _Rank:
         raise UserError(f"{path} holds no {lacking}, so it is no checkpoint of Megatron-LM in its torch format")
     if not isinstance(version, int | float) or version < OLDEST_VERSION:
         raise UserError(
-            f"{path} has checkpoint_version {version}, whose queries, keys and values lie in another order; load it "
-            "into a later Megatron-LM and save it again"
+            f"{path} has checkpoint_version {told(version)}, whose queries, keys and values lie in another order; load "
+            "it into a later Megatron-LM and save it again"
         )
     return _Rank(path, args.values, {n: dict(_flat(file, tree)) for n, tree in trees.items()})
 

@@ -46,6 +46,7 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 LINEAR_SCALING = "rotary_seq_len_interpolation_factor"
 POSITIONS = ("learned_absolute", "rope", "none")
 LLAMA3 = {"rope_original_max_positions": 8192, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+LARGEST = 2**40  # elements of a tensor, more than any model has
 ADDS_A_TOKEN = ("NullTokenizer", "NullMultimodalTokenizer")  # their vocab_size leaves out the end of a document
 
 # Whatever changes the model and has no counterpart here, with the values that change nothing beside None, False and 0.
@@ -89,7 +90,31 @@ def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
     model = ModelConfig(**fields | _positions(args))
     if model.num_attention_heads % model.num_kv_heads:
         raise UserError(f"its {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads")
+    rows = max(3 * model.num_attention_heads * model.head_size, 2 * model.ffn_size, model.max_position_embeddings or 0)
+    if max(rows, seq_length_of(args)) * model.hidden_size > LARGEST:
+        raise UserError(
+            f"its arguments, hidden_size={model.hidden_size} among them, ask for a tensor larger than any model has"
+        )
     return model
+
+
+def seq_length_of(args: Mapping[str, Any]) -> int:
+    """The sequence length that it was trained with."""
+    length = args.get("seq_length")
+    if type(length) is not int or not 0 < length < 2**63:
+        raise UserError(f"its argument seq_length is {told(length)}, and must be a number of at least 1, in 64 bits")
+    return length
+
+
+def told(value: Any) -> str:
+    """A value in a sentence: a pickle may hold anything."""
+    items = value if isinstance(value, list | tuple) and len(value) <= 4 else [value]
+    if not all(item is None or isinstance(item, bool | int | float | str) for item in items):
+        return "no number or word"
+    if any(isinstance(item, int) and abs(item) >= 2**63 for item in items):
+        return "beyond 64 bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _check(args: Mapping[str, Any]) -> None:
@@ -98,7 +123,7 @@ def _check(args: Mapping[str, Any]) -> None:
     for name, harmless in REFUSED.items():
         value = args.get(name)
         if value and value not in harmless:
-            raise UserError(f"it was trained with {name}={value}, and our model has no such thing")
+            raise UserError(f"it was trained with {name} ({told(value)}), and our model has no such thing")
 
 
 def _value(args: Mapping[str, Any], name: str) -> Any:
@@ -106,12 +131,12 @@ def _value(args: Mapping[str, Any], name: str) -> Any:
     value: Any = args.get(name)
     hint = get_type_hints(ModelConfig)[name]
     kinds = get_args(hint) or (hint,)
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int and abs(value) < 2**63:
         return float(value)
     if value is None or (type(value) not in kinds and value not in kinds):
-        raise UserError(f"its argument {name} is {value!r}, which it cannot be")
-    if int in kinds and value < 1:
-        raise UserError(f"its argument {name} is {value}, and must be at least 1")
+        raise UserError(f"its argument {name} is {told(value)}, which it cannot be")
+    if int in kinds and not 0 < value < 2**63:
+        raise UserError(f"its argument {name} is {told(value)}, and must be at least 1, in 64 bits")
     return value
 
 
@@ -123,12 +148,12 @@ def _window(args: Mapping[str, Any]) -> int | None:
     window = args.get("window_size")
     if window is None:
         return None
-    match tuple(window):
-        case (-1, 0 | -1):
+    match window:
+        case [-1, 0 | -1]:
             return None
-        case (int(before), 0 | -1) if before >= 0:
+        case [int(before), 0 | -1] if before >= 0:
             return before + 1
-    raise UserError(f"its argument window_size is {window}; of a window, (tokens before, 0) is known here")
+    raise UserError(f"its argument window_size is {told(window)}; of a window, (tokens before, 0) is known here")
 
 
 def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +163,7 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "learned_absolute" and not _is(args, "add_position_embedding", default=True):
         kind = "none"
     if kind not in POSITIONS:
-        raise UserError(f"its argument position_embedding_type is {kind}; known here are {', '.join(POSITIONS)}")
+        raise UserError(f"its argument position_embedding_type is {told(kind)}; known here are {', '.join(POSITIONS)}")
     fields: dict[str, Any] = {"position_embedding_type": kind}
     stretch = args.get(LINEAR_SCALING)
     if kind != "rope":
