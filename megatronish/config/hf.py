@@ -14,6 +14,7 @@ from megatronish.config.hf_families import FAMILIES, WINDOW_KEYS
 from megatronish.config.hf_json import CONFIG, MEND, ConfigJson, read_json
 from megatronish.config.hf_rope import KEYS as ROPE_KEYS
 from megatronish.config.model import ModelConfig
+from megatronish.config.ranges import absurd_size
 from megatronish.errors import UserError
 
 
@@ -82,14 +83,17 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
     if config.values.get("quantization_config") is not None:
         config.refuse("quantization_config", "says that the weights are quantized", remedy="take the unquantized model")
+    model = family.read(config) | {
+        "init_method_std": config.number("initializer_range"),
+        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
+    }
+    vocab_size, seq_length = config.whole("vocab_size"), config.whole(family.seq_length)
+    if absurd := absurd_size(ModelConfig(**model), vocab_size=vocab_size, seq_length=seq_length):
+        raise UserError(f"{path}: {absurd}; fetch it anew")
     return HfModel(
-        family.read(config)
-        | {
-            "init_method_std": config.number("initializer_range"),
-            "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
-        },
-        config.whole("vocab_size"),
-        config.whole(family.seq_length),
+        model,
+        vocab_size,
+        seq_length,
         _eos_token_ids(config),
         data,
         dict(origin),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, read_fields
+from megatronish.config.model import ModelConfig
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 
@@ -101,6 +102,24 @@ LARGEST = (
         """,
     ),
 )
+
+
+MOST_ELEMENTS = 2**48  # of a tensor; torch counts bytes in 64 bits, and no model comes near
+
+
+def absurd_size(model: ModelConfig, *, vocab_size: int, seq_length: int) -> str | None:
+    """What is larger than that of any model, in one that somebody else described: asked before its tensors are."""
+    values = {**vars(model), "ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size}
+    values |= {"vocab_size": vocab_size, "seq_length": seq_length}
+    for rule, test, fields in LARGEST:
+        for name in fields.split():
+            if values.get(name) is not None and not test(values[name]):
+                return f"{name}={values[name]} {rule}"
+    qkv_rows = (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_size
+    rows = max(vocab_size, model.max_position_embeddings or seq_length, qkv_rows, 2 * model.ffn_size)
+    if rows * model.hidden_size > MOST_ELEMENTS:
+        return f"its largest tensor would have {rows * model.hidden_size} elements, and {MOST_ELEMENTS} is the limit"
+    return None
 
 
 def out_of_range(config: Config, *, unsound: Collection[str]) -> Iterator[tuple[str, str]]:
