@@ -82,8 +82,8 @@ def steps_of(run_dir: Path) -> dict[int, Seen]:
 
 
 def checkpoints_of(run_dir: Path) -> list[str]:
-    """The names in a run's checkpoints folder, hidden ones too."""
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    """The names in a run's checkpoints folder, hidden ones too, but for that of its lock."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name != ".lock")
 
 
 def state_of(run_dir: Path, step: int) -> dict[str, Any]:

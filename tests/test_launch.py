@@ -216,6 +216,19 @@ def test_a_single_rank_ends_with_the_status_and_message_of_its_error(capsys: pyt
     assert capsys.readouterr().err.endswith("ZeroDivisionError: integer division or modulo by zero\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_log_that_finds_no_room_ends_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "rank_0.log").symlink_to("/dev/full")
+
+    def speak(place: Place) -> int:
+        print("spoken")
+        raise UserError("a sentence")
+
+    assert launch(speak, world_size=1, log_dir=tmp_path) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("spoken\n", "a sentence\n")
+
+
 def test_a_log_folder_that_cannot_be_written_is_the_users_to_mend(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import resource
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from megatronish.train.board import Board
+from megatronish.train.folder import add_line
 from megatronish.train.log import Log, Speed
 from megatronish.train.trainer import Progress, StepRecord, Trainer
 
@@ -63,3 +66,27 @@ def test_the_line_of_a_skipped_step_has_its_scale_and_null_for_what_is_no_number
     assert (overflow["loss"], overflow["grad_norm"], overflow["loss_scale"]) == (2.0, None, 65536.0)
     assert (no_number["loss"], no_number["grad_norm"], no_number["params_norm"]) == (None, None, None)
     assert "loss scale: 65536.0 | grad norm: inf |" in capsys.readouterr().out
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
+def test_a_line_that_finds_no_room_is_told_and_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    add_line(FULL, {"step": 3})
+    assert capsys.readouterr().err == "/dev/full lacks the line of step 3: No space left on device\n"
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "metrics.jsonl"
+    add_line(file, {"step": 1})
+    whole = file.read_bytes()
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 4, before[1]))
+    try:
+        add_line(file, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "lacks the line of step 2: No space left on device" in capsys.readouterr().err
+    assert file.read_bytes() == whole

@@ -313,6 +313,14 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
     assert re.search(rf"--save {shared} is in use by process \d+ on .*; .* choose another --save", ended.errors)
 
 
+def test_a_run_may_not_save_into_the_folder_of_another(tmp_path: Path) -> None:
+    argv = tiny(tmp_path / "one", "--train-iters 100000 --lr-decay-style constant")
+    with started(argv, tmp_path) as one:
+        assert wait_until(lambda: _has(one, tmp_path / "one", 1), timeout=30)
+        ended = call_main(tiny(tmp_path / "other", f"--save {tmp_path}/one/checkpoints"))
+    assert ended.status == 2 and "/one/checkpoints is in use by process" in ended.errors
+
+
 def test_a_backend_that_torch_does_not_know_is_told_with_those_it_knows(tmp_path: Path) -> None:
     ended = call_main(tiny(tmp_path / "run", "--distributed-backend carrier-pigeon"))
     assert ended.status == 2

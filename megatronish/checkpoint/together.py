@@ -32,6 +32,18 @@ def together(axis: Axis, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def same_on_all(axis: Axis, look: Callable[[], T], *, what: str) -> T:
+    """What `look` finds on every rank; UserError if ranks find different things, as with folders of their own."""
+    mine = together(axis, look)
+    found: list[T] = [mine] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(found, mine, group=axis.group)
+    other = next((rank for rank, seen in enumerate(found) if seen != found[0]), None)
+    if other is not None:
+        raise UserError(f"rank {other} does not see what rank 0 sees {what}; let all ranks see one folder")
+    return mine
+
+
 def _portable(error: Exception | None, rank: int) -> Exception | None:
     """What can be pickled and says enough."""
     if error is None or isinstance(error, (UserError, RunError, OSError)):

@@ -37,11 +37,10 @@ def run_rank(function: Callable[[Place], int], place: Place, log_dir: Path | Non
         log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         return Ending(time.monotonic(), 2, f"cannot write the log {path}: {error.strerror}; choose another run folder")
-    with log:
-        with _written_to(log, and_terminal=place.rank == 0):
-            ending = _ending(function, place)
-        if ending.message:
-            log.write(f"{ending.message}\n")
+    with _written_to(log, and_terminal=place.rank == 0):
+        ending = _ending(function, place)
+    with contextlib.suppress(OSError), log:
+        log.write(f"{ending.message}\n" if ending.message else "")
     return ending
 
 
@@ -129,7 +128,7 @@ def _written_to(log: TextIO, *, and_terminal: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if not and_terminal:
             stack.enter_context(_descriptors_at(log))
-        out, err = (_Tee(sys.stdout, log), _Tee(sys.stderr, log)) if and_terminal else (log, log)
+        out, err = (_Copied(stream if and_terminal else None, log) for stream in (sys.stdout, sys.stderr))
         stack.enter_context(contextlib.redirect_stdout(cast(TextIO, out)))
         stack.enter_context(contextlib.redirect_stderr(cast(TextIO, err)))
         yield
@@ -150,17 +149,25 @@ def _descriptors_at(log: TextIO) -> Iterator[None]:
             os.close(old)
 
 
-class _Tee:
-    """A stream that is the terminal in every respect, but leaves a copy of what is written in a log."""
+class _Copied:
+    """A stream that is the terminal in every respect, if there is one, but leaves a copy of what is written in a log.
 
-    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+    What the log has no room for is lost: nobody's run should end for that.
+    """
+
+    def __init__(self, terminal: TextIO | None, log: TextIO) -> None:
         self._terminal = terminal
         self._log = log
 
     def write(self, text: str) -> int:
-        if not text.startswith("\r"):  # a progress bar that draws itself anew
-            self._log.write(text)
-        return self._terminal.write(text)
+        if self._terminal is None or not text.startswith("\r"):  # a progress bar that draws itself anew
+            with contextlib.suppress(OSError):
+                self._log.write(text)
+        return len(text) if self._terminal is None else self._terminal.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            (self._terminal or self._log).flush()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._terminal, name)
+        return getattr(self._terminal or self._log, name)

@@ -5,12 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish import comm
 from megatronish.checkpoint.fill import load_weights, open_hf
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.checkpoint.load import offering_another
 from megatronish.checkpoint.megatron_names import LATEST as MEGATRONS
-from megatronish.checkpoint.together import together
+from megatronish.checkpoint.together import same_on_all, together
 from megatronish.config.hf_json import CONFIG
 from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
@@ -33,13 +32,11 @@ class Begun(NamedTuple):
 def begin(job: Job, engine: Engine, say: Callable[[str], None]) -> Begun:
     """Fill the engine with what the run goes on from; all ranks call this."""
     keep, own = job.config.checkpoint, job.config.save_dir
-    if engine.mesh.is_main:
-        remove_leftovers(own)
-    comm.barrier(engine.mesh.world)
-    has_begun = bool(steps_in(own))
+    storage = engine.mesh.storage
+    together(storage, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
+    has_begun, checkpoint = same_on_all(storage, partial(_look, keep, own), what=f"in {own}")
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
         return _from_hf(engine, Path(keep.load_hf), say)
-    checkpoint = _find(keep, own, has_begun=has_begun)
     if checkpoint is None:
         return Begun(Progress(), {})
     with offering_another(engine.mesh.storage):
@@ -65,6 +62,13 @@ def begin(job: Job, engine: Engine, say: Callable[[str], None]) -> Begun:
     )
     say(f"took the weights of {checkpoint}: {ANEW}" if weights_only else f"continuing from {checkpoint}")
     return Begun(progress, saved.get("origin", {}))
+
+
+def _look(keep: CheckpointConfig, own: Path) -> tuple[bool, Path | None]:
+    """Whether the run has checkpoints of its own, and that which it goes on from."""
+    has_begun = bool(steps_in(own))
+    from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
+    return has_begun, None if from_hf else _find(keep, own, has_begun=has_begun)
 
 
 def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:

@@ -1,10 +1,13 @@
 """Where do TensorBoard's points go? To one writer, on the main rank; elsewhere nowhere."""
 
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 
 class Board:
@@ -20,9 +23,13 @@ class Board:
         """One point for each tag."""
         if self._writer is None:
             return
-        for tag, value in points.items():
-            self._writer.add_scalar(tag, value, step)
-            self._writer.add_scalar(f"{tag} vs samples", value, samples)
+        try:
+            for tag, value in points.items():
+                self._writer.add_scalar(tag, value, step)
+                self._writer.add_scalar(f"{tag} vs samples", value, samples)
+        except OSError as error:
+            tqdm.write(f"TensorBoard has no points from step {step} on: {error.strerror}", file=sys.stderr)
+            self._writer = None
 
     def __enter__(self) -> "Board":
         return self
@@ -31,4 +38,5 @@ class Board:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # a full disk
+                self._writer.close()

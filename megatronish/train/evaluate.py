@@ -1,6 +1,5 @@
 """How good is the model on text it was not trained on? The mean loss over validation sets."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from tqdm import tqdm
 from megatronish.model.batch import MicroBatch
 from megatronish.train.board import Board
 from megatronish.train.engine import Engine
+from megatronish.train.folder import add_line
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 BatchOf = Callable[[int], list[MicroBatch]]
@@ -77,8 +77,7 @@ class Evaluate(Hook):
         }
         points = {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}
         self.board.add(points, step=trainer.progress.step, samples=trainer.progress.consumed_samples)
-        with self.file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        add_line(self.file, line)
         tqdm.write(
             f" {name} loss at iteration {trainer.progress.step} | lm loss value: {loss:.6E} | "
             f"lm loss PPL: {perplexity:.6E} |"

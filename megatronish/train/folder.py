@@ -2,12 +2,16 @@
 
 import errno
 import fcntl
+import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from megatronish.config.fields import FIELDS
 from megatronish.config.model import ModelConfig
@@ -62,6 +66,18 @@ def _holder(file: TextIO) -> str:
             return name
         time.sleep(0.05)
     return "another process"
+
+
+def add_line(file: Path, line: dict[str, Any]) -> None:
+    """Append an object to a file of JSON lines. What finds no room is told and left out: no run should end for that."""
+    try:
+        with file.open("ab", buffering=0) as lines:
+            data, begin = (json.dumps(line) + "\n").encode(), lines.tell()
+            if lines.write(data) < len(data):
+                lines.truncate(begin)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        tqdm.write(f"{file} lacks the line of step {line['step']}: {error.strerror}", file=sys.stderr)
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,6 +1,5 @@
 """What does a run tell about its steps? A console line, a line of metrics.jsonl, a progress bar; TensorBoard points."""
 
-import json
 import math
 import resource
 import sys
@@ -14,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from megatronish.train.board import Board
+from megatronish.train.folder import add_line
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 
@@ -108,8 +108,7 @@ class Log(Hook):
             "peak_memory_bytes": peak_memory_bytes(self.device),
             **{name: _number(value) for name, value in extras.items()},
         }
-        with file.open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
+        add_line(file, line)
 
     def _draw(self, record: StepRecord, rates: dict[str, float | None], extras: dict[str, float]) -> None:
         """Megatron-LM's tags, each over steps and over samples."""

@@ -35,9 +35,8 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
-            if not config.save_dir.resolve().is_relative_to(config.run_dir.resolve()):
-                stack.enter_context(locked(config.save_dir, flag="--save"))
-            make_writable(config.save_dir, flag="--save")
+            # Also where it is a part of the run folder: another run may have been given it by --save.
+            stack.enter_context(locked(config.save_dir, flag="--save"))
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
             if config.log.profile_schedule:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
