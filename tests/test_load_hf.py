@@ -265,7 +265,7 @@ def test_a_key_of_the_config_file_that_contradicts_the_model_is_named_as_it_stan
 
 def test_sequences_longer_than_the_learned_positions_are_refused(tmp_path: Path, gpt2: Path) -> None:
     ended = call_main(run_of(tmp_path / "run", f"--load-hf {gpt2} --seq-length 32"))
-    assert_told(ended, "max_position_embeddings=16 must be at least seq_length=32; ")
+    assert_told(ended, "seq_length=32 exceeds the 16 positions that the model has learned; use --seq-length 16 or less")
 
 
 def test_a_tokenizer_of_ones_own_must_fit(tmp_path: Path, llama: Path) -> None:

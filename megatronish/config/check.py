@@ -47,6 +47,11 @@ def _positions(config: Config) -> str | None:
     rows, tokens = config.model.max_position_embeddings, config.training.seq_length
     if config.model.position_embedding_type != "learned_absolute" or rows is None or rows >= tokens:
         return None
+    if config.checkpoint.load_hf is not None or config.checkpoint.use_checkpoint_args:
+        return (
+            f"seq_length={tokens} exceeds the {rows} positions that the model has learned; "
+            f"use --seq-length {rows} or less"
+        )
     return (
         f"max_position_embeddings={rows} must be at least seq_length={tokens}; "
         f"use --max-position-embeddings {tokens}, or a shorter --seq-length"
