@@ -1,10 +1,13 @@
 """How does text become token ids, and back? One face over SentencePiece, Hugging Face tokenizers, bytes and numbers.
 
-Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Decoding skips them,
-and ids beyond the tokenizer's own (a larger --vocab-size leaves some), so that whatever a model writes can be shown.
+Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Only `encode_marked`, for
+prompts that are written so, reads them, and adds what the tokenizer puts around a text: a first token, say. Decoding
+skips them, and ids beyond the tokenizer's own (a larger --vocab-size leaves some), so that whatever a model writes can
+be shown.
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +36,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any special token. ValueError for what is no text (a lone surrogate)."""
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of `text` with the special tokens that it spells, and those that the tokenizer itself puts around it."""
+        return self.encode(text)
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -93,6 +100,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = self._model.eos_id()
         if self.eod < 0:
             self.eod = _find_eod(self._id_of, path)
+        controls = [self._model.id_to_piece(token) for token in range(self._own_size) if self._model.is_control(token)]
+        longest_first = sorted(controls, key=len, reverse=True)
+        self._markup = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")  # (?!) is nowhere
         self._space_mark = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         adds_prefix = self._model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
         self._spells_space_mark = None not in self._space_mark and not adds_prefix
@@ -107,6 +117,14 @@ class SentencePieceTokenizer(Tokenizer):
             return list(self._model.encode(text))
         first, *others = self._model.encode(text.split(SPACE_MARK))
         return [*first, *(token for part in others for token in (*self._space_mark, *part))]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Such a file does not say what is put around a text: a first token is, where it has one."""
+        first = self._model.bos_id()
+        ids = [] if first < 0 else [first]
+        for place, part in enumerate(self._markup.split(text)):  # in turn text and what marks it
+            ids += [self._model.piece_to_id(part)] if place % 2 else self.encode(part)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(token) for token in ids if token < self._own_size and token != self.eod]))
@@ -165,6 +183,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         _check_unicode(text)
         return list(self._model.encode(text, add_special_tokens=False).ids)
+
+    def encode_marked(self, text: str) -> list[int]:
+        _check_unicode(text)
+        self._model.encode_special_tokens = False
+        try:
+            return list(self._model.encode(text, add_special_tokens=True).ids)
+        finally:
+            self._model.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))

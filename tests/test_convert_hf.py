@@ -204,6 +204,18 @@ def test_what_transformers_has_no_place_for_is_refused_by_name(tmp_path: Path) -
     assert not (tmp_path / "theirs").exists()
 
 
+def test_all_tokens_that_end_a_text_are_kept(tmp_path: Path) -> None:
+    folder = copy_of("llama", tmp_path / "theirs", lambda _: None, eos_token_id=[2, 5])
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    to_ours(folder, tmp_path / "ours")
+    description = native.read(tmp_path / "ours").description
+    assert (description.eod, description.stops) == (2, {2, 5, 7})
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    assert "generation_config.json: eos_token_id='</s>' must be a token id" in refusal(folder, tmp_path / "never")
+    (folder / "generation_config.json").write_text("[]")
+    assert "generation_config.json is not a JSON object" in refusal(folder, tmp_path / "never")
+
+
 def write_tokenizer(folder: Path) -> None:
     vocabulary = {"<|endoftext|>": 0, "a": 1, "b": 2}
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}

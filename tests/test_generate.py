@@ -2,17 +2,20 @@
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
+from conversions import to_ours
 from jobs import call_main, run_job, tiny, train_on_ranks, write_tokens
 from ranks import run_ranks
 from test_model import VARIANTS, VOCABULARY, S, model_of
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 import tools.generate as tool
@@ -30,6 +33,7 @@ from megatronish.train.generate import Sampling, choose, generate
 from megatronish.train.trained import load_model
 from tools.generate import Arguments, Live, run
 
+GOLDEN = Path(__file__).parent / "golden" / "hf"
 PROMPT = "def "
 FLAGS = "--vocab-size 300 --exit-interval 3"  # more than bytes have: such tokens are left out of text
 GREEDY = Sampling(temperature=0.0)
@@ -69,7 +73,7 @@ def seen_of(model: GPT, prompts: Sequence[Sequence[int]], **options: Any) -> See
         return choose(found, *others)
 
     with patch.object(module, "choose", recorded):
-        for number, token in generate(model, prompts, **{"eod": None, "sampling": GREEDY, **options}):
+        for number, token in generate(model, prompts, **{"sampling": GREEDY, **options}):
             if token is not None:
                 texts[number].append(token)
     return Seen(texts, logits)
@@ -152,16 +156,16 @@ def test_a_text_depends_on_no_other_prompt_and_ends_by_itself() -> None:
     ended = [text[: text.index(eod)] if eod in text else text for text in whole]
     assert len(set(map(len, ended))) > 1
     for batch_size in (1, 2, 5):
-        assert texts_of(model, prompts, **options, eod=eod, batch_size=batch_size) == ended
-    assert texts_of(model, prompts[::-1], **options, eod=eod)[::-1] != ended  # the two equal ones changed places
-    assert [texts_of(model, [prompt], **options, eod=eod)[0] for prompt in prompts[:3]] == ended[:3]
+        assert texts_of(model, prompts, **options, stops={eod}, batch_size=batch_size) == ended
+    assert texts_of(model, prompts[::-1], **options, stops={eod})[::-1] != ended  # the two equal ones changed places
+    assert [texts_of(model, [prompt], **options, stops={eod})[0] for prompt in prompts[:3]] == ended[:3]
     assert texts_of(model, prompts[:1], **{**options, "sampling": Sampling(0.9, seed=5)}) != whole[:1]
 
 
 def test_an_end_of_document_that_comes_first_leaves_nothing() -> None:
     model = model_of(VARIANTS["gpt2"])
     (text,) = texts_of(model, [[1, 2]], num_tokens=3, seq_length=S)
-    assert texts_of(model, [[1, 2]], num_tokens=3, seq_length=S, eod=text[0]) == [[]]
+    assert texts_of(model, [[1, 2]], num_tokens=3, seq_length=S, stops={text[0]}) == [[]]
     assert texts_of(model, [[1, 2]], num_tokens=0, seq_length=S) == [[]]
 
 
@@ -241,7 +245,7 @@ def test_text_can_be_longer_than_what_the_model_sees_and_ends_with_a_document(tr
     assert len(long) == 20
     again = texts_of(model, [[*prompt, *long[:15]]], num_tokens=5, seq_length=16)
     assert again == [long[15:]]  # of what lies before the last 16 tokens nothing is known
-    assert texts_of(model, [prompt], num_tokens=20, seq_length=16, eod=long[4]) == [long[: long.index(long[4])]]
+    assert texts_of(model, [prompt], num_tokens=20, seq_length=16, stops={long[4]}) == [long[: long.index(long[4])]]
 
 
 def test_many_prompts_are_answered_in_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,6 +309,7 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
     empty.write_text("\n\n")
     for arguments, sentence in (
         (Arguments(load=tmp_path / "none"), f"{tmp_path}/none holds no checkpoint"),
+        (Arguments(load=GOLDEN / "llama"), "llama holds a model in another format; convert it with tools/convert_che"),
         (Arguments(load=trained, ckpt_step=4), "ckpt_step=4 is not in .*; the steps there: 3"),
         (Arguments(load=trained, prompt=("\ud800",)), "the prompt '.ud800' cannot be turned into tokens"),
         (Arguments(load=trained, temperature=-1.0), "--temperature -1.0 must be a number from 0 on"),
@@ -315,7 +320,7 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
         (Arguments(load=trained, top_k=-1), "--top-k -1 and --num-tokens 200 must not be negative"),
         (Arguments(load=trained, batch_size=0), "--batch-size 0 must be at least 1"),
         (Arguments(load=trained, seq_length=17), "seq_length=17 exceeds the 16 positions that the model has learned"),
-        (Arguments(load=trained, seq_length=0), "seq_length is not given"),
+        (Arguments(load=trained, seq_length=0), "--seq-length 0 must be at least 1; or leave it out"),
         (Arguments(load=trained, pipeline_model_parallel_size=3), "num_layers=2 is less than pipeline.*=3"),
         (Arguments(load=trained, prompts_file=tmp_path / "no"), "--prompts-file .*no cannot be read: No such file"),
         (Arguments(load=trained, prompts_file=empty), "--prompts-file .*empty.txt holds no prompt"),
@@ -353,3 +358,28 @@ def test_a_checkpoint_without_a_tokenizer_takes_one_of_ones_own(
     ids = written(capsys, tmp_path / "run", prompt="1", **options)
     text = written(capsys, tmp_path / "run", prompt="w1", tokenizer_model=tmp_path / "tokenizer.json", **options)
     assert text.split() == [f"w{token}" for token in ids.split()]
+
+
+def test_a_converted_model_begins_and_ends_as_it_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(GOLDEN / "llama", tmp_path / "theirs")
+    size = json.loads((GOLDEN / "llama" / "config.json").read_text())["vocab_size"]
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(size - 2)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["</s>", "<s>"])
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", size - 1)])
+    words.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    arguments = Arguments(load=tmp_path / "ours", prompt=("w1</s>", ""), num_tokens=6, temperature=0.0)
+    plain, marked = (tool.prepare(replace(arguments, add_special_tokens=flag)) for flag in (False, True))
+    assert marked.tokens == ([size - 1, 1, size - 2], [size - 1])
+    assert plain.tokens == ([0], [size - 2])
+    (text,) = texts_of(load_model(tmp_path / "ours").model, [[1]], num_tokens=6, seq_length=S)
+    end = next(token for token in text if token != size - 2)
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": [size - 2, end]}))
+    to_ours(tmp_path / "theirs", tmp_path / "again")
+    output = tmp_path / "out.jsonl"
+    assert run(replace(arguments, load=tmp_path / "again", prompt=("w1",), output=output)) == 0
+    assert json.loads(output.read_text())["ended"] == "eod"
+    assert json.loads(output.read_text())["num_tokens"] == text.index(end)

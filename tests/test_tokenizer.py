@@ -108,6 +108,25 @@ def test_no_text_is_cut_or_filled_up_where_a_tokenizer_was_saved_so(folder: Path
         assert all(tokenizer.encode(text) == whole.encode(text) for text in TEXTS)
 
 
+def test_prompts_may_spell_special_tokens_and_begin_as_the_tokenizer_has_it(folder: Path, tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stop = model.token_to_id("<stop>")
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<stop> $A", pair="<stop> $A $B", special_tokens=[("<stop>", stop)]
+    )
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer.from_path(tmp_path)
+    assert tokenizer.encode_marked("a<|endoftext|>b") == [stop, *tokenizer.encode("a"), 0, *tokenizer.encode("b")]
+    assert tokenizer.encode_marked("") == [stop]
+    assert 0 not in tokenizer.encode("a<|endoftext|>b"), "a document is text as before"
+    pieces = build_tokenizer(DataConfig(tokenizer_model=str(folder / "model")))
+    end = pieces._model.id_to_piece(pieces.eod)  # type: ignore[attr-defined]
+    first = [token for token in [pieces._model.bos_id()] if token >= 0]  # type: ignore[attr-defined]
+    expected = [*first, *pieces.encode("a"), pieces.eod, *pieces.encode("b")]
+    assert pieces.encode_marked(f"a{end}b") == expected
+    assert BytesTokenizer().encode_marked("a") == [97]
+
+
 def test_the_demo_tokenizer_knows_code(folder: Path) -> None:
     tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(folder / "model")))
     assert tokenizer.vocab_size == 600

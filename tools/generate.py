@@ -44,12 +44,15 @@ class Arguments:
     """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to go on from; nothing begins a document. Without any, a new line is gone on from."""
+    add_special_tokens: bool = False
+    """Read markup such as <|eot_id|> in prompts as the special token, and add what the tokenizer puts around a text, a
+    first token above all: what a model from elsewhere was trained with. Without it, a prompt is plain text."""
     prompts_file: Path | None = None
     """More prompts: a text file, one a line, or .jsonl with objects like {"text": ...}."""
     output: Path | None = None
     """A .jsonl file for what is written, an object a prompt, instead of the terminal."""
     num_tokens: int = 200
-    """Tokens to write at most; an end of document ends earlier."""
+    """Tokens to write at most; an end of document, or another token that the model ends with, ends earlier."""
     temperature: float = 0.8
     """0 takes the likeliest token every time."""
     top_k: int = 0
@@ -99,6 +102,8 @@ def check(arguments: Arguments) -> None:
         raise UserError(
             f"--top-k {arguments.top_k} and --num-tokens {arguments.num_tokens} must not be negative; use 0 or more"
         )
+    if arguments.seq_length is not None and arguments.seq_length < 1:
+        raise UserError(f"--seq-length {arguments.seq_length} must be at least 1; or leave it out")
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size {arguments.batch_size} must be at least 1; use 1 to go on with one at a time")
 
@@ -140,7 +145,9 @@ def prepare(arguments: Arguments) -> Task:
     )
     tokenizer = build_tokenizer(found.description.data)
     prompts = arguments.prompt + (read_prompts(arguments.prompts_file) if arguments.prompts_file else ()) or ("\n",)
-    tokens = tuple(encode_prompt(tokenizer, prompt) for prompt in prompts)
+    tokens = tuple(
+        encode_prompt(tokenizer, prompt, add_special_tokens=arguments.add_special_tokens) for prompt in prompts
+    )
     return Task(arguments, found, config, tokenizer, prompts, tokens)
 
 
@@ -156,7 +163,7 @@ def write(task: Task, place: Place) -> int:
         task.tokens,
         num_tokens=task.arguments.num_tokens,
         seq_length=task.config.training.seq_length,
-        eod=task.tokenizer.eod,
+        stops={task.tokenizer.eod, *task.found.description.stops},
         sampling=task.arguments.sampling,
         batch_size=task.arguments.batch_size,
         mesh=mesh,

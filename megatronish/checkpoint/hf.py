@@ -38,6 +38,7 @@ def describe(load: Path) -> Description:
     if not load.is_dir():
         raise UserError(f"{load} is no folder; download the model, and name the folder with its config.json")
     found = read_hf_config(load)
+    stops = sorted({*found.eos_token_ids, *_stops_of_generation(load)})
     return Description(
         model=ModelConfig(**found.model),
         vocab_size=found.vocab_size,
@@ -45,8 +46,23 @@ def describe(load: Path) -> Description:
         data=DataConfig(**found.data),
         eod=next(iter(found.eos_token_ids), None),
         tokenizer_files=tokenizer_files.in_folder(load),
-        origin={FORMAT: found.origin},
+        origin={FORMAT: found.origin} | ({"stops": stops} if len(stops) > 1 else {}),
     )
+
+
+def _stops_of_generation(load: Path) -> set[int]:
+    """The eos_token_id, one or several, of the generation_config.json in a folder."""
+    path = load / "generation_config.json"
+    if not path.is_file():
+        return set()
+    try:
+        stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise UserError(f"{path} is not a JSON object: {error}; mend it or take it away") from error
+    found = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(isinstance(token, int) for token in found):
+        raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; mend it")
+    return set(found)
 
 
 def read(load: Path) -> Model:

@@ -41,8 +41,10 @@ class Description:
     """Which model it is, beside its weights.
 
     `seq_length` is the longest sequence it was made for. `data` says how text becomes its tokens, as far as that is
-    known; `tokenizer_files` are to be carried along, under the names that are their keys. `origin` is what another
-    format said of it, {"hf": config.json's, "megatron": ...}, given back when the model returns to that format.
+    known; `tokenizer_files` are to be carried along, under the names that are their keys. `eod` ends a document.
+    `origin` is what another format said of it, {"hf": config.json's, "megatron": ...}, given back when the model
+    returns to that format; runs carry it on. Its "stops" are the ids that end what the model writes, if there are more
+    than `eod`.
     """
 
     model: ModelConfig
@@ -57,6 +59,12 @@ class Description:
         """The true shape of every parameter of this model, and how it is cut, by megatronish's names."""
         with torch.device("meta"):
             return collect_shardings(GPT(self.model, vocab_size=self.vocab_size, num_positions=self.num_positions))
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids that end what the model writes, `eod` among them."""
+        eod = () if self.eod is None else (self.eod,)
+        return frozenset((*self.origin.get("stops", ()), *eod))
 
     @property
     def num_positions(self) -> int:

@@ -9,7 +9,7 @@ neither the batch it is in nor the layout matters, but for the rounding of sums 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,16 +38,17 @@ class Sampling:
 
 
 class Written(NamedTuple):
-    """The next token after prompt number `number`; None once it has ended, by an end of document or by its length."""
+    """The next token after prompt number `number`; None once it has ended, by a token that ends it or by its length."""
 
     number: int
     token: int | None
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool = False) -> list[int]:
     """At least one token: after the end of a document, another begins. UserError for what is no text."""
+    encode = tokenizer.encode_marked if add_special_tokens else tokenizer.encode
     try:
-        return tokenizer.encode(prompt) or [tokenizer.eod]
+        return encode(prompt) or [tokenizer.eod]
     except UserError as error:
         raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}") from error
     except ValueError as error:
@@ -60,12 +61,12 @@ def generate(
     *,
     num_tokens: int,
     seq_length: int,
-    eod: int | None,
+    stops: Collection[int] = (),
     sampling: Sampling | None = None,
     batch_size: int = 8,
     mesh: Mesh | None = None,
 ) -> Iterator[Written]:
-    """What follows each prompt, as it comes: `num_tokens`, or as many as there are before `eod`.
+    """What follows each prompt, as it comes: `num_tokens`, or as many as there are before one of `stops`.
 
     Prompts have at least one token each; `batch_size` of them are gone on with at a time. All ranks of `mesh` call this
     and go through all of it.
@@ -76,7 +77,7 @@ def generate(
     for number, prompt in enumerate(map(tuple, prompts)):
         texts.append(_Text(number, list(prompt), torch_stream(sampling.seed, "generate", *prompt, copies[prompt])))
         copies[prompt] += 1
-    writer = _Writer(model, mesh or Mesh.start(), sampling, seq_length, eod)
+    writer = _Writer(model, mesh or Mesh.start(), sampling, seq_length, stops)
     for first in range(0, len(texts), batch_size):
         yield from writer.write(texts[first : first + batch_size], num_tokens)
 
@@ -96,7 +97,7 @@ class _Writer:
     mesh: Mesh
     sampling: Sampling
     seq_length: int
-    eod: int | None
+    stops: Collection[int]
 
     @torch.no_grad()
     def write(self, texts: list[_Text], num_tokens: int) -> Iterator[Written]:
@@ -113,7 +114,7 @@ class _Writer:
             logits = self._next_logits(seen, begins, cache)
             going_on = []
             for row, (text, token) in enumerate(zip(texts, self._choose(logits, texts), strict=True)):
-                if token == self.eod:
+                if token in self.stops:
                     yield Written(text.number, None)
                 else:
                     going_on.append(row)

@@ -29,7 +29,7 @@ def print_sample(config: Config) -> int:
         [tokens],
         num_tokens=config.log.sample_tokens,
         seq_length=trained.description.seq_length,
-        eod=tokenizer.eod,
+        stops={tokenizer.eod, *trained.description.stops},
         sampling=Sampling(temperature=0.8, top_p=0.95, seed=config.training.seed),
     )
     print(f"\na sample after step {trained.step}, from {prompt!r}:\n")

@@ -24,8 +24,11 @@ from megatronish.model.gpt import GPT, Chunk
 from megatronish.pipeline.plan import Place
 from megatronish.pipeline.stages import Stages
 from megatronish.sharding import Shard, collect_shardings
+from megatronish.tokenizer import build_tokenizer
 from megatronish.train.engine import Engine
 from megatronish.train.keep import tensors_of
+
+FOREIGN = ("config.json", "latest_checkpointed_iteration.txt", "model.safetensors.index.json")
 
 
 class Found(NamedTuple):
@@ -57,11 +60,18 @@ class Found(NamedTuple):
         return config
 
     def with_tokenizer(self, path: Path) -> "Found":
-        """The same, whose text becomes tokens by a file or folder of one's own."""
+        """The same, whose text becomes tokens, and documents end, by a file or folder of one's own."""
         kind: TokenizerType = "huggingface" if path.is_dir() or path.suffix == ".json" else "sentencepiece"
-        vocab_size = self.description.vocab_size
-        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), vocab_size=vocab_size)
-        return self._replace(description=replace(self.description, data=data))
+        data = replace(
+            self.description.data,
+            mock_data=False,
+            tokenizer_type=kind,
+            tokenizer_model=str(path),
+            vocab_file=None,
+            merge_file=None,
+            vocab_size=self.description.vocab_size,
+        )
+        return self._replace(description=replace(self.description, data=data, eod=build_tokenizer(data).eod))
 
 
 class Trained(NamedTuple):
@@ -78,6 +88,8 @@ def find_trained(load: Path, *, step: int | None = None, tokenizer: Path | None 
     `tokenizer` is a file or folder to use instead of the checkpoint's own.
     """
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
+    if checkpoint is None and any((load / name).is_file() for name in FOREIGN):
+        raise UserError(f"{load} holds a model in another format; convert it with tools/convert_checkpoint.py")
     if checkpoint is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
     found = Found(checkpoint, read_state(checkpoint)["step"], description_of(checkpoint))

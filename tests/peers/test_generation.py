@@ -31,7 +31,7 @@ def written_by(place: Place, load: Path, layout: Layout, prompts: list[list[int]
     seq_length = trained.description.seq_length
     greedy = Sampling(temperature=0.0)
     for number, token in generate(
-        trained.model, prompts, num_tokens=lengths, seq_length=seq_length, eod=EOD, sampling=greedy, mesh=mesh
+        trained.model, prompts, num_tokens=lengths, seq_length=seq_length, stops={EOD}, sampling=greedy, mesh=mesh
     ):
         if token is not None:
             texts[number].append(token)
