@@ -307,6 +307,10 @@ def test_a_model_of_another_format_is_told_apart_from_a_checkpoint(tmp_path: Pat
     ended = call_main(tiny(tmp_path / "run", f"--load {llama}"))
     assert_told(ended, f"--load {llama} holds no checkpoint; it holds a Hugging Face model: use --load-hf {llama}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    for words in (tiny(tmp_path / "run", f"--load {llama}"), run_of(tmp_path / "run", f"--load {llama}")):
+        assert call_main(words).errors.startswith("1 problem ")
+    flags = f"--load {llama} --use-checkpoint-args"
+    assert_told(call_main(run_of(tmp_path / "run", flags)), f"1 problem (.|\n)*: use --load-hf {llama}")
     ended = call_main(tiny(tmp_path / "run", f"--load {tmp_path}"))
     assert_told(ended, "it holds Megatron-LM's: convert it with tools/convert_checkpoint.py --from megatron")
 
@@ -342,6 +346,12 @@ def test_the_tokenizer_of_a_converted_checkpoint_is_found_in_its_folder(tmp_path
     ended = call_main(argv)
     assert_told(ended, "none.bin and .* do not exist")
     assert ended.errors.startswith("1 problem ")
+
+
+def test_a_checkpoint_alone_says_how_its_model_is_taken_from_it(tmp_path: Path, converted: Path) -> None:
+    ended = call_main(run_of(tmp_path / "run", f"--load {converted}"))
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        assert_told(ended, f"{name} is not given; add --use-checkpoint-args, which takes it from --load {converted}")
 
 
 # --use-checkpoint-args, and --finetune

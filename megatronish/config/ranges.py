@@ -129,7 +129,11 @@ def out_of_range(config: Config, *, unsound: Collection[str]) -> Iterator[tuple[
         field = FIELDS[name]
         if name not in unsound and values.get(name, field.default) == field.default:
             values.pop(name, None)
-            yield name, f"{name} is not given; set it in [{field.section}] of the config file, or add {field.flag}"
+            keep = config.checkpoint
+            remedy = f"set it in [{field.section}] of the config file, or add {field.flag}"
+            if keep.load is not None and not keep.use_checkpoint_args and name in (*vars(config.model), "seq_length"):
+                remedy = f"add --use-checkpoint-args, which takes it from --load {keep.load}, or {field.flag}"
+            yield name, f"{name} is not given; {remedy}"
     for rule, test, fields in (*RANGES, *LARGEST):
         for name in fields.split():
             if name in values and not (test(values[name]) and values[name] != math.inf):

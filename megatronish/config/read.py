@@ -18,7 +18,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
 from megatronish.config.settle import LOSS_SCALE_RULE, merge, settle
-from megatronish.config.starting import ReadCheckpoint, Start, contradictions, start_of_hf, stretched
+from megatronish.config.starting import ReadCheckpoint, Start, contradictions, of_another_format, start_of_hf, stretched
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 
@@ -152,6 +152,8 @@ def _start(told: Mapping[str, Any], read_checkpoint: ReadCheckpoint | None) -> S
     try:
         if told.get("load_hf") is not None:
             return start_of_hf(Path(told["load_hf"]))
+        if told.get("load") is not None and (misplaced := of_another_format(Path(told["load"]))):
+            return misplaced
         if told.get("use_checkpoint_args") and told.get("load") is not None:
             assert read_checkpoint is not None, "whoever reads flags of a user says how a checkpoint is read"
             return read_checkpoint(Path(told["load"]), told.get("ckpt_step"))

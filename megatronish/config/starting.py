@@ -10,10 +10,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from megatronish.config.hf import read_hf_config
+from megatronish.config.hf_json import CONFIG
 from megatronish.config.model import ModelConfig
 from megatronish.config.settings import Setting
 
 TOKENIZER = "tokenizer"  # the folder of a checkpoint in which its tokenizer may lie
+MEGATRONS = "latest_checkpointed_iteration.txt"
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
@@ -38,6 +40,20 @@ class Start(NamedTuple):
 
 
 ReadCheckpoint = Callable[[Path, int | None], Start]
+
+
+def of_another_format(load: Path) -> str | None:
+    """What --load cannot take, with the remedy; None for all that may hold a checkpoint, and for what is not there."""
+    if (load / "checkpoints").is_dir() or any(load.glob("step_*")) or (load / "state.json").is_file():
+        return None
+    if (load / CONFIG).is_file():
+        return f"--load {load} holds no checkpoint; it holds a Hugging Face model: use --load-hf {load}"
+    if (load / MEGATRONS).is_file():
+        return (
+            f"--load {load} holds no checkpoint; it holds Megatron-LM's: convert it with tools/convert_checkpoint.py "
+            "--from megatron"
+        )
+    return None
 
 
 def start_of_hf(folder: Path) -> Start:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 from megatronish.checkpoint.fill import load_weights, open_hf
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.checkpoint.load import offering_another
-from megatronish.checkpoint.megatron_names import LATEST as MEGATRONS
 from megatronish.checkpoint.together import same_on_all, together
-from megatronish.config.hf_json import CONFIG
 from megatronish.config.run import CheckpointConfig
+from megatronish.config.starting import of_another_format
 from megatronish.errors import UserError
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
@@ -80,16 +79,9 @@ def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
         source = Path(keep.load)
     checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
     if checkpoint is None and (keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint):
-        raise UserError(f"--load {source} holds no checkpoint; {_remedy(source)}")
+        told = f"--load {source} holds no checkpoint; correct the path, or leave --load out to start anew"
+        raise UserError(of_another_format(source) or told)
     return checkpoint
-
-
-def _remedy(source: Path) -> str:
-    if (source / CONFIG).is_file():
-        return f"it holds a Hugging Face model: use --load-hf {source}"
-    if (source / MEGATRONS).is_file():
-        return "it holds Megatron-LM's: convert it with tools/convert_checkpoint.py --from megatron"
-    return "correct the path, or leave --load out to start anew"
 
 
 def _from_hf(engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
