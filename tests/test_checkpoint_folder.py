@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import checkpoints_of, run_job, state_of, steps_of, tiny, train_on_ranks
 
+from megatronish.checkpoint.folder import remove_old
 from megatronish.checkpoint.storage import Reader
 from megatronish.checkpoint.tensors import stored_shapes
 from megatronish.config.read import read_config
@@ -116,14 +117,14 @@ def test_newest_is_what_was_saved_last(tmp_path: Path, six_steps: Path) -> None:
 def test_nothing_is_removed_that_a_run_did_not_write(tmp_path: Path) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     train_on_ranks(tiny(run_dir, "--train-iters 4 --save-interval 1"))
-    folder = run_dir / "checkpoints"
-    (folder / "step_00000002").rename(elsewhere)
-    (folder / "step_00000002").symlink_to(elsewhere)
-    (folder / "step_00000003" / "checksums.json").unlink()  # it may be anything
-    (folder / "step_1").mkdir()
-    os.utime(folder / "step_1", (0, 0))
-    (folder / "step_00000000").write_text("mine")
-    (folder / "best").mkdir()
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "step_00000002").rename(elsewhere)
+    (checkpoints / "step_00000002").symlink_to(elsewhere)
+    (checkpoints / "step_00000003" / "checksums.json").unlink()  # it may be anything
+    (checkpoints / "step_1").mkdir()
+    os.utime(checkpoints / "step_1", (0, 0))
+    (checkpoints / "step_00000000").write_text("mine")
+    (checkpoints / "best").mkdir()
     train_on_ranks(tiny(run_dir, "--train-iters 6 --save-interval 1 --keep-last 1"))
     left = ["best", "latest", "step_00000000", "step_00000002", "step_00000003", "step_00000006", "step_1"]
     assert checkpoints_of(run_dir) == left
@@ -137,6 +138,39 @@ def test_what_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path: Path) -> N
     old = run_dir / "checkpoints" / "step_00000001"
     assert f"the old checkpoint {old} could not be removed: Operation not permitted\n" in ended.errors
     assert kept(run_dir) == [3, 4]
+
+
+@pytest.mark.parametrize("flags", ["", "--async-save --tp 2"])
+def test_what_cannot_be_looked_at_is_told_and_all_ranks_go_on(tmp_path: Path, flags: str) -> None:
+    """It is one rank that looks, and what fails for it alone must not be in the others' way."""
+    run_dir = tmp_path / "run"
+    argv = tiny(run_dir, f"--train-iters 3 --save-interval 1 --keep-last 1 {flags}")
+    ended = run_job(argv, tmp_path, plant=fail_to_look)
+    assert ended.status == 0 and "Traceback" not in ended.errors, ended
+    old = run_dir / "checkpoints" / "step_00000001"
+    assert f"the old checkpoint {old} could not be removed: Input/output error\n" in ended.errors
+    assert kept(run_dir) == [1, 3]
+
+
+def fail_to_look() -> None:
+    """Planted in a job: the disk does not tell what the sums of the first checkpoint are."""
+    is_file = Path.is_file
+
+    def is_file_or_fail(path: Path) -> bool:
+        if str(path).endswith("step_00000001/checksums.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return is_file(path)
+
+    Path.is_file = is_file_or_fail  # type: ignore[method-assign]
+
+
+def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_age(_: Path) -> list[Path]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("megatronish.checkpoint.folder.by_age", by_age)
+    told = [f"old checkpoints in {tmp_path} could not be removed: Permission denied"]
+    assert remove_old(tmp_path, keep_last=1, keep_every=None) == told
 
 
 def fail_to_remove() -> None:

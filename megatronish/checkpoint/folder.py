@@ -14,7 +14,8 @@ import json
 import re
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatronish.errors import UserError
 
 STATE = "state.json"
 LATEST = "latest"
+NO_TIME = 2.0**35  # seconds since 1970, in the year 3058
 NAME = re.compile(r"step_(\d+)")
 
 
@@ -93,15 +95,23 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
 def _saved_at(folder: Path) -> float:
     """In seconds since 1970. Of a damaged one the latest guess: it is found, and told, if it may be the newest."""
     try:
-        return float(read_state(folder)["saved_at"])
-    except (UserError, TypeError, ValueError, LookupError):
+        return _time(read_state(folder))
+    except (UserError, TypeError, ValueError, LookupError, OverflowError):
         pass
     state, guesses = folder / STATE, [0.0]
     with suppress(OSError):
         guesses.append((state if state.exists() else folder).stat().st_mtime)
-    with suppress(OSError, TypeError, ValueError, LookupError, RecursionError):
-        guesses.append(float(json.loads(state.read_text())["saved_at"]))
+    with suppress(OSError, TypeError, ValueError, LookupError, OverflowError, RecursionError):
+        guesses.append(_time(json.loads(state.read_text())))
     return max(guesses)
+
+
+def _time(state: Mapping[str, Any]) -> float:
+    """When a checkpoint says it was saved; ValueError or another if that is no time that a clock shows."""
+    found = float(state["saved_at"])
+    if not 0 <= found < NO_TIME:
+        raise ValueError(found)
+    return found
 
 
 def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
@@ -133,21 +143,31 @@ def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -
 
     The newest always stays, and without either all do. Renamed first, a checkpoint is there or it is not, whenever the
     run is killed. Nothing but what a run has written under its own name goes. Returns a complaint for each that could
-    not be removed.
+    not be removed: one rank calls this, and an error would be its alone.
     """
     if keep_last is None and keep_every is None:
         return []
-    ours = [path for path in by_age(folder) if not path.is_symlink() and (path / CHECKSUMS).is_file()]
-    complaints = []
+    complaints: list[str] = []
+
+    @contextmanager
+    def complaining(what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            why = error.strerror if isinstance(error, OSError) else None
+            complaints.append(f"{what} could not be removed: {why or error}")
+
+    ours: list[Path] = []
+    with complaining(f"old checkpoints in {folder}"):
+        for path in by_age(folder):
+            with complaining(f"the old checkpoint {path}"):
+                if not path.is_symlink() and (path / CHECKSUMS).is_file():
+                    ours.append(path)
     for old in ours[: -(keep_last or 1)]:
         step = int(old.name.removeprefix("step_"))
-        if old.name != name_of(step) or (keep_every is not None and step % keep_every == 0):
-            continue
-        try:
-            aside = old.rename(folder / f".{old.name}.removed")
-            shutil.rmtree(aside)
-        except OSError as error:
-            complaints.append(f"the old checkpoint {old} could not be removed: {error.strerror or error}")
+        if old.name == name_of(step) and (keep_every is None or step % keep_every != 0):
+            with complaining(f"the old checkpoint {old}"):
+                shutil.rmtree(old.rename(folder / f".{old.name}.removed"))
     return complaints
 
 
