@@ -429,6 +429,11 @@ def test_the_tokenizer_that_lies_there_is_found(
     assert data == ({} if kind is None else {"tokenizer_type": kind, "tokenizer_model": str(tmp_path / path)})
 
 
+def test_two_files_without_a_way_to_cut_words_are_no_tokenizer_but_gpt2s(tmp_path: Path) -> None:
+    assert read_hf_config(folder_of(tmp_path, QWEN2_7B, "vocab.json", "merges.txt")).data == {}
+    assert read_hf_config(folder_of(tmp_path, QWEN2_7B, "tokenizer.json")).data["tokenizer_type"] == "huggingface"
+
+
 # Writing
 
 

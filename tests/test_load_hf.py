@@ -277,6 +277,21 @@ def test_a_tokenizer_of_ones_own_must_fit(tmp_path: Path, llama: Path) -> None:
     assert_told(ended, "101 is smaller than the bytes tokenizer's vocabulary of 257; .*of the model that the run")
 
 
+def test_a_folder_or_a_json_file_is_enough_to_name_a_tokenizer(tmp_path: Path, llama: Path) -> None:
+    data = f"--data-path {write_tokens(tmp_path / 'data')} --split 1,0,0"
+    for n, path in enumerate((llama, llama / "tokenizer.json")):
+        flags = f"--load-hf {llama} --dry-run --tokenizer-model {path}"
+        assert call_main(run_of(tmp_path / str(n), flags, data=data)).status == 0
+    flags = f"--load-hf {llama} --tokenizer-model {llama} --tokenizer-type sentencepiece"
+    assert_told(
+        call_main(run_of(tmp_path / "run", flags, data=data)),
+        f"tokenizer_model={llama} is a folder; name the SentencePiece file in it, or use --tokenizer-type huggingface",
+    )
+    shutil.copytree(llama, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
+    ended = call_main(run_of(tmp_path / "run", f"--load-hf {tmp_path}/bare", data=data))
+    assert_told(ended, f"--load-hf {tmp_path}/bare holds no tokenizer that is known here .*--tokenizer-model")
+
+
 @pytest.mark.parametrize("dry_run", ["", "--dry-run"])
 def test_weights_that_are_not_there_are_named(tmp_path: Path, llama: Path, dry_run: str) -> None:
     folder = tmp_path / "model"

@@ -266,6 +266,11 @@ def _tokenizer(config: Config) -> str | None:
         return None
     if data.tokenizer_type == "null" and data.vocab_size is None:
         return "tokenizer_type=null needs a vocabulary; add --vocab-size"
+    if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None and config.checkpoint.load_hf:
+        return (
+            f"--load-hf {config.checkpoint.load_hf} holds no tokenizer that is known here (tokenizer.json, or "
+            "tokenizer.model); let transformers save it anew, or name one with --tokenizer-model"
+        )
     if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None:
         return (
             "tokenizer_type=sentencepiece needs its file; add --tokenizer-model FILE.model, or --tokenizer-type bytes, "

@@ -40,5 +40,7 @@ def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
         return
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(data, name)
+        if path is not None and Path(path).is_dir() and data.tokenizer_type == "sentencepiece":
+            yield f"{name}={path} is a folder; name the SentencePiece file in it, or use --tokenizer-type huggingface"
         if path is not None and not Path(path).exists():
             yield f"{name}={path} does not exist; correct the path, or use --tokenizer-type bytes, which needs no file"

@@ -35,7 +35,8 @@ class HfModel:
 
 def read_hf_config(folder: Path) -> HfModel:
     """The model of a Hugging Face folder. UserError, naming file and key, for what cannot be read or is not known."""
-    return _understand(read_json(folder), folder, data=_tokenizer(folder))
+    values = read_json(folder)
+    return _understand(values, folder, data=tokenizer_in(folder, like_gpt2=values.get("model_type") == "gpt2"))
 
 
 def hf_config_of(
@@ -108,10 +109,13 @@ def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _tokenizer(folder: Path) -> dict[str, Any]:
-    """The fields of DataConfig for the tokenizer that lies in a folder; none if there is none."""
+def tokenizer_in(folder: Path, *, like_gpt2: bool) -> dict[str, Any]:
+    """The fields of DataConfig for the tokenizer that lies in a folder; none if there is none.
+
+    vocab.json and merges.txt do not say how text is cut into words: they are a tokenizer only if that is `like_gpt2`.
+    """
     files = {path.name for path in folder.iterdir()}
-    if "tokenizer.json" in files or {"vocab.json", "merges.txt"} <= files:
+    if "tokenizer.json" in files or (like_gpt2 and {"vocab.json", "merges.txt"} <= files):
         return {"tokenizer_type": "huggingface", "tokenizer_model": str(folder)}
     if "tokenizer.model" in files:
         return {"tokenizer_type": "sentencepiece", "tokenizer_model": str(folder / "tokenizer.model")}

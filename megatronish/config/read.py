@@ -18,7 +18,15 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
 from megatronish.config.settle import LOSS_SCALE_RULE, merge, settle
-from megatronish.config.starting import ReadCheckpoint, Start, contradictions, of_another_format, start_of_hf, stretched
+from megatronish.config.starting import (
+    ReadCheckpoint,
+    Start,
+    contradictions,
+    of_another_format,
+    start_of_hf,
+    stretched,
+    tokenizer_named_by,
+)
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 
@@ -67,6 +75,8 @@ def read_config(
     values, misfits = _values(merged.settings)
     settled = settle({name: merged.settings[name] for name in values}, values)
     told = {name: values[name] for name in settled.settings}
+    if told.get("tokenizer_model") is not None and "tokenizer_type" not in told:
+        told |= tokenizer_named_by(Path(told["tokenizer_model"]))
     start = _start(told, read_checkpoint)
     if isinstance(start, str):
         raise ConfigError([start, *file.problems, *line.flags.problems, *merged.problems, *misfits.values()])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatronish.config.hf import read_hf_config
+from megatronish.config.hf import read_hf_config, tokenizer_in
 from megatronish.config.hf_json import CONFIG
 from megatronish.config.model import ModelConfig
 from megatronish.config.settings import Setting
@@ -40,6 +40,13 @@ class Start(NamedTuple):
 
 
 ReadCheckpoint = Callable[[Path, int | None], Start]
+
+
+def tokenizer_named_by(path: Path) -> dict[str, Any]:
+    """What --tokenizer-model alone says where `path` tells the kind: a folder of files, or a tokenizer.json."""
+    if path.is_dir():
+        return tokenizer_in(path, like_gpt2=True)
+    return {"tokenizer_type": "huggingface"} if path.suffix == ".json" else {}
 
 
 def of_another_format(load: Path) -> str | None:
