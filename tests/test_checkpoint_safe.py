@@ -2,10 +2,13 @@
 
 import hashlib
 import io
+import itertools
 import json
+import math
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import call_main, tiny, train_on_ranks
-from saved_runs import alone, read_whole, save_value, sealed
+from saved_runs import alone, read_whole, save_value, saved_value, sealed
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,9 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatronish.checkpoint.checksums import Checksums, DamagedError
-from megatronish.checkpoint.folder import read_state
+from megatronish.checkpoint.folder import read_state, remove_old
 from megatronish.checkpoint.metadata import parse_metadata
 from megatronish.checkpoint.tensors import read_tensors
+from megatronish.errors import UserError
+from megatronish.train.keep import read_run
 
 NAME = "model.weight"
 
@@ -178,6 +183,48 @@ def test_a_tensor_of_which_nobody_says_where_it_lies_is_refused(checkpoint: Path
     refused(checkpoint, "it does not say where model.weight lies")
 
 
+def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((64,), [((0,), (40,)), ((24,), (24,))]),  # as many elements as it has, and not all of them
+        ((4, 4), [((0, 0), (2, 4)), ((1, 2), (2, 2)), ((3, 0), (1, 4))]),
+        ((4, 4), [((0, 0), (4, 2)), ((0, 0), (4, 2))]),
+        ((), [((), ()), ((), ())]),
+    ],
+)
+def test_rectangles_that_overlap_are_refused(checkpoint: Path, shape: tuple[int, ...], chunks: list[Any]) -> None:
+    stored = tensor_metadata(size=torch.Size(shape), chunks=[chunk(*each) for each in chunks])
+    place = _StorageInfo("__0_0.distcp", 0, 10)
+    places = {MetadataIndex(NAME, torch.Size(offsets)): place for offsets, _ in chunks}
+    with pytest.raises(ValueError, match=r"two rectangles of one tensor overlap|one number is there twice"):
+        parse_metadata(pickle.dumps(Metadata({NAME: stored}, storage_data=places)))
+    forge(checkpoint, Metadata({NAME: stored}, storage_data=places))
+    with pytest.raises(DamagedError, match=r"\.metadata cannot be read"):
+        read_whole(checkpoint)
+
+
+@pytest.mark.parametrize("shape", [(2048,), (1, 2048), (32, 64)])
+def test_thousands_of_rectangles_side_by_side_are_one_tensor(shape: tuple[int, ...]) -> None:
+    chunks = [chunk(offsets, (1,) * len(shape)) for offsets in itertools.product(*map(range, shape))]
+    chunks.append(chunk((0,) * len(shape), (0,) * len(shape)))  # of a rank that holds nothing
+    stored = tensor_metadata(size=torch.Size(shape), chunks=chunks)
+    place = _StorageInfo("__0_0.distcp", 0, 10)
+    found = Metadata({NAME: stored}, storage_data={MetadataIndex(NAME, each.offsets): place for each in chunks})
+    assert parse_metadata(pickle.dumps(found)).state_dict_metadata == {NAME: stored}
+
+
+def test_a_tensor_that_is_not_whole_is_refused(checkpoint: Path) -> None:
+    stored = tensor_metadata(size=torch.Size([65]))
+    place = metadata_of(checkpoint).storage_data
+    forge(checkpoint, Metadata({NAME: stored}, storage_data=place))
+    with pytest.raises(UserError, match=f"{NAME} is not whole in the checkpoint: 64 of 65 elements are there"):
+        read_whole(checkpoint)
+
+
 def test_a_place_that_nobody_summed_is_not_read(checkpoint: Path) -> None:
     """Not even inside a file that is all right."""
     for place in (_StorageInfo("__0_0.distcp", 1, 10), _StorageInfo("other", 0, 10), _StorageInfo("state.json", 0, 1)):
@@ -204,6 +251,9 @@ def test_a_stored_tensor_that_calls_a_function_is_refused(checkpoint: Path) -> N
         saved({"weight": torch.ones(64)}),
         saved(torch.ones(63)),
         saved(torch.ones(64, dtype=torch.float64)),
+        saved(torch.ones(64, device="meta")),
+        saved(torch.ones(64).to_sparse()),
+        saved(torch.nested.nested_tensor([torch.ones(64)])),
         b"\0" * 100,
         b"x",
     ):
@@ -238,6 +288,8 @@ def test_a_state_that_is_none_of_ours_is_refused(checkpoint: Path, what: str) ->
         {"state.json": [["1", "0"]]},
         {"state.json": [[1, "0", 2]]},
         {"state.json": 1},
+        {"a\0b": [[1, "0"]]},
+        {"\ud800": [[1, "0"]]},
         [],
     ],
 )
@@ -261,9 +313,6 @@ def test_a_run_refuses_what_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
         "state.json is not that of a run": lambda folder: (folder / "state.json").write_text(
             json.dumps(state | {"step": "1"})
         ),
-        "state.json is not that of a run ": lambda folder: (folder / "state.json").write_text(
-            json.dumps(state | {"config": {"model": []}})
-        ),
         ".metadata cannot be read (it names posix.system": lambda folder: (folder / ".metadata").write_bytes(
             pickle.dumps(pwn(tmp_path))
         ),
@@ -276,3 +325,43 @@ def test_a_run_refuses_what_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
         assert ended.status == 2 and told.strip() in ended.errors and "remove that folder" in ended.errors, ended
         shutil.rmtree(run_dir)
     assert not (tmp_path / "pwned").exists()
+    for change in (
+        {"config": {"model": []}},
+        {"config": {}},
+        {"config": state["config"] | {"training": {}}},
+        {"step": 10**30},
+        {"consumed_samples": 10**30},
+        {"consumed_samples": -1},
+        {"optimizer_steps": True},
+        {"skipped_steps": "x"},
+        {"skipped_samples": 0.5},
+        {"loss_scale": "x"},
+        {"loss_scale": {"scale": 1.0}},
+        {"loss_scale": {"scale": math.nan, "growth_tracker": 0, "hysteresis_tracker": 2}},
+        {"origin": "x"},
+    ):
+        forged = json.dumps(state | change)
+        sealed(source, lambda folder, forged=forged: (folder / "state.json").write_text(forged))
+        with pytest.raises(DamagedError, match=r"state\.json is not that of a run"):
+            read_run(source)
+    sealed(source, lambda folder: (folder / "state.json").write_text(json.dumps(state)))
+    assert read_run(source) == state
+
+
+@pytest.mark.parametrize(
+    "saved_at",
+    [10**400, math.inf, -math.inf, math.nan, 1e18, -1, "soon", None, [1]],
+    ids=lambda saved_at: str(saved_at)[:5],
+)
+def test_a_time_that_is_none_is_in_nobodys_way(tmp_path: Path, saved_at: Any) -> None:
+    """It counts as that of the files, and the next checkpoint is the newest."""
+    save_value(tmp_path, 1.0)
+    old = tmp_path / "step_00000004"
+    state = json.dumps(read_state(old) | {"saved_at": saved_at})
+    sealed(old, lambda folder: (folder / "state.json").write_text(state))
+    os.utime(old / "state.json", (1000, 1000))
+    save_value(tmp_path, 2.0, step=3)
+    assert saved_value(tmp_path) == 2.0
+    assert read_state(tmp_path / "step_00000003")["saved_at"] == pytest.approx(time.time(), abs=60)
+    assert remove_old(tmp_path, keep_last=1, keep_every=None) == []
+    assert not old.exists()

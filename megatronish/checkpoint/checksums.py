@@ -12,6 +12,7 @@ first, and there is one way to spell both: whatever byte of this file changes, i
 import hashlib
 import io
 import json
+import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -190,8 +191,9 @@ def _read_files(text: str) -> dict[str, list[Span]]:
     """ValueError and others unless all of the text is as `_spelled` would have it."""
     files = {name: [Span(*span) for span in spans] for name, spans in json.loads(text)["files"].items()}
     for name, spans in files.items():
+        os.fsencode(name)  # ValueError of what the system cannot spell
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-        if not inside or not all(type(span.length) is int and span.length > 0 for span in spans):
+        if not inside or "\0" in name or not all(type(span.length) is int and span.length > 0 for span in spans):
             raise ValueError(name)
     if _spelled(files) != text:
         raise ValueError("the sum")

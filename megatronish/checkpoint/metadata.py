@@ -93,7 +93,30 @@ def _tensor(stored: Any) -> TensorStorageMetadata:
         ):
             raise ValueError(f"a rectangle at {list(offsets)} of {list(sizes)} is not inside {list(shape)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
+    _refuse_overlap(chunks)
     return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+
+
+def _refuse_overlap(chunks: list[ChunkStorageMetadata]) -> None:
+    """ValueError if two rectangles share an element: whoever counts elements could not tell that all are there."""
+    filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    if len(filled) < 2:
+        return
+    if not filled[0].sizes:
+        raise ValueError("one number is there twice")
+    # A sweep along the dimension that is cut most often: few rectangles are under it at a time.
+    dim = max(range(len(filled[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}))
+    under: list[ChunkStorageMetadata] = []
+    for chunk in sorted(filled, key=lambda chunk: chunk.offsets[dim]):
+        under = [other for other in under if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
+        if any(_overlap(chunk, other) for other in under):
+            raise ValueError(f"two rectangles of one tensor overlap at {list(chunk.offsets)}")
+        under.append(chunk)
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    edges = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + length and b < a + width for a, width, b, length in edges)
 
 
 def _place(index: Any, stored: Any) -> tuple[MetadataIndex, _StorageInfo]:

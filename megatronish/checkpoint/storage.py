@@ -100,6 +100,12 @@ def _cause(error: BaseException) -> BaseException:
     return found or error
 
 
+def _is_plain(found: Any) -> bool:
+    """Whether it is a tensor that holds its numbers, and not a sparse one, one of tensors, one of shape alone."""
+    plain = type(found) is Tensor and not found.is_nested
+    return plain and found.device.type == "cpu" and found.layout == torch.strided
+
+
 class _Stored(NamedTuple):
     """Where a rectangle of a tensor lies."""
 
@@ -158,7 +164,7 @@ class Reader(dcp.FileSystemReader):
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # what is no tensor raises whatever its bytes spell
             raise DamagedError(self.folder, what) from error
-        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (sizes, stored.properties.dtype):
+        if not _is_plain(tensor) or (tensor.shape, tensor.dtype) != (sizes, stored.properties.dtype):
             raise DamagedError(self.folder, what)
         for item in items:
             planner.resolve_tensor(item).detach().copy_(Piece((), item.storage_offsets, item.lengths).view(tensor))

@@ -25,6 +25,8 @@ from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
 
 FACTS = ("config", "vocab_size", "data", "eod")
 POSITION = ("step", "consumed_samples", "optimizer_steps")
+LOSS_SCALE = {"scale", "growth_tracker", "hysteresis_tracker"}
+LARGEST_COUNT = 2**62
 TRIED_AGAIN = "training goes on, and the next save tries again"
 
 
@@ -189,11 +191,26 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     missing = [name for name in (*FACTS, *POSITION) if name not in state]
     if missing:
         raise DamagedError(checkpoint, f"{STATE} lacks {', '.join(missing)}")
-    config = state["config"]
-    sound = isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())
-    if not sound or any(type(state[name]) is not int or state[name] < 0 for name in POSITION):
+    if not _is_sound(state):
         raise DamagedError(checkpoint, f"{STATE} is not that of a run")
     return state
+
+
+def _is_sound(state: dict[str, Any]) -> bool:
+    """Whether what a run goes on with is of the kind that a run leaves, and no number is out of all reason."""
+    config, scale = state["config"], state.get("loss_scale", {})
+    counts = [state.get(name, 0) for name in (*POSITION, "skipped_steps", "skipped_samples")]
+    return (
+        isinstance(config, dict)
+        and all(isinstance(section, dict) for section in config.values())
+        and "model" in config
+        and type(config.get("training", {}).get("seq_length")) is int
+        and all(type(count) is int and 0 <= count < LARGEST_COUNT for count in counts)
+        and isinstance(scale, dict)
+        and (not scale or scale.keys() >= LOSS_SCALE)
+        and all(type(number) in (int, float) and abs(number) < LARGEST_COUNT**2 for number in scale.values())
+        and isinstance(state.get("origin", {}), dict)
+    )
 
 
 def resume(
