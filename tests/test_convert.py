@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -139,7 +140,55 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, target: str) -> None:
     source = FORMATS["hf"]._replace(read=lambda _load: Model(description, full))
     with patch.dict(FORMATS, hf=source), pytest.raises(RunError, match="No space left on device"):
         convert(GOLDEN / "llama", tmp_path / "save", source="hf", target=target)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_a_folder_that_exists_is_filled_and_not_replaced_for_it_may_be_the_root_of_a_disk(
+    tmp_path: Path, target: str
+) -> None:
+    disk = tmp_path / "disk"
+    (disk / "lost+found").mkdir(parents=True)
+    (disk / ".partial").mkdir()  # of a conversion that was killed
+    number, rename, moved = disk.stat().st_ino, Path.rename, list[str]()
+
+    def rename_and_tell(path: Path, to: Path) -> Path:
+        if to.parent == disk:
+            moved.append(to.name)
+        return rename(path, to)
+
+    def rename_and_fail(path: Path, to: Path) -> Path:
+        if to == disk / moved[-1]:
+            raise OSError(28, "No space left on device")
+        return rename(path, to)
+
+    with patch.object(Path, "rename", rename_and_tell):
+        convert(GOLDEN / "llama", disk, source="hf", target=target)
+    assert disk.stat().st_ino == number
+    assert sorted(path.name for path in disk.iterdir()) == sorted(["lost+found", *moved])
+    assert moved[-1] == {"hf": "config.json", "megatronish": "latest"}.get(target, "latest_checkpointed_iteration.txt")
+    for name in moved:
+        shutil.rmtree(disk / name) if (disk / name).is_dir() else (disk / name).unlink()
+    with patch.object(Path, "rename", rename_and_fail), pytest.raises(RunError, match="nothing of it is left"):
+        convert(GOLDEN / "llama", disk, source="hf", target=target)
+    assert [path.name for path in disk.iterdir()] == ["lost+found"]
+
+
+def test_a_value_that_the_asked_type_cannot_hold_is_told_with_its_name(tmp_path: Path) -> None:
+    description, theirs = hf.read(GOLDEN / "llama")
+    name = "model.norm.weight"
+    values = theirs[name].read()
+    values[3] = -7e4
+    tensors = {**theirs, name: LazyTensor(tuple(values.shape), values.dtype, values.clone)}
+    source = FORMATS["hf"]._replace(read=lambda _load: Model(description, tensors))
+    with patch.dict(FORMATS, hf=source):
+        for target, place in (("hf", name), ("megatronish", "final_norm.weight")):
+            with pytest.raises(UserError, match=f"{place} holds 70000, .* float16; .* bfloat16 or float32"):
+                convert(tmp_path, tmp_path / target, source="hf", target=target, dtype=torch.float16)
+            assert not (tmp_path / target).exists()
+        values[3] = float("-inf")  # is none that becomes infinite
+        convert(tmp_path, tmp_path / "infinite", source="hf", target="hf", dtype=torch.float16)
+    assert load_file(tmp_path / "infinite" / FILE)[name][3] == float("-inf")
 
 
 def test_a_tensor_that_the_target_has_no_place_for_is_left_out_where_that_is_allowed(tmp_path: Path) -> None:
@@ -184,7 +233,7 @@ def told(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> str:
 def test_the_tool_tells_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, sharded = tmp_path / "ours", tmp_path / "sharded"
     output = told(Arguments("hf", "megatronish", GOLDEN / "llama", ours, dtype="bfloat16"), capsys)
-    assert "21 tensors in, 15 tensors out: 1,688 parameters" in output
+    assert "21 tensors in, 15 tensors out: 1,688 parameters, 3.4 kB in" in output
     assert "the optimizer's state and the order of the data start anew" in output
     assert f"saved {ours}" in output
     told(Arguments("megatronish", "hf", ours, sharded, ckpt_step=0, max_shard_bytes=2000), capsys)
@@ -218,6 +267,28 @@ def test_what_the_user_can_mend_ends_with_one_sentence_and_status_2(tmp_path: Pa
     assert done.returncode == 2
     assert done.stderr.strip().count("\n") == 0
     assert "holds no config.json" in done.stderr
+
+
+HEARS_CTRL_C = """
+import runpy, signal
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background of a shell
+runpy.run_path("tools/convert_checkpoint.py", run_name="__main__")
+"""
+
+
+def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)
+    words = ["--from", "hf", "--to", "hf", "--load", str(tmp_path), "--save", str(tmp_path / "save")]
+    command = [sys.executable, "-c", HEARS_CTRL_C, *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as tool_process:
+        assert tool_process.stderr is not None
+        with pipe.open("w"):  # opens when the tool begins to read, which then waits for what never comes
+            tool_process.send_signal(signal.SIGINT)
+            told = tool_process.stderr.read()
+    assert (tool_process.returncode, told) == (130, "interrupted\n")
 
 
 # Memory: 190 MB are converted by processes that may have a sixth of that beyond what they hold before.

@@ -95,6 +95,12 @@ def test_a_model_saved_without_its_prefix_is_read(tmp_path: Path, name: str, pre
     assert_same(tensors_of(tmp_path / "back"), load_file(GOLDEN / name / FILE))
 
 
+def test_a_tensor_under_its_name_with_and_without_the_prefix_is_refused(tmp_path: Path) -> None:
+    twice = copy_of("gpt2", tmp_path / "twice", lambda tensors: tensors.update({"wte.weight": torch.ones(2)}))
+    with pytest.raises(UserError, match=r"twice holds both wte.weight and transformer.wte.weight, which are one"):
+        to_ours(twice, tmp_path / "never")
+
+
 BUFFERS = {
     "gpt2": {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16).bool(), "h.1.attn.masked_bias": torch.tensor(-1e4)},
     "llama": {
@@ -122,7 +128,10 @@ def test_a_tied_head_may_be_stored_too_and_must_be_the_embedding(tmp_path: Path)
     other = copy_of("qwen2", tmp_path / "other", lambda tensors: tensors.update({hf.HEAD: tensors[table] + 1}))
     with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight, although tie"):
         to_ours(other, tmp_path / "never")
-    assert not any((tmp_path / "never").iterdir())
+    assert not (tmp_path / "never").exists()
+    half = copy_of("qwen2", tmp_path / "half", lambda tensors: tensors.update({hf.HEAD: tensors[table].bfloat16()}))
+    with pytest.raises(UserError, match=r"lm_head.weight is of type BF16 and model.embed_tokens.weight of F32,"):
+        to_ours(half, tmp_path / "never")
 
 
 def test_the_config_of_a_model_that_changed_its_type_says_so(tmp_path: Path) -> None:
@@ -158,7 +167,7 @@ def test_a_folder_that_cannot_be_read_is_refused_with_a_remedy(tmp_path: Path) -
     ("change", "why"),
     [
         (lambda tensors: tensors.pop("model.norm.weight"), "lacks model.norm.weight, which its model has"),
-        (lambda tensors: tensors.update(extra=torch.ones(2)), "holds model.extra, of which the model knows nothing"),
+        (lambda tensors: tensors.update(extra=torch.ones(2)), "holds extra, of which the model knows nothing"),
         (lambda tensors: tensors.update({hf.HEAD: torch.ones(3, 8)}), r"head.weight would be \[3, 8\], and its model"),
         (
             lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.ones(12, 7)}),
@@ -184,8 +193,8 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path, change: An
 def test_what_is_unmatched_is_left_out_where_that_is_allowed(tmp_path: Path) -> None:
     folder = copy_of("llama", tmp_path / "theirs", lambda tensors: tensors.update(extra=torch.ones(2)))
     report = convert(folder, tmp_path / "ours", source="hf", target="megatronish", allow_unmatched=True)
-    assert report.unmatched_in == ("model.extra",)
-    assert "left out, without a counterpart of ours: model.extra" in str(report)
+    assert report.unmatched_in == ("extra",)
+    assert "left out, without a counterpart of ours: extra" in str(report)
 
 
 def test_what_transformers_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:

@@ -380,7 +380,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         megatron.write(tmp_path / "a", Model(description, theirs), tensor_parallel_size=2)
     assert not list(tmp_path.iterdir())
     save(tmp_path / "a", GPT2, tensors)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match=r"holds latest_checkpointed_iteration.txt already"):
         save(tmp_path / "a", GPT2, tensors)
 
 

@@ -79,3 +79,6 @@ if __name__ == "__main__":
     except RunError as error:
         print(error, file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

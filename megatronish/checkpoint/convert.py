@@ -62,7 +62,7 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{self.tensors_in} tensors in, {self.tensors_out} tensors out: {self.num_parameters:,} parameters, "
-            f"{self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s"
+            f"{_size(self.num_bytes)} in {self.seconds:.1f} s"
         ]
         lines += [f"left out, without a counterpart of ours: {name}" for name in self.unmatched_in]
         lines += [f"left out, without a counterpart in the target: {name}" for name in self.unmatched_out]
@@ -94,7 +94,7 @@ def convert(
     made = from_ours(ours.tensors, FORMATS[target].rules(description))
     if made.left_over and not allow_unmatched:
         raise UserError(f"{target} has no place for {_told(made.left_over)}; --allow-unmatched leaves that out")
-    tensors = {name: _in_dtype(tensor, dtype or tensor.dtype) for name, tensor in made.tensors.items()}
+    tensors = {name: _in_dtype(name, tensor, dtype or tensor.dtype) for name, tensor in made.tensors.items()}
     num_bytes = sum(map(nbytes_of, tensors.values()))
     with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None, desc="converting") as bar:
         seen = {name: _seen(tensor, bar) for name, tensor in tensors.items()}
@@ -136,13 +136,36 @@ def check_model(load: Path, description: Description, ours: Translated, *, allow
             )
 
 
+def _size(num_bytes: int) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes / 1000:.1f} kB"
+
+
 def _told(names: tuple[str, ...]) -> str:
     more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
-def _in_dtype(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(tensor.shape, dtype, lambda: tensor.read().to(dtype))
+def _in_dtype(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """UserError, when it is read, for a value that would become infinite."""
+    if dtype == tensor.dtype:
+        return tensor
+
+    def read() -> Tensor:
+        found = tensor.read()
+        cast = found.to(dtype)
+        if cast.isinf().sum() != found.isinf().sum():
+            largest = found[found.isfinite()].abs().max().item()
+            wider = "bfloat16 or float32" if dtype == torch.float16 else "float32"
+            raise UserError(
+                f"{name} holds {largest:g}, which is infinite in {str(dtype).removeprefix('torch.')}; use "
+                f"--dtype {wider}"
+            )
+        return cast
+
+    return LazyTensor(tensor.shape, dtype, read)
 
 
 def _seen(tensor: LazyTensor, bar: "tqdm[Any]") -> LazyTensor:

@@ -75,22 +75,28 @@ def read(load: Path) -> Model:
             f"{load} holds {why}, and what is read is {FILE}; fetch that, or load the model with transformers and "
             "save_pretrained it"
         )
-    tensors = _with_prefix(
-        {name: tensor for name, tensor in read_folder(load).items() if not BUFFERS.fullmatch(name)},
-        f"{_base(description)}.",
-    )
+    tensors = {name: tensor for name, tensor in read_folder(load).items() if not BUFFERS.fullmatch(name)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise UserError(
                 f"{load}: {name} is of type {NAMES[tensor.dtype]}, and weights are read in "
                 f"{', '.join(NAMES[dtype] for dtype in DTYPES)}; save the model in one of these with transformers"
             )
-    return Model(description, _with_one_head(load, description, tensors))
+    return Model(description, _with_one_head(load, description, _with_prefix(load, description, tensors)))
 
 
-def _with_prefix(tensors: Mapping[str, LazyTensor], prefix: str) -> dict[str, LazyTensor]:
-    """A model saved without its head has no prefix."""
-    return {name if name.startswith((prefix, HEAD)) else prefix + name: lazy for name, lazy in tensors.items()}
+def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """A model saved without its head has no prefix. What the model does not have keeps the name it has in the file."""
+    known = {name for rule in rules(description) for name in rule.theirs}
+    found = {}
+    for name, tensor in tensors.items():
+        whole = f"{_base(description)}.{name}"
+        if whole in known and whole in tensors:
+            raise UserError(
+                f"{load} holds both {name} and {whole}, which are one tensor of its model; take away the wrong one"
+            )
+        found[whole if whole in known else name] = tensor
+    return found
 
 
 def _with_one_head(load: Path, description: Description, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -101,6 +107,11 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
     head = tensors.pop(HEAD)
     if name in tensors:
         table = tensors[name]
+        if head.dtype != table.dtype:
+            raise UserError(
+                f"{load}: {HEAD} is of type {NAMES[head.dtype]} and {name} of {NAMES[table.dtype]}, although "
+                "tie_word_embeddings in config.json makes them one; set that to false, or take the head away"
+            )
 
         def read_both() -> Tensor:
             tensor = table.read()
@@ -147,7 +158,7 @@ def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -
         sizes[tensor.dtype] += nbytes_of(tensor)
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers' name of it, from 4.56 on and before
     config[key] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-    with new_folder(save) as partial:
+    with new_folder(save, decisive="config.json") as partial:
         write_folder(partial, model.tensors, max_shard_bytes=max_shard_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer_files.copy(model.description.tokenizer_files, partial)

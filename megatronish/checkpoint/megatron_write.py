@@ -61,7 +61,7 @@ def write(
         transformer_impl=transformer_impl,
         dtype=tensors[EMBEDDING].dtype,
     )
-    with new_folder(save) as folder:
+    with new_folder(save, decisive=LATEST) as folder:
         for pp in range(pipeline_parallel_size):
             names = _stage(wanted, description.model, pp, pipeline_parallel_size)
             if transformer_impl == "local":

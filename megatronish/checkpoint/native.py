@@ -5,7 +5,6 @@ in a folder of its own, and its config names them relative to the step's folder,
 """
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +24,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from megatronish.checkpoint import tokenizer_files
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import (
+    LATEST,
     find_checkpoint,
     partial_name_of,
     publish,
     read_state,
-    remove_leftovers,
 )
-from megatronish.checkpoint.new_folder import sync_files
+from megatronish.checkpoint.new_folder import new_folder
 from megatronish.checkpoint.storage import Reader
 from megatronish.checkpoint.tensors import ALONE, GlobalTensor, read_tensors, write_tensors
 from megatronish.checkpoint.weights import Description, LazyTensor, Model, Rule
@@ -41,7 +40,7 @@ from megatronish.config.dump import resolved
 from megatronish.config.model import ModelConfig
 from megatronish.config.starting import TOKENIZER, located
 from megatronish.config.training import TrainingConfig
-from megatronish.errors import RunError, UserError
+from megatronish.errors import UserError
 from megatronish.sharding import Piece
 
 PREFIX = "model."
@@ -112,27 +111,13 @@ def rules(description: Description) -> list[Rule]:
 
 
 def write(save: Path, model: Model) -> None:
-    """A checkpoint of step 0 in `save`, as a run keeps them; UserError if it has checkpoints or belongs to others."""
-    found = sorted(path.name for path in save.iterdir() if not path.name.startswith(".")) if save.is_dir() else []
-    if found:
-        raise UserError(
-            f"{save} holds {found[0]} already, and a run there would take one model for another; name an empty folder"
-        )
-    partial = save / partial_name_of(STEP)
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(save)
+    """A checkpoint of step 0 in `save`, as a run keeps them; it must not exist, or be empty."""
+    with new_folder(save, decisive=LATEST) as checkpoints:
+        partial = checkpoints / partial_name_of(STEP)
         partial.mkdir()
         description = _with_tokenizer(partial, model.description)
         write_tensors(partial, _one_by_one(model.tensors), over=ALONE)
-        sync_files(partial)
         publish(partial, step=STEP, state=_state(description))
-    except OSError as error:
-        raise RunError(
-            f"{save} could not be written: {error.strerror or error}; make room there or name another place"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _with_tokenizer(partial: Path, description: Description) -> Description:
