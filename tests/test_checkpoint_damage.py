@@ -16,6 +16,8 @@ from megatronish.checkpoint.checksums import Checksums, DamagedError, SummingStr
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.checkpoint.together import together
+from megatronish.errors import UserError
 from megatronish.launch.place import Place
 from megatronish.mesh.groups import Mesh, leave
 from megatronish.mesh.layout import Layout
@@ -155,6 +157,54 @@ def test_ranks_that_do_not_see_one_folder_publish_nothing(tmp_path: Path) -> Non
     assert list((tmp_path / "0").iterdir()) == []
 
 
+def fail_on_one(place: Place, kind: type[Exception]) -> str:
+    """What each rank raises when one fails."""
+    mesh = Mesh.start(Layout(dp=2), rank=place.rank, init_method=place.rendezvous)
+
+    def work() -> None:
+        if place.rank == 1:
+            raise kind("no way")
+
+    try:
+        together(mesh.storage, work)
+    except (RuntimeError, kind) as error:
+        leave()
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError
+
+
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    assert run_ranks(2, fail_on_one, UserError) == ["UserError: no way"] * 2
+    other, own = run_ranks(2, fail_on_one, ValueError)
+    assert other.startswith("RuntimeError: rank 1: Traceback") and "ValueError: no way" in other
+    assert own == "ValueError: no way"
+
+
+def save_and_watch(place: Place, folder: Path) -> dict[str, int]:
+    """The files that a rank makes sure are on the disk, and how much of them."""
+    synced, sync = {}, os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+        sync(descriptor)
+
+    os.fsync = watched  # type: ignore[assignment]
+    try:
+        save_on_two(place, folder, 3)
+    finally:
+        os.fsync = sync
+    return synced
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux, which tells the names of open files")
+def test_all_of_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path: Path) -> None:
+    main, other = run_ranks(2, save_and_watch, tmp_path)
+    synced = {name.removesuffix(".new").removesuffix(".tmp"): size for name, size in (main | other).items()}
+    assert "__0_0.distcp" in main and "__1_0.distcp" in other
+    for path in (tmp_path / "step_00000003").iterdir():
+        assert synced[path.name] == path.stat().st_size, path
+
+
 # What a run says of it
 
 
@@ -193,6 +243,15 @@ def test_the_newest_whole_checkpoint_before_a_damaged_one_is_offered(
     assert call_main(argv).status == 0
     assert steps_of(other) == steps_of(run_dir)
     assert checkpoints_of(run_dir)[-1] == "step_00000007"
+
+
+def test_what_was_saved_after_a_damaged_one_is_not_offered(tmp_path: Path, six_steps: Path) -> None:
+    """Whoever asks for step 4 wants what was before step 5."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(six_steps, run_dir)
+    flip(step(run_dir, 4) / "__0_0.distcp", 300)
+    ended = call_main(tiny(run_dir, "--ckpt-step 4"))
+    assert f"{step(run_dir, 4)} is damaged" in ended.errors and "load it with --ckpt-step 2" in ended.errors
 
 
 def test_where_no_checkpoint_is_whole_that_is_said(tmp_path: Path, six_steps: Path) -> None:

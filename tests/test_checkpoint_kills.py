@@ -109,6 +109,14 @@ def test_a_save_killed_at_any_point_leaves_the_checkpoint_before_or_the_new_one(
     assert found == [None if before is None else 1.0] * arrived + [2.0] * (len(found) - arrived)
 
 
+def test_what_killed_saves_left_goes_with_the_next(tmp_path: Path) -> None:
+    save_value(tmp_path, 1.0)
+    for left in ("2.removed", "3.partial", "4.replaced", "5.partial"):
+        shutil.copytree(tmp_path / "step_00000004", tmp_path / f".step_0000000{left}")
+    save_value(tmp_path, 2.0, step=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000004", "step_00000005"]
+
+
 # A full disk
 
 

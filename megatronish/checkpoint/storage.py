@@ -79,6 +79,8 @@ class Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the main rank, when all have written."""
         super().finish(metadata, results)
+        with (self.folder / METADATA).open("rb") as file:
+            os.fsync(file.fileno())  # torch does so before it has handed all of it to the system
         spans: dict[str, list[Span]] = {}
         for result in (result for of_rank in results for result in of_rank):
             assert isinstance(result, _SummedResult)
