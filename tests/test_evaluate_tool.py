@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conversions import to_ours
 from jobs import run_job, tiny, train_on_ranks, write_tokens
 from ranks import run_ranks
 
@@ -24,6 +26,7 @@ from megatronish.train.engine import Engine
 from megatronish.train.trained import find_trained, load_engine, load_model
 from tools.evaluate import Arguments, be_rank, prepare, run
 
+GOLDEN = Path(__file__).parent / "golden" / "hf" / "llama"
 S = 16
 EOD = 256
 LLAMA = (
@@ -216,6 +219,55 @@ def test_documents_see_each_other_as_they_did_in_training(runs: dict, lines: Pat
     assert found["loss"] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-5)
 
 
+def converted(folder: Path, **config: Any) -> Path:
+    """Golden Llama in our format, its config.json changed."""
+    shutil.copytree(GOLDEN, folder / "theirs")
+    told = json.loads((GOLDEN / "config.json").read_text())
+    (folder / "theirs" / "config.json").write_text(json.dumps(told | config))
+    to_ours(folder / "theirs", folder / "ours")
+    return folder / "ours"
+
+
+def test_no_window_is_wider_than_the_text_and_none_is_empty(tmp_path: Path) -> None:
+    load = converted(tmp_path, max_position_embeddings=131072)
+    prefix = write(tmp_path / "text", [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]])
+    whole = prepare(Arguments(load=load, data_path=prefix), None)
+    assert (whole.windows.seq_length, whole.config.training.seq_length) == (10, 10)
+    assert whole.config.training.micro_batch_size == len(whole.windows) == 1
+    apart = prepare(Arguments(load=load, data_path=prefix, per_document=True), None)
+    assert (apart.windows.seq_length, len(apart.windows), apart.windows.num_predictions) == (6, 2, 8)
+    cut = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert prepare(Arguments(load=load, data_path=prefix, **cut), None).windows.seq_length == 12  # type: ignore[arg-type]
+    num, loss = by_hand(load_model(load).model, [list(range(1, 12))], seq_length=99, stride=99)
+    found = found_by(tmp_path, load=load, data_path=prefix)
+    assert (found["tokens"], found["loss"]) == (num, pytest.approx(loss, rel=1e-5))
+    found = found_by(tmp_path, load=load, data_path=prefix, seq_length=4, micro_batch_size=2)
+    assert found["tokens"] == 10
+
+
+def test_a_window_of_less_than_the_model_was_trained_with_is_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = converted(tmp_path, max_position_embeddings=131072)
+    long = write(tmp_path / "long", [[1, 2, 3] * 1400])
+    task = prepare(Arguments(load=load, data_path=long), None)
+    assert task.windows.seq_length == 4096
+    tool.tell_of_short_windows(task)
+    assert (
+        "windows show 4,096 tokens, though the model was trained with 131,072: --seq-length" in capsys.readouterr().err
+    )
+    tool.tell_of_short_windows(prepare(Arguments(load=load, data_path=long, seq_length=4096), None))
+    assert not capsys.readouterr().err
+
+
+def test_documents_end_with_the_models_token_whatever_the_tokenizer_puts_there(tmp_path: Path) -> None:
+    load = converted(tmp_path, eos_token_id=[5, 7])
+    lines = tmp_path / "numbers.jsonl"
+    lines.write_text('{"text": "1 2"}\n{"text": "3"}\n')
+    text = prepare(Arguments(load=load, data_path=str(lines)), None).text
+    assert (text.tokens.tolist(), text.eod) == ([1, 2, 5, 3, 5], 5)
+
+
 def test_an_engine_that_only_evaluates_holds_the_parameters_alone(runs: dict, lines: Path) -> None:
     task = prepare(Arguments(load=runs["gpt2"], data_path=str(lines)), None)
     mesh = tool.start_mesh(task.config, Place())
@@ -257,7 +309,12 @@ def test_mistakes_are_told(runs: dict, lines: Path, tmp_path: Path) -> None:
         (Arguments(load=load, data_path=str(lines), stride=17), "--stride 17 must be at least 1 and at most --seq-len"),
         (Arguments(load=load, data_path=str(lines), stride=0), "--stride 0 must be at least 1"),
         (Arguments(load=load, data_path=str(lines), seq_length=17), "seq_length=17 exceeds the 16 positions"),
-        (Arguments(load=load, data_path=str(lines), micro_batch_size=0), "micro_batch_size is not given"),
+        (Arguments(load=load, data_path=str(lines), micro_batch_size=0), "--micro-batch-size 0 must be at least"),
+        (
+            Arguments(load=load, data_path=str(lines), seq_length=0),
+            "--seq-length 0 must be at least 1; or leave it out",
+        ),
+        (Arguments(load=load, data_path=str(lines), output=tmp_path / "no" / "x"), "no/x cannot be written: No such"),
         (Arguments(load=load, data_path=str(lines), json_key="txt"), "holds no document .* under txt"),
     ):
         with pytest.raises(UserError, match=sentence):

@@ -31,6 +31,7 @@ from megatronish.train.run import start_mesh
 from megatronish.train.trained import Found, find_trained, load_engine
 
 MAX_BAD_LINES_TOLD = 20
+MAX_DERIVED_SEQ_LENGTH = 4096  # a model for 131072 tokens would need much memory and time for most texts
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Arguments:
     per_document: bool = False
     """Documents do not see each other: each begins a window of its own, and its first token is not predicted."""
     seq_length: int | None = None
-    """Tokens that a window shows. Derived: what the model was trained with."""
+    """Tokens that a window shows, if the text has as many. Derived: what the model was trained with, 4096 at most."""
     stride: int | None = None
     """Tokens between the beginnings of windows. Derived: --seq-length, so that they do not overlap."""
     micro_batch_size: int = 4
@@ -88,6 +89,7 @@ class Task:
 
 def prepare(arguments: Arguments, place: Place | None) -> Task:
     """Everything that can be wrong shows here, before any rank is started."""
+    check(arguments)
     found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length
@@ -99,6 +101,7 @@ def prepare(arguments: Arguments, place: Place | None) -> Task:
         tokenizer=partial(build_tokenizer, found.description.data),
         json_key=arguments.json_key,
         vocab_size=found.description.vocab_size,
+        eod=found.description.eod,
     )
     starts = text.starts if arguments.per_document else text.starts[[0, -1]]
     windows = Windows(text.tokens, starts, seq_length=seq_length, stride=stride)
@@ -107,7 +110,41 @@ def prepare(arguments: Arguments, place: Place | None) -> Task:
             f"--data-path {arguments.data_path} has no document of two tokens, of which the second could be predicted; "
             "leave --per-document out"
         )
-    return Task(arguments, found, config, text, windows)
+    windows = windows.narrowed(multiple_of=sequence_pieces(config.parallel))
+    training = replace(
+        config.training,
+        seq_length=windows.seq_length,
+        micro_batch_size=min(arguments.micro_batch_size, -(-len(windows) // config.layout.dp)),
+    )
+    return Task(arguments, found, replace(config, training=training), text, windows)
+
+
+def check(arguments: Arguments) -> None:
+    """UserError for numbers that make no sense, and for a file that cannot be written."""
+    if arguments.seq_length is not None and arguments.seq_length < 1:
+        raise UserError(f"--seq-length {arguments.seq_length} must be at least 1; or leave it out")
+    if arguments.micro_batch_size < 1:
+        raise UserError(f"--micro-batch-size {arguments.micro_batch_size} must be at least 1; or leave it out")
+    if arguments.output is None:
+        return
+    is_new = not arguments.output.exists()
+    try:
+        arguments.output.open("a").close()
+    except OSError as error:
+        raise unwritable(arguments.output, error) from error
+    if is_new:
+        arguments.output.unlink(missing_ok=True)
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """What to say of --output."""
+    return UserError(f"--output {path} cannot be written: {error.strerror}; choose another")
+
+
+def sequence_pieces(parallel: ParallelConfig) -> int:
+    """What the length of a window must be a multiple of in a layout."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return math.lcm(2 * cp if cp > 1 else 1, cp * tp if parallel.sequence_parallel else 1)
 
 
 def sections(arguments: Arguments, found: Found, place: Place | None) -> tuple[ParallelConfig, TrainingConfig]:
@@ -123,7 +160,7 @@ def sections(arguments: Arguments, found: Found, place: Place | None) -> tuple[P
     )
     if parallel.data_parallel_size is None and place is not None:
         parallel = replace(parallel, data_parallel_size=max(1, place.world_size // parallel.model_parallel_size))
-    seq_length = found.description.seq_length if arguments.seq_length is None else arguments.seq_length
+    seq_length = arguments.seq_length or min(found.description.seq_length, MAX_DERIVED_SEQ_LENGTH)
     training = TrainingConfig(seq_length=seq_length, micro_batch_size=arguments.micro_batch_size, bf16=arguments.bf16)
     return parallel, training
 
@@ -137,10 +174,10 @@ def be_rank(task: Task, place: Place) -> int:
         found = measure(
             engine,
             task.windows,
-            micro_batch_size=task.arguments.micro_batch_size,
+            micro_batch_size=task.config.training.micro_batch_size,
             num_bytes=task.text.num_bytes,
             data=task.found.description.data,
-            eod=task.found.description.eod,
+            eod=task.text.eod,
             on_progress=bar.update,
         )
     if mesh.is_main:
@@ -184,7 +221,18 @@ def tell(task: Task, found: Perplexity, *, seconds: float) -> None:
     try:
         arguments.output.write_text(json.dumps(numbers, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"--output {arguments.output} cannot be written: {error.strerror}; choose another") from error
+        raise unwritable(arguments.output, error) from error
+
+
+def tell_of_short_windows(task: Task) -> None:
+    """Say it if windows show less than the model was trained with, unless that was asked for or changes nothing."""
+    shown, trained = task.windows.seq_length, task.found.description.seq_length
+    if task.arguments.seq_length is None and shown == MAX_DERIVED_SEQ_LENGTH < trained:
+        print(
+            f"windows show {shown:,} tokens, though the model was trained with {trained:,}: --seq-length {trained} "
+            "shows so many, for more memory and time",
+            file=sys.stderr,
+        )
 
 
 def finite(number: float) -> float | None:
@@ -200,6 +248,7 @@ def run(arguments: Arguments, place: Place | None = None) -> int:
             print(f"bad line {message}", file=sys.stderr)
         if len(task.text.bad_lines) > MAX_BAD_LINES_TOLD:
             print("more bad lines are counted without telling", file=sys.stderr)
+        tell_of_short_windows(task)
     return launch(partial(be_rank, task), world_size=task.config.layout.world_size)
 
 

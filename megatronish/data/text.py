@@ -20,22 +20,28 @@ PAIR = (".bin", ".idx")
 class Text:
     """Documents end to end; document d is `tokens[starts[d] : starts[d + 1]]`.
 
-    `num_bytes` are those of the text, where that is known, and `bad_lines` a sentence for each line that held none.
+    `eod` is the token that ends them, where that is known, `num_bytes` are those of the text, where they are, and
+    `bad_lines` a sentence for each line that held none.
     """
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
+    eod: int | None = None
     num_bytes: int | None = None
     bad_lines: tuple[str, ...] = ()
 
 
-def read_text(path: str, *, tokenizer: Callable[[], Encoder], json_key: str, vocab_size: int) -> Text:
-    """The .bin/.idx pair of this prefix, or a file of JSON lines, plain or .gz; each of its texts ends with an eod.
+def read_text(
+    path: str, *, tokenizer: Callable[[], Encoder], json_key: str, vocab_size: int, eod: int | None = None
+) -> Text:
+    """The .bin/.idx pair of this prefix, or a file of JSON lines, plain or .gz.
+
+    Each text of such a file ends with `eod`, the model's, which needs not be what a tokenizer would put there.
 
     UserError for what is neither, holds less than two tokens, or tokens that a vocabulary of this size has not.
     """
     is_lines = not path.endswith(PAIR) and (Path(path).is_file() or path.endswith(JSON_LINES))
-    text = _read_lines(Path(path), tokenizer(), json_key) if is_lines else _open_pair(path)
+    text = _read_lines(Path(path), tokenizer(), json_key, eod) if is_lines else _open_pair(path, eod)
     if len(text.tokens) < 2:
         raise UserError(
             f"--data-path {path} holds {len(text.tokens)} tokens, and to predict one takes another before it; name a "
@@ -52,16 +58,17 @@ def read_text(path: str, *, tokenizer: Callable[[], Encoder], json_key: str, voc
     return text
 
 
-def _open_pair(prefix: str) -> Text:
+def _open_pair(prefix: str, eod: int | None) -> Text:
     pair = IndexedTokens(prefix)
-    return Text(pair.tokens, pair.document_starts())
+    return Text(pair.tokens, pair.document_starts(), eod)
 
 
 class _CountingEncoder:
     """A tokenizer that adds up the bytes of what it is given."""
 
-    def __init__(self, tokenizer: Encoder) -> None:
-        self.tokenizer, self.vocab_size, self.eod = tokenizer, tokenizer.vocab_size, tokenizer.eod
+    def __init__(self, tokenizer: Encoder, eod: int | None) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self.eod = tokenizer.eod if eod is None else eod
         self.num_bytes = 0
 
     def encode(self, text: str) -> list[int]:
@@ -70,10 +77,10 @@ class _CountingEncoder:
         return ids
 
 
-def _read_lines(path: Path, tokenizer: Encoder, json_key: str) -> Text:
+def _read_lines(path: Path, tokenizer: Encoder, json_key: str, eod: int | None) -> Text:
     if not path.is_file():
         raise UserError(f"--data-path {path} does not exist; check the path")
-    counting = _CountingEncoder(tokenizer)
+    counting = _CountingEncoder(tokenizer, eod)
     job = Job(counting, (json_key,), append_eod=True)
     tokens, lengths, bad_lines = [np.empty(0, np.int32)], list[int](), list[str]()
     for batch in read_batches(path):
@@ -87,4 +94,4 @@ def _read_lines(path: Path, tokenizer: Encoder, json_key: str) -> Text:
             f"a text under {json_key}"
         )
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    return Text(np.concatenate(tokens), starts, counting.num_bytes, tuple(bad_lines))
+    return Text(np.concatenate(tokens), starts, counting.eod, counting.num_bytes, tuple(bad_lines))

@@ -27,6 +27,12 @@ class Windows:
     def __len__(self) -> int:
         return int(self._before[-1])
 
+    def narrowed(self, *, multiple_of: int) -> "Windows":
+        """The same predictions from windows that are no wider than the longest span needs."""
+        longest = max(1, int(np.diff(self.starts).max()) - 1)
+        width = min(self.seq_length, -(-longest // multiple_of) * multiple_of)
+        return Windows(self.tokens, self.starts, seq_length=width, stride=min(self.stride, width))
+
     def sample(self, index: int) -> NDArray[np.int64]:
         """int64 [S + 1]: the tokens of a window and the one after it, zeros at the end; of no window, zeros alone."""
         shown = np.zeros(self.seq_length + 1, np.int64)

@@ -49,7 +49,8 @@ def measure(
 ) -> Perplexity:
     """The same on every rank; all call this. `data` says whether documents see each other, and `eod` where they end.
 
-    Windows are dealt to the ranks of dp in turn. Where they do not come out even, some get windows of no prediction.
+    Windows are dealt to the ranks of dp in turn. Where they do not come out even, some get windows of no prediction; a
+    rank that is alone with all layers needs none.
     """
     dp, data = engine.mesh.dp, data or DataConfig()
     size, most = micro_batch_size * dp.size, MICRO_BATCHES_A_STAGE * engine.mesh.pp.size
@@ -57,7 +58,9 @@ def measure(
     for first in range(0, len(windows), size * most):
         num_windows = min(size * most, len(windows) - first)
         mine = range(first + dp.rank * micro_batch_size, first + num_windows + dp.rank * micro_batch_size, size)
-        batches = [_micro_batch(windows, range(i, i + micro_batch_size), data=data, eod=eod) for i in mine]
+        end = len(windows) if dp.size == engine.mesh.pp.size == 1 else first + size * most
+        parts = [range(i, min(i + micro_batch_size, end)) for i in mine]
+        batches = [_micro_batch(windows, part, data=data, eod=eod) for part in parts]
         losses, predictions = engine.evaluate(batches)
         nats, count = nats + losses, count + predictions
         on_progress(num_windows)
