@@ -171,12 +171,13 @@ def test_an_end_of_document_that_comes_first_leaves_nothing() -> None:
 
 def test_tokens_are_chosen_as_often_as_is_likely() -> None:
     probabilities = torch.tensor([0.1, 0.5, 0.15, 0.25], dtype=torch.float64)
-    chances = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    logits = probabilities.log().repeat(1000, 1)
+    count = 2**18
+    chances = torch.rand(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits = probabilities.log().repeat(count, 1)
 
     def shares(**options: Any) -> list[float]:
         counts = torch.bincount(choose(logits, chances, Sampling(**options)), minlength=4)
-        return (counts / 1000).tolist()
+        return (counts / count).tolist()
 
     assert shares() == pytest.approx([0.1, 0.5, 0.15, 0.25], abs=2e-3)
     assert shares(top_k=2) == pytest.approx([0, 2 / 3, 0, 1 / 3], abs=2e-3)
@@ -185,8 +186,17 @@ def test_tokens_are_chosen_as_often_as_is_likely() -> None:
     assert (
         shares(temperature=0.0) == shares(top_k=1) == shares(top_p=1e-9) == shares(temperature=1e-300) == [0, 1, 0, 0]
     )
-    almost_one = torch.tensor([math.nextafter(1.0, 0.0)], dtype=torch.float64)
-    assert choose(logits[:1], almost_one, Sampling(top_k=3)).tolist() == [2]
+    lucky = torch.tensor([[math.nextafter(1.0, 0.0), 0, math.nextafter(1.0, 0.0), 0]], dtype=torch.float64)
+    assert choose(logits[:1], lucky, Sampling(top_k=3)).tolist() == [2]
+    assert choose(logits[:1], torch.zeros_like(lucky), Sampling(top_k=1)).tolist() == [1]
+
+
+def test_logits_that_are_rounded_otherwise_seldom_change_a_choice() -> None:
+    numbers = torch.Generator().manual_seed(2)
+    logits = torch.randn(20, generator=numbers).repeat_interleave(50).repeat(500, 1)  # 50 tokens of each are as good
+    rounded = logits + 1e-6 * torch.randn(logits.shape, generator=numbers)
+    chances = torch.rand(logits.shape, dtype=torch.float64, generator=numbers)
+    assert choose(logits, chances, Sampling()).equal(choose(rounded, chances, Sampling()))
 
 
 def rank_of(place: Place, load: Path, layout: Layout, prompts: list[list[int]]) -> Seen:

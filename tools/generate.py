@@ -60,7 +60,7 @@ class Arguments:
     top_p: float = 0.95
     """Choose among the likeliest tokens that make up this probability."""
     seed: int = 0
-    """The same seed writes the same text after the same prompt, whatever other prompts there are."""
+    """The same seed writes the same text after the same prompt, whatever other prompts there are, but for rounding."""
     batch_size: int = 8
     """Prompts that are gone on with at a time."""
     seq_length: int | None = None

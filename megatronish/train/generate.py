@@ -5,7 +5,8 @@ it in a cache (attention/cached.py). A model sees `seq_length` tokens. When they
 and the rest begins anew at its first position, without what the cache knew of them: then every token runs all of them.
 
 What is written after a prompt is a function of the seed and the prompt, the second time of the same prompt another one:
-neither the batch it is in nor the layout matters, but for the rounding of sums taken in another order.
+neither the batch it is in nor the layout matters. But logits are rounded otherwise where sums are taken in another
+order, so two tokens that are all but equally good may change places, in bf16 now and then.
 """
 
 from collections import Counter
@@ -150,8 +151,12 @@ class _Writer:
         """The next token of each text, chosen by one rank for all."""
         chosen = torch.zeros(len(texts), dtype=torch.int64, device=self.mesh.device)
         if logits is not None and self.mesh.tp.is_first:
-            chances = [torch.rand((), dtype=torch.float64, generator=text.stream) for text in texts]
-            chosen = choose(logits, torch.stack(chances).to(logits.device), self.sampling)
+            chances = None
+            if self.sampling.temperature:
+                width = logits.shape[-1]
+                rows = [torch.rand(width, dtype=torch.float64, generator=text.stream) for text in texts]
+                chances = torch.stack(rows).to(logits.device)
+            chosen = choose(logits, chances, self.sampling)
         return comm.all_reduce(chosen, self.mesh.world).tolist()
 
 
@@ -174,9 +179,13 @@ def _batch(seen: Sequence[Sequence[int]], begins: Sequence[int], *, first_column
     )
 
 
-def choose(logits: Tensor, chances: Tensor, sampling: Sampling) -> Tensor:
-    """[B, V], [B] -> [B]: the token at which the sum of probabilities, likeliest first, passes a chance in [0, 1)."""
-    if sampling.temperature == 0.0:
+def choose(logits: Tensor, chances: Tensor | None, sampling: Sampling) -> Tensor:
+    """[B, V], fp64 [B, V] in [0, 1) -> [B]: as likely as their probabilities say, if all chances are drawn evenly.
+
+    The token with the largest sum of score and noise, which is made of a token's own chance (Gumbel's): a logit that is
+    rounded otherwise changes the choice only where two such sums all but agree.
+    """
+    if chances is None or sampling.temperature == 0.0:
         return logits.argmax(-1)
     # The largest becomes 0, and fp64 holds any temperature: nothing is infinity minus infinity, or 0 over 0.
     scores = (logits - logits.amax(-1, keepdim=True)).double() / sampling.temperature
@@ -185,7 +194,7 @@ def choose(logits: Tensor, chances: Tensor, sampling: Sampling) -> Tensor:
     kept = values.cumsum(-1) - values < sampling.top_p
     if sampling.top_k > 0:
         kept[:, sampling.top_k :] = False
-    sums = (values * kept).cumsum(-1)
-    passed = (sums <= chances.unsqueeze(-1) * sums[:, -1:]).sum(-1, keepdim=True)
-    # A chance of nearly 1 times the sum may round to the sum.
-    return order.gather(-1, passed.clamp(max=kept.sum(-1, keepdim=True) - 1)).squeeze(-1)
+    # A chance of 0 would be infinitely bad luck, for all tokens if there is one alone.
+    noise = -(-chances.clamp(min=torch.finfo(torch.float64).tiny).log()).log()
+    left_out = torch.empty_like(kept).scatter(-1, order, ~kept)
+    return (scores + noise).masked_fill(left_out, -torch.inf).argmax(-1)
