@@ -15,6 +15,7 @@ import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
 from jobs import state_of, tiny, train_on_ranks
+from ranks import wait_until
 from safetensors.torch import load_file
 
 import tools.convert_checkpoint as tool
@@ -277,6 +278,15 @@ runpy.run_path("tools/convert_checkpoint.py", run_name="__main__")
 """
 
 
+def _is_read(pipe: Path) -> bool:
+    """Whether somebody has the pipe open. Ours stays open: without a writer, he would find the end."""
+    try:
+        os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    return True
+
+
 def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     pipe = tmp_path / "config.json"
     os.mkfifo(pipe)
@@ -285,9 +295,10 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as tool_process:
         assert tool_process.stderr is not None
-        with pipe.open("w"):  # opens when the tool begins to read, which then waits for what never comes
-            tool_process.send_signal(signal.SIGINT)
-            told = tool_process.stderr.read()
+        # It opens once the tool begins to read, which then waits for what never comes.
+        assert wait_until(lambda: _is_read(pipe) or tool_process.poll() is not None, timeout=60)
+        tool_process.send_signal(signal.SIGINT)
+        told = tool_process.stderr.read()
     assert (tool_process.returncode, told) == (130, "interrupted\n")
 
 
