@@ -23,9 +23,10 @@ from jobs import (
 from ranks import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatronish.checkpoint.checksums import DamagedError
 from megatronish.errors import RunError
 from megatronish.train.engine import Engine
-from megatronish.train.folder import locked
+from megatronish.train.folder import locked, refuse_other_function
 from megatronish.train.plot import read_lines
 
 # What Megatron-LM prints, up to where it ends and we go on.
@@ -325,3 +326,9 @@ def test_a_backend_that_torch_does_not_know_is_told_with_those_it_knows(tmp_path
     ended = call_main(tiny(tmp_path / "run", "--distributed-backend carrier-pigeon"))
     assert ended.status == 2
     assert re.search("distributed_backend=carrier-pigeon is none that this torch knows; it knows .*gloo", ended.errors)
+
+
+def test_a_config_of_another_version_is_told() -> None:
+    now = {"model": {}, "training": {"seq_length": 16}}
+    with pytest.raises(DamagedError, match="its config is not one of this version .*colour"):
+        refuse_other_function(now | {"model": {"colour": "red"}}, now, source=Path("step_1"))

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from megatronish.checkpoint.checksums import DamagedError
 from megatronish.config.fields import FIELDS
 from megatronish.config.model import ModelConfig
 from megatronish.config.starting import function_of
@@ -116,10 +117,13 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Path) -> None:
     """UserError if weights are to compute what they were not trained to. Of other shapes their tensors tell."""
-    before, after = (
-        function_of(ModelConfig(**config["model"]), seq_length=config["training"]["seq_length"])
-        for config in (saved, now)
-    )
+    try:
+        before, after = (
+            function_of(ModelConfig(**config["model"]), seq_length=config["training"]["seq_length"])
+            for config in (saved, now)
+        )
+    except TypeError as error:
+        raise DamagedError(source, f"its config is not one of this version ({error})") from error
     if any(before[name] != after[name] for name in TOLD_BY_SHAPES):
         return
     problems = [
