@@ -330,5 +330,5 @@ def test_a_backend_that_torch_does_not_know_is_told_with_those_it_knows(tmp_path
 
 def test_a_config_of_another_version_is_told() -> None:
     now = {"model": {}, "training": {"seq_length": 16}}
-    with pytest.raises(DamagedError, match="its config is not one of this version .*colour"):
+    with pytest.raises(DamagedError, match=r"its config is not one of this version .*colour"):
         refuse_other_function(now | {"model": {"colour": "red"}}, now, source=Path("step_1"))
