@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import Finished, call_main, run_job, tiny, train_on_ranks, write_tokens
+from jobs import Finished, call_main, checkpoints_of, run_job, tiny, train_on_ranks, write_tokens
 
 OTHER_DATA = "--tokenizer-type null --data-path"
 
@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, two_steps: 
     for argv in (tiny(run_dir, "--train-iters 4"), tiny(tmp_path / "other", f"--load {folder}")):
         ended = call_main(argv)
         assert_told(ended, told, str(folder), "remove that folder")
-    assert not list((tmp_path / "other" / "checkpoints").iterdir())
+    assert not checkpoints_of(tmp_path / "other")
 
 
 def test_many_ranks_tell_a_damaged_checkpoint_once_and_end(tmp_path: Path, two_steps: Path) -> None:
