@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import be_rank, checkpoints_of, run_job, steps_of, tiny, train_on_ranks
+from jobs import checkpoints_of, run_job, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import save_value, saved_value
 
@@ -281,26 +281,16 @@ def assert_like_one_that_was_left_in_peace(folder: Path, flags: str, *, world_si
     assert checkpoints_of(folder / "run") == ["latest", *(f"step_{n:08d}" for n in (num_steps - 1, num_steps))]
 
 
-def run_killed(place: Place, argv: list[str], seconds: float) -> bool:
-    """Whether a run was killed so long after its first step; it had come to its end otherwise."""
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        kill_after(seconds, None)
-        be_rank(place, argv)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL) or status == 0
-    return status != 0
-
-
 def test_a_run_killed_at_a_dozen_random_moments_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """In steps, in saves, and between."""
     numbers = random.Random(1)
     flags = "--num-layers 1 --train-iters 60"
     argv = tiny(tmp_path / "run", f"{flags} {RESTLESS}")
-    kills = [run_ranks(1, run_killed, argv, numbers.uniform(0.0, 0.3))[0] for _ in range(12)]
-    assert sum(kills) >= 6
+    ends = [
+        run_job(argv, tmp_path, plant=kill_after, plant_args=(numbers.uniform(0.0, 0.3), None)).status
+        for _ in range(12)
+    ]
+    assert set(ends) <= {0, -signal.SIGKILL} and ends.count(-signal.SIGKILL) >= 6
     assert_like_one_that_was_left_in_peace(tmp_path, flags, world_size=1, num_steps=60)
 
 
