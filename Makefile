@@ -22,7 +22,7 @@ pretrain: demo/python_text_document.idx ## the main job: from Python's own libra
 quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
 	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)
 
-test: $(READY) ## the test suite, about twelve minutes on two cores
+test: $(READY) ## the test suite, about fourteen minutes on two cores
 	$(RUN) -m pytest
 
 test-all: $(READY) ## the test suite with every feature in every layout

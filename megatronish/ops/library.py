@@ -18,7 +18,6 @@ from torch import Tensor
 
 NAMESPACE = "megatronish"
 LIBRARY = Path(__file__).with_name("kernels_cuda.so")  # where setup.py puts it
-LOWEST_CAPABILITY = (8, 0)  # machine code of sm_80 or later
 
 
 def like(x: Tensor, *_: Any) -> Tensor:
