@@ -45,7 +45,6 @@ struct ColumnSums {
   // Vector number v of the thread, which is number `vector` of the row.
   __device__ __forceinline__ void store_vector(float* part, int v, int vector, int size) const {
     constexpr int kPieces = kWidth<T> / kWidth<float>;
-    const Cut<float> cut(size, size % kWidth<float> == 0);
 #pragma unroll
     for (int kind = 0; kind < kKinds; ++kind) {
 #pragma unroll
@@ -53,7 +52,8 @@ struct ColumnSums {
         float values[kWidth<float>];
 #pragma unroll
         for (int i = 0; i < kWidth<float>; ++i) values[i] = sums[kind][v][piece * kWidth<float> + i];
-        cut.store(values, part + static_cast<int64_t>(kind) * size, vector * kPieces + piece);
+        float* row = part + static_cast<int64_t>(kind) * size;
+        megatronish::store_vector(values, row, vector * kPieces + piece, size, size % kWidth<float> == 0);
       }
     }
   }

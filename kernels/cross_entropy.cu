@@ -49,9 +49,6 @@ __device__ __forceinline__ int column_of(int64_t label, const Logits& shape) {
   return column >= 0 && column < shape.num_true ? static_cast<int>(column) : -1;
 }
 
-template <typename T>
-using RowVector = Vector<T, kWidth<T>>;
-
 // A row as memory has it: single elements up to a 16-byte boundary, whole vectors, and single elements again. There are
 // fewer singles than lanes in a warp, so each is a thread's own. Vectors are then read without a branch, and all loads
 // of a turn are on their way before the first has arrived.

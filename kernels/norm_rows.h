@@ -11,31 +11,11 @@
 namespace megatronish {
 namespace {
 
-template <typename T>
-using RowVector = Vector<T, kWidth<T>>;
-
-// All that a kernel is told. `aligned`: every row begins at a multiple of 16 bytes and is whole vectors.
+// All that a kernel is told. `aligned` is that of rows.h.
 template <typename Arguments>
 struct With : Arguments {
   bool aligned;
 };
-
-// Number `vector` of a row; zeros beyond its end. Aligned rows are read without a branch, so that all loads of a thread
-// are on their way before the first has arrived.
-template <bool kAligned, typename T>
-__device__ __forceinline__ RowVector<T> load_vector(const T* row, int vector, int length) {
-  const int at = vector * kWidth<T>;
-  RowVector<T> loaded{};
-  if constexpr (kAligned) {
-    if (at < length) loaded = *reinterpret_cast<const RowVector<T>*>(row + at);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      if (at + i < length) loaded.element[i] = row[at + i];
-    }
-  }
-  return loaded;
-}
 
 // load(std::bool_constant<kAligned>, v, vector) for the vectors of a thread: one branch for all of them.
 template <typename Team, int kVectors, typename Load>
@@ -47,29 +27,6 @@ __device__ __forceinline__ void load_all(bool aligned, Load load) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) load(std::false_type(), v, Team::rank() + v * Team::size());
   }
-}
-
-template <typename T>
-__device__ __forceinline__ void store_vector(const float (&values)[kWidth<T>], T* row, int vector, int length,
-                                             bool aligned) {
-  const int at = vector * kWidth<T>;
-  RowVector<T> stored;
-#pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i) stored.element[i] = static_cast<T>(values[i]);
-  if (aligned) {
-    if (at < length) *reinterpret_cast<RowVector<T>*>(row + at) = stored;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      if (at + i < length) row[at + i] = stored.element[i];
-    }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void to_floats(float (&values)[kWidth<T>], const RowVector<T>& vector) {
-#pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i) values[i] = static_cast<float>(vector.element[i]);
 }
 
 // A weight or bias at the columns of a vector; 0 beyond the last.

@@ -53,19 +53,7 @@ struct Span {
   }
 };
 
-// Whether `visible` lets a query see the keys of a vector.
-template <int kKeys>
-__device__ __forceinline__ void look(bool (&sees)[kKeys], const bool* visible, int at, int keys) {
-  if (at >= 0 && at + kKeys <= keys && reinterpret_cast<uintptr_t>(visible + at) % kKeys == 0) {
-    const auto loaded = *reinterpret_cast<const Vector<bool, kKeys>*>(visible + at);
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) sees[i] = loaded.element[i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) sees[i] = at + i >= 0 && at + i < keys && visible[at + i];
-  }
-}
-
+// The scores of a row, and who is seen.
 template <typename T, bool kMasked>
 struct ScoresRow {
   int64_t offset;
@@ -89,13 +77,52 @@ struct ScoresRow {
     }
   }
 
-  // sign * score where the query sees the key, else -infinity.
-  __device__ __forceinline__ void load(float (&values)[kWidth<T>], int vector) const {
-    cut.load(values, scores, vector, span.from, span.to, -INFINITY * sign);
-    bool sees[kWidth<T>];
-    if constexpr (kMasked) look(sees, visible, cut.begin(vector), cut.length);
+  // sign * score where the query sees the key, else -infinity: of vectors first, first + step, ...
+  template <int kVectors>
+  __device__ __forceinline__ void load(float (&values)[kVectors][kWidth<T>], int first, int step) const {
+    Words loaded[kVectors];
+    Seen seen[kVectors];
+    const T unseen = static_cast<T>(-INFINITY * sign);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) values[i] = !kMasked || sees[i] ? values[i] * sign : -INFINITY;
+    for (int v = 0; v < kVectors; ++v) {
+      cut.load_if_whole(loaded[v], scores, first + v * step, span.from, span.to, unseen);
+      if constexpr (kMasked) look_if_whole(seen[v], first + v * step);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      cut.load_if_not(loaded[v], scores, first + v * step, span.from, span.to, unseen);
+      if constexpr (kMasked) look_if_not(seen[v], first + v * step);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      to_floats<T>(values[v], bits_as<RowVector<T>>(loaded[v]));
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) {
+        values[v][i] = !kMasked || (seen[v] >> 8 * i & 1) != 0 ? values[v][i] * sign : -INFINITY;
+      }
+    }
+  }
+
+ private:
+  // A byte for each key of a vector. Rows of `visible` need not begin where those of scores do.
+  using Seen = std::conditional_t<kWidth<T> == 8, uint64_t, uint32_t>;
+
+  __device__ __forceinline__ bool has_all_seen(int vector) const {
+    const int at = cut.begin(vector);
+    const bool begins_one = reinterpret_cast<uintptr_t>(visible + at) % sizeof(Seen) == 0;
+    return begins_one & (at >= 0) & (at + kWidth<T> <= cut.length);
+  }
+  __device__ __forceinline__ void look_if_whole(Seen& seen, int vector) const {
+    seen = 0;
+    if (has_all_seen(vector)) seen = *reinterpret_cast<const Seen*>(visible + cut.begin(vector));
+  }
+  __device__ __forceinline__ void look_if_not(Seen& seen, int vector) const {
+    if (has_all_seen(vector)) return;
+    const int at = cut.begin(vector);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      if (at + i >= 0 && at + i < cut.length) seen |= static_cast<Seen>(visible[at + i]) << 8 * i;
+    }
   }
 };
 
@@ -108,8 +135,7 @@ __global__ void __launch_bounds__(Team::kThreads) forward_once(const Forward<T> 
   const int num_vectors = row.cut.num_vectors();
   float values[kVectors][kWidth<T>];
   float maximum = -INFINITY;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) row.load(values[v], Team::rank() + v * Team::size());
+  row.load(values, Team::rank(), Team::size());
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -138,26 +164,26 @@ template <typename T, bool kMasked>
 __global__ void __launch_bounds__(BlockTeam::kThreads) forward_twice(const Forward<T> p) {
   const ScoresRow<T, kMasked> row(p, BlockTeam::row());
   const int num_vectors = row.cut.num_vectors();
-  float values[kWidth<T>];
+  float values[1][kWidth<T>];
   float maximum = -INFINITY, total = 0.0f;
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    row.load(values, vector);
+    row.load(values, vector, 0);
     float greater = maximum;
 #pragma unroll
-    for (float value : values) greater = fmaxf(greater, value);
+    for (float value : values[0]) greater = fmaxf(greater, value);
     total *= exp2f((maximum - finite(greater)) * p.exponent_scale);
 #pragma unroll
-    for (float value : values) total += exp2f((value - finite(greater)) * p.exponent_scale);
+    for (float value : values[0]) total += exp2f((value - finite(greater)) * p.exponent_scale);
     maximum = greater;
   }
   const float greatest = finite(BlockTeam::reduce<Maximum, 0>(maximum));
   total *= exp2f((maximum - greatest) * p.exponent_scale);
   const float factor = inverse(BlockTeam::reduce<Sum, 1>(total));
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    row.load(values, vector);
+    row.load(values, vector, 0);
 #pragma unroll
-    for (float& value : values) value = exp2f((value - greatest) * p.exponent_scale) * factor;
-    row.cut.store(values, p.probabilities + row.offset, vector);
+    for (float& value : values[0]) value = exp2f((value - greatest) * p.exponent_scale) * factor;
+    row.cut.store(values[0], p.probabilities + row.offset, vector);
   }
 }
 
@@ -176,9 +202,27 @@ struct GradRow {
         grad(p.grad + offset),
         probabilities(p.probabilities + offset) {}
 
-  __device__ __forceinline__ void load(float (&g)[kWidth<T>], float (&y)[kWidth<T>], int vector) const {
-    cut.load(g, grad, vector, span.from, span.to, 0.0f);
-    cut.load(y, probabilities, vector, span.from, span.to, 0.0f);
+  // Vectors first, first + step, ...
+  template <int kVectors>
+  __device__ __forceinline__ void load(float (&g)[kVectors][kWidth<T>], float (&y)[kVectors][kWidth<T>], int first,
+                                       int step) const {
+    Words of_grad[kVectors], of_probabilities[kVectors];
+    const T zero = static_cast<T>(0.0f);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      cut.load_if_whole(of_grad[v], grad, first + v * step, span.from, span.to, zero);
+      cut.load_if_whole(of_probabilities[v], probabilities, first + v * step, span.from, span.to, zero);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      cut.load_if_not(of_grad[v], grad, first + v * step, span.from, span.to, zero);
+      cut.load_if_not(of_probabilities[v], probabilities, first + v * step, span.from, span.to, zero);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      to_floats<T>(g[v], bits_as<RowVector<T>>(of_grad[v]));
+      to_floats<T>(y[v], bits_as<RowVector<T>>(of_probabilities[v]));
+    }
   }
 };
 
@@ -188,8 +232,7 @@ __global__ void __launch_bounds__(Team::kThreads) backward_once(const Backward<T
   const int num_vectors = row.cut.num_vectors();
   float g[kVectors][kWidth<T>], y[kVectors][kWidth<T>];
   float dot = 0.0f;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) row.load(g[v], y[v], Team::rank() + v * Team::size());
+  row.load(g, y, Team::rank(), Team::size());
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -210,19 +253,19 @@ template <typename T>
 __global__ void __launch_bounds__(BlockTeam::kThreads) backward_twice(const Backward<T> p) {
   const GradRow<T> row(p, BlockTeam::row());
   const int num_vectors = row.cut.num_vectors();
-  float g[kWidth<T>], y[kWidth<T>];
+  float g[1][kWidth<T>], y[1][kWidth<T>];
   float dot = 0.0f;
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    row.load(g, y, vector);
+    row.load(g, y, vector, 0);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) dot += g[i] * y[i];
+    for (int i = 0; i < kWidth<T>; ++i) dot += g[0][i] * y[0][i];
   }
   dot = BlockTeam::reduce<Sum, 0>(dot);
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    row.load(g, y, vector);
+    row.load(g, y, vector, 0);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) g[i] = p.scale * (y[i] * (g[i] - dot));
-    row.cut.store(g, p.grad_scores + row.offset, vector);
+    for (int i = 0; i < kWidth<T>; ++i) g[0][i] = p.scale * (y[0][i] * (g[0][i] - dot));
+    row.cut.store(g[0], p.grad_scores + row.offset, vector);
   }
 }
 
