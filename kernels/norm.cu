@@ -1,9 +1,10 @@
 // What is left of a row without its mean and its scale? LayerNorm and RMSNorm, forward and backward.
 //
 // Every row is read once and written once: the threads of its team hold it in registers, sixteen elements each. Longer
-// rows are read again: forward, beyond 16,384 elements, by the same block, and so from its caches; backward, beyond
-// 8,192, by another kernel, and so from memory. Statistics are fp32; the variance is that of the differences to the
-// mean, so a mean that is large beside it does no harm.
+// rows are read again by the same block, and so from its caches: forward beyond 16,384 elements, backward beyond 8,192.
+// Backward, a block has sums of 16,384 columns at most (of two kinds, 12,288), so the longest rows are read again by
+// another kernel, and from memory. Statistics are fp32; the variance is that of the differences to the mean, so a mean
+// that is large beside it does no harm.
 //
 // Rows are cut at multiples of their own elements, not of memory's: backward, a thread keeps its columns for all rows
 // that its team goes through, and adds up in registers what they give to the gradients of weight and bias. A second
@@ -35,7 +36,7 @@ using Warp = WarpTeam<kWarpSize>;
 template <typename T, typename Team, bool kCentred>
 __global__ void __launch_bounds__(Team::kThreads) normalise_once(const With<NormForward<T>> p) {
   const ForwardRow<T, kCentred> row(p, Team::row());
-  RowVector<T> x[kHeld<T>], residual[kHeld<T>];
+  Words x[kHeld<T>], residual[kHeld<T>];
   load_all<Team, kHeld<T>>(p.aligned, [&](auto aligned, int v, int vector) {
     row.template load<decltype(aligned)::value>(x[v], residual[v], vector);
   });
@@ -93,15 +94,17 @@ constexpr int kParts = Team::kRows > 1 ? Team::kThreads / kWarpSize : 1;
 template <typename T, typename Team, bool kCentred>
 __global__ void __launch_bounds__(std::min(Team::kThreads, kBackwardThreads)) gradients_once(
     const With<NormBackward<T>> p) {
+  constexpr bool kSumLater = std::is_same_v<T, float>;  // all at once would take too many registers
   ColumnSums<T, kKinds<kCentred>, kHeld<T>> columns;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * Team::kRows;
   int turn = 0;
   // `first` is the same for all of a block, and so is how often they reduce.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * Team::kRows; first < p.rows; first += stride, turn ^= 1) {
     const BackwardRow<T, kCentred> row(p, first + Team::row() % Team::kRows);
-    RowVector<T> grad[kHeld<T>], x[kHeld<T>], grad_sum[kHeld<T>];
+    Words grad[kHeld<T>], x[kHeld<T>], grad_sum[kHeld<T>];
     load_all<Team, kHeld<T>>(p.aligned, [&](auto aligned, int v, int vector) {
-      row.template load<decltype(aligned)::value>(grad[v], x[v], grad_sum[v], vector);
+      row.template load<decltype(aligned)::value>(grad[v], x[v], vector);
+      if (!kSumLater) row.template load<decltype(aligned)::value>(grad_sum[v], vector);
     });
     float h[kHeld<T>][kWidth<T>], n[kHeld<T>][kWidth<T>], means[kKinds<kCentred>] = {};
 #pragma unroll
@@ -111,6 +114,9 @@ __global__ void __launch_bounds__(std::min(Team::kThreads, kBackwardThreads)) gr
       row.weigh(h[v], Team::rank() + v * Team::size());
       add_over_row<kCentred>(means, h[v], n[v]);
     }
+    load_all<Team, kSumLater ? kHeld<T> : 0>(p.aligned, [&](auto aligned, int v, int vector) {
+      row.template load<decltype(aligned)::value>(grad_sum[v], vector);
+    });
     Team::template reduce_by_turns<Sum>(means, turn);
 #pragma unroll
     for (float& mean : means) mean /= p.size;
@@ -124,15 +130,60 @@ __global__ void __launch_bounds__(std::min(Team::kThreads, kBackwardThreads)) gr
   columns.template store<Team>(p.scratch + part * kKinds<kCentred> * p.size, p.size);
 }
 
-// For rows that no block holds: first mean(h * n) and mean(h) of each ...
+// A row that no block holds: its numbers come a second time from the caches, so registers are left for the sums of more
+// columns.
+template <bool kCentred>
+constexpr int kSummed = kCentred ? 24 : 32;  // columns of a thread
+
+template <typename T, bool kCentred>
+__global__ void __launch_bounds__(kBackwardThreads) gradients_again(const With<NormBackward<T>> p) {
+  constexpr int kVectors = kSummed<kCentred> / kWidth<T>;
+  constexpr int kTogether = sizeof(T) == 2 ? kVectors : kCentred ? 1 : 2;
+  ColumnSums<T, kKinds<kCentred>, kVectors> columns;
+  int turn = 0;
+  for (int64_t number = blockIdx.x; number < p.rows; number += gridDim.x, turn ^= 1) {
+    const BackwardRow<T, kCentred> row(p, number);
+    float h[kWidth<T>], n[kWidth<T>], means[kKinds<kCentred>] = {};
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kTogether) {
+      Words grad[kTogether], x[kTogether];
+      const auto vector_of = [&](int v) { return BlockTeam::rank() + (first + v) * BlockTeam::size(); };
+#pragma unroll
+      for (int v = 0; v < kTogether; ++v) row.load_one(vector_of(v), grad[v], x[v]);
+#pragma unroll
+      for (int v = 0; v < kTogether; ++v) {
+        row.take(h, n, grad[v], x[v]);
+        row.weigh(h, vector_of(v));
+        add_over_row<kCentred>(means, h, n);
+      }
+    }
+    BlockTeam::reduce_by_turns<Sum>(means, turn);
+#pragma unroll
+    for (float& mean : means) mean /= p.size;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int vector = BlockTeam::rank() + v * BlockTeam::size();
+      Words grad, x, grad_sum;
+      row.load_one(vector, grad, x);
+      row.load_one(vector, grad_sum);
+      row.take(h, n, grad, x);
+      add_over_columns<T, kCentred>(columns, v, h, n);
+      row.weigh(h, vector);
+      row.store(h, n, means, grad_sum, vector);
+    }
+  }
+  columns.template store<BlockTeam>(p.scratch + blockIdx.x * int64_t{kKinds<kCentred>} * p.size, p.size);
+}
+
+// For rows longer still: first mean(h * n) and mean(h) of each ...
 template <typename T, bool kCentred>
 __global__ void __launch_bounds__(BlockTeam::kThreads) means_of_rows(const With<NormBackward<T>> p, float* row_means) {
   const BackwardRow<T, kCentred> row(p, BlockTeam::row());
   const int num_vectors = divide_up(row.length, kWidth<T>);
   float h[kWidth<T>], n[kWidth<T>], means[kKinds<kCentred>] = {};
   for (int vector = BlockTeam::rank(); vector < num_vectors; vector += BlockTeam::size()) {
-    RowVector<T> grad, x;
-    p.aligned ? row.template load<true>(grad, x, vector) : row.template load<false>(grad, x, vector);
+    Words grad, x;
+    row.load_one(vector, grad, x);
     row.take(h, n, grad, x);
     row.weigh(h, vector);
     add_over_row<kCentred>(means, h, n);
@@ -155,12 +206,9 @@ __global__ void __launch_bounds__(kColumnThreads) gradients_of_columns(const Wit
   for (int64_t number = blockIdx.y; number < p.rows; number += gridDim.y) {
     const BackwardRow<T, kCentred> row(p, number);
     float h[kWidth<T>], n[kWidth<T>], means[kKinds<kCentred>];
-    RowVector<T> grad, x, grad_sum;
-    if (p.aligned) {
-      row.template load<true>(grad, x, grad_sum, vector);
-    } else {
-      row.template load<false>(grad, x, grad_sum, vector);
-    }
+    Words grad, x, grad_sum;
+    row.load_one(vector, grad, x);
+    row.load_one(vector, grad_sum);
     row.take(h, n, grad, x);
     add_over_columns<T, kCentred>(columns, 0, h, n);
     row.weigh(h, vector);
@@ -186,10 +234,9 @@ unsigned blocks_for(int64_t rows) {
   return grid_of(divide_up(rows, static_cast<int64_t>(Team::kRows)));
 }
 
-// Threads of a block for a row of so many vectors.
-template <typename T>
-unsigned threads_for(int vectors) {
-  return static_cast<unsigned>(divide_up(divide_up(vectors, kHeld<T>), kWarpSize) * kWarpSize);
+// Of a block for a row of so many vectors, `held` of them in a thread.
+unsigned threads_for(int vectors, int held) {
+  return static_cast<unsigned>(divide_up(divide_up(vectors, held), kWarpSize) * kWarpSize);
 }
 
 template <typename T, bool kCentred>
@@ -202,7 +249,7 @@ void forward(const NormForward<T>& given, Stream stream) {
   } else if (vectors <= kWarpSize * kHeld<T>) {
     launch<normalise_once<T, Warp, kCentred>>({blocks_for<Warp>(p.rows), Warp::kThreads, stream}, p);
   } else if (vectors <= BlockTeam::kThreads * kHeld<T>) {
-    launch<normalise_once<T, BlockTeam, kCentred>>({blocks_for<BlockTeam>(p.rows), threads_for<T>(vectors), stream}, p);
+    launch<normalise_once<T, BlockTeam, kCentred>>({blocks_for<BlockTeam>(p.rows), threads_for(vectors, kHeld<T>), stream}, p);
   } else {
     launch<normalise_again<T, kCentred>>({blocks_for<BlockTeam>(p.rows), BlockTeam::kThreads, stream}, p);
   }
@@ -211,17 +258,18 @@ void forward(const NormForward<T>& given, Stream stream) {
 // How many blocks go through the rows, and how many parts they leave.
 template <typename T>
 struct Plan {
-  int vectors;
+  int vectors, summed;  // of a row; of those, in a thread of gradients_again
   int64_t blocks, parts;
   unsigned threads, slices = 1;  // that a row is cut into, each for a block
 
-  Plan(int64_t rows, int size) : vectors(divide_up(size, kWidth<T>)) {
+  Plan(int64_t rows, int size, bool has_mean)
+      : vectors(divide_up(size, kWidth<T>)), summed((has_mean ? kSummed<true> : kSummed<false>) / kWidth<T>) {
     int64_t rows_of_block = 1, parts_of_block = 1, resident_threads = 512;  // of a multiprocessor: registers are few
     if (is_cut()) {
       threads = kColumnThreads, resident_threads = 1024;
       slices = static_cast<unsigned>(divide_up(vectors, kColumnThreads));
     } else if (is_of_block()) {
-      threads = threads_for<T>(vectors);
+      threads = threads_for(vectors, is_read_again() ? summed : kHeld<T>);
     } else {
       threads = Warp::kThreads;
       rows_of_block = is_short() ? Short::kRows : Warp::kRows;
@@ -234,7 +282,8 @@ struct Plan {
 
   bool is_short() const { return vectors <= kShortTeam * kHeld<T>; }
   bool is_of_block() const { return vectors > kWarpSize * kHeld<T>; }
-  bool is_cut() const { return vectors > kBackwardThreads * kHeld<T>; }
+  bool is_read_again() const { return vectors > kBackwardThreads * kHeld<T>; }
+  bool is_cut() const { return vectors > kBackwardThreads * summed; }
 };
 
 template <typename T, bool kCentred>
@@ -246,8 +295,10 @@ void leave_parts(const NormBackward<T>& given, const Plan<T>& plan, Stream strea
     launch<gradients_once<T, Short, kCentred>>(how, p);
   } else if (!plan.is_of_block()) {
     launch<gradients_once<T, Warp, kCentred>>(how, p);
-  } else if (!plan.is_cut()) {
+  } else if (!plan.is_read_again()) {
     launch<gradients_once<T, BlockTeam, kCentred>>(how, p);
+  } else if (!plan.is_cut()) {
+    launch<gradients_again<T, kCentred>>(how, p);
   } else {
     float* means = p.scratch + plan.parts * kKinds<kCentred> * p.size;
     launch<means_of_rows<T, kCentred>>({blocks_for<BlockTeam>(p.rows), BlockTeam::kThreads, stream}, p, means);
@@ -258,7 +309,7 @@ void leave_parts(const NormBackward<T>& given, const Plan<T>& plan, Stream strea
 
 template <typename T, bool kCentred>
 void backward(const NormBackward<T>& p, Stream stream) {
-  const Plan<T> plan(p.rows, p.size);
+  const Plan<T> plan(p.rows, p.size, kCentred);
   if (p.rows > 0) leave_parts<T, kCentred>(p, plan, stream);
   const ColumnGradient weight{p.grad_weight, p.weight.is_float}, bias{p.grad_bias, p.weight.is_float};
   launch_sum_parts<T>({p.scratch, plan.parts, p.size, kKinds<kCentred>, weight, bias}, stream);
@@ -279,7 +330,7 @@ void norm_backward(const NormBackward<T>& p, Stream stream) {
 
 template <typename T>
 int64_t norm_scratch(int64_t rows, int size, bool has_mean) {
-  const Plan<T> plan(rows, size);
+  const Plan<T> plan(rows, size, has_mean);
   const int kinds = has_mean ? kKinds<true> : kKinds<false>;
   return (plan.parts * size + (plan.is_cut() ? rows : 0)) * kinds;
 }

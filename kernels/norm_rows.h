@@ -66,26 +66,26 @@ struct ForwardRow {
       : p(p), row(row), offset(row * p.size), length(row < p.rows ? p.size : 0) {}
 
   template <bool kAligned>
-  __device__ __forceinline__ void load(RowVector<T>& x, RowVector<T>& residual, int vector) const {
+  __device__ __forceinline__ void load(Words& x, Words& residual, int vector) const {
     x = load_vector<kAligned>(p.x + offset, vector, length);
     residual = load_vector<kAligned>(p.residual + offset, vector, p.residual == nullptr ? 0 : length);
   }
 
   // x + residual, rounded and put down, if there is a residual.
-  __device__ __forceinline__ void add(float (&values)[kWidth<T>], const RowVector<T>& x, const RowVector<T>& residual,
+  __device__ __forceinline__ void add(float (&values)[kWidth<T>], const Words& x, const Words& residual,
                                       int vector) const {
     to_floats<T>(values, x);
     if (p.residual == nullptr) return;
+    float others[kWidth<T>];
+    to_floats<T>(others, residual);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      values[i] = static_cast<float>(static_cast<T>(values[i] + static_cast<float>(residual.element[i])));
-    }
+    for (int i = 0; i < kWidth<T>; ++i) values[i] = static_cast<float>(static_cast<T>(values[i] + others[i]));
     store_vector(values, p.sum + offset, vector, length, p.aligned);
   }
 
   // One vector, of a row that is read several times.
   __device__ __forceinline__ void take(float (&values)[kWidth<T>], int vector) const {
-    RowVector<T> x, residual;
+    Words x, residual;
     p.aligned ? load<true>(x, residual, vector) : load<false>(x, residual, vector);
     add(values, x, residual, vector);
   }
@@ -159,21 +159,25 @@ struct BackwardRow {
         rstd(length > 0 ? p.rstd[row] : 0.0f) {}
 
   template <bool kAligned>
-  __device__ __forceinline__ void load(RowVector<T>& grad, RowVector<T>& x, int vector) const {
+  __device__ __forceinline__ void load(Words& grad, Words& x, int vector) const {
     grad = load_vector<kAligned>(p.grad + offset, vector, length);
     x = load_vector<kAligned>(p.x + offset, vector, length);
   }
   template <bool kAligned>
-  __device__ __forceinline__ void load(RowVector<T>& grad, RowVector<T>& x, RowVector<T>& grad_sum, int vector) const {
-    load<kAligned>(grad, x, vector);
+  __device__ __forceinline__ void load(Words& grad_sum, int vector) const {
     grad_sum = load_vector<kAligned>(p.grad_sum + offset, vector, p.grad_sum == nullptr ? 0 : length);
   }
+  template <typename... Vectors>
+  __device__ __forceinline__ void load_one(int vector, Vectors&... vectors) const {
+    p.aligned ? load<true>(vectors..., vector) : load<false>(vectors..., vector);
+  }
 
-  __device__ __forceinline__ void take(float (&grad)[kWidth<T>], float (&n)[kWidth<T>], const RowVector<T>& given,
-                                       const RowVector<T>& x) const {
+  __device__ __forceinline__ void take(float (&grad)[kWidth<T>], float (&n)[kWidth<T>], const Words& given,
+                                       const Words& x) const {
     to_floats<T>(grad, given);
+    to_floats<T>(n, x);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) n[i] = (static_cast<float>(x.element[i]) - mean) * rstd;
+    for (int i = 0; i < kWidth<T>; ++i) n[i] = (n[i] - mean) * rstd;
   }
 
   // grad becomes h: 0 beyond the row, as it is.
@@ -186,13 +190,15 @@ struct BackwardRow {
 
   // `means` of h * n, and of h.
   __device__ __forceinline__ void store(float (&h)[kWidth<T>], const float (&n)[kWidth<T>],
-                                        const float (&means)[kKinds<kCentred>], const RowVector<T>& grad_sum,
+                                        const float (&means)[kKinds<kCentred>], const Words& grad_sum,
                                         int vector) const {
+    float others[kWidth<T>];
+    to_floats<T>(others, grad_sum);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
       float through = h[i] - means[0] * n[i];
       if constexpr (kCentred) through -= means[1];
-      h[i] = rstd * through + static_cast<float>(grad_sum.element[i]);
+      h[i] = rstd * through + others[i];
     }
     store_vector(h, p.grad_x + offset, vector, length, p.aligned);
   }

@@ -28,12 +28,6 @@ template <typename T>
 using RowVector = Vector<T, kWidth<T>>;
 
 template <typename T>
-__device__ __forceinline__ void to_floats(float (&values)[kWidth<T>], const RowVector<T>& vector) {
-#pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i) values[i] = static_cast<float>(vector.element[i]);
-}
-
-template <typename T>
 __device__ __forceinline__ RowVector<T> rounded(const float (&values)[kWidth<T>]) {
   RowVector<T> vector;
 #pragma unroll
@@ -54,21 +48,30 @@ __device__ __forceinline__ To bits_as(const From& from) {
   return to;
 }
 
+template <typename T>
+__device__ __forceinline__ void to_floats(float (&values)[kWidth<T>], const Words& words) {
+  const auto vector = bits_as<RowVector<T>>(words);
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) values[i] = static_cast<float>(vector.element[i]);
+}
+
 // Number `vector` of a row cut at multiples of its own elements; zeros beyond its end. `aligned`: every row begins at a
 // multiple of 16 bytes and is whole vectors.
 template <bool kAligned, typename T>
-__device__ __forceinline__ RowVector<T> load_vector(const T* row, int vector, int length) {
+__device__ __forceinline__ Words load_vector(const T* row, int vector, int length) {
   const int at = vector * kWidth<T>;
-  RowVector<T> loaded{};
   if constexpr (kAligned) {
-    if (at < length) loaded = *reinterpret_cast<const RowVector<T>*>(row + at);
+    Words loaded{};
+    if (at < length) loaded = *reinterpret_cast<const Words*>(row + at);
+    return loaded;
   } else {
+    RowVector<T> pieces{};
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
-      if (at + i < length) loaded.element[i] = row[at + i];
+      if (at + i < length) pieces.element[i] = row[at + i];
     }
+    return bits_as<Words>(pieces);
   }
-  return loaded;
 }
 
 // What lies outside the row is left alone.

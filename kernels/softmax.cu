@@ -95,7 +95,7 @@ struct ScoresRow {
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      to_floats<T>(values[v], bits_as<RowVector<T>>(loaded[v]));
+      to_floats<T>(values[v], loaded[v]);
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {
         values[v][i] = !kMasked || (seen[v] >> 8 * i & 1) != 0 ? values[v][i] * sign : -INFINITY;
@@ -220,8 +220,8 @@ struct GradRow {
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      to_floats<T>(g[v], bits_as<RowVector<T>>(of_grad[v]));
-      to_floats<T>(y[v], bits_as<RowVector<T>>(of_probabilities[v]));
+      to_floats<T>(g[v], of_grad[v]);
+      to_floats<T>(y[v], of_probabilities[v]);
     }
   }
 };
