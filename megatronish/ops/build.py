@@ -25,6 +25,7 @@ SOURCES = ROOT / "kernels"
 EMULATOR = SOURCES / "emulator"
 
 ARCHITECTURES = (80, 90, 100)  # machine code for each that nvcc knows, and PTX of the newest
+OLDER = (70, 75)  # PTX of the first that nvcc knows: older GPUs make machine code of it when they first load it
 # Headers of this torch or any later one make a library that this one loads, and every later one.
 TARGET_TORCH = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
@@ -49,8 +50,9 @@ def build_cuda(output: Path) -> list[Kernel]:
     nvcc, torch = find_nvcc(), find_torch()
     known = _run([nvcc, "--list-gpu-code"]).split()
     architectures = [number for number in ARCHITECTURES if f"sm_{number}" in known]
+    older = [number for number in OLDER if f"sm_{number}" in known]
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
-    targets.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    targets += [f"-gencode=arch=compute_{number},code=compute_{number}" for number in (*older[:1], architectures[-1])]
     common = ["-std=c++17", "-O3", f"-I{SOURCES}", "-isystem", f"{torch}/include"]
     host = f"-Xcompiler={','.join(('-fPIC', '-fvisibility=hidden', *WARNINGS[:2]))}"
     cuda = [nvcc, *common, *targets, host, "-Werror", "all-warnings", "-lineinfo", "-Xptxas", "-v", "-c"]
