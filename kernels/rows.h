@@ -10,6 +10,8 @@
 // are moved where every row begins with one.
 #pragma once
 
+#include <cstring>
+
 #include "platform.h"
 
 namespace megatronish {

@@ -6,6 +6,7 @@
 #include "softmax.h"
 
 #include <cmath>
+#include <type_traits>
 
 #include "platform.h"
 #include "rows.h"
@@ -98,7 +99,7 @@ struct ScoresRow {
       to_floats<T>(values[v], loaded[v]);
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {
-        values[v][i] = !kMasked || (seen[v] >> 8 * i & 1) != 0 ? values[v][i] * sign : -INFINITY;
+        values[v][i] = !kMasked || (seen[v] >> 8 * i & 0xff) != 0 ? values[v][i] * sign : -INFINITY;
       }
     }
   }
