@@ -60,7 +60,7 @@ void launch(const Launch& how, Arguments... arguments) {
 #endif
 }
 
-// Of the current device: for kernels whose blocks go through many rows. The emulator has two.
+// Of the current device: for kernels whose blocks go through many rows. The emulator has as many as it is told.
 inline int num_multiprocessors() {
 #ifdef __CUDACC__
   int device = 0, number = 0;
@@ -69,7 +69,7 @@ inline int num_multiprocessors() {
   if (error != cudaSuccess) throw std::runtime_error(std::string("the GPU is not found: ") + cudaGetErrorString(error));
   return number;
 #else
-  return 2;
+  return emulator::num_multiprocessors();
 #endif
 }
 

@@ -40,8 +40,10 @@ class Kernels(NamedTuple):
     device: torch.device
 
 
-def kernels(where: Literal["cpu", "cuda"], *, order: str = "ascending", seed: int = 0) -> Kernels:
-    """The order of lanes, warps and blocks is one of ORDERS, and the emulator's alone."""
+def kernels(
+    where: Literal["cpu", "cuda"], *, order: str = "ascending", seed: int = 0, multiprocessors: int = 2
+) -> Kernels:
+    """The order of lanes, warps and blocks is one of ORDERS; it and the multiprocessors are the emulator's alone."""
     if where == "cuda":
         reason = load_kernels()
         if reason is not None:
@@ -49,6 +51,7 @@ def kernels(where: Literal["cpu", "cuda"], *, order: str = "ascending", seed: in
         return Kernels(torch.ops.megatronish, torch.device("cuda"))
     library = _emulated_library()
     library.emulator_set_order(ctypes.c_int(ORDERS.index(order)), ctypes.c_ulonglong(seed))
+    library.emulator_set_multiprocessors(ctypes.c_int(multiprocessors))
     return Kernels(getattr(torch.ops, NAMESPACE), torch.device("cpu"))
 
 

@@ -1,6 +1,7 @@
 """What attention is made of, without ranks: who holds what, who sees what, the backends, and the tiles of a ring."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from megatronish.attention.visibility import Visibility
 from megatronish.attention.zigzag import from_zigzag, places_of, to_zigzag
 from megatronish.config.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
+from megatronish.ops import softmax
 
 SIZES = [(12, 1), (12, 2), (12, 3), (24, 3), (32, 4), (70, 5)]  # S, cp
 WINDOWS = (None, 1, 2, 3, 5, 8, 11, 12, 13, 100)  # S is 12 below
@@ -246,6 +248,21 @@ def test_every_backend_is_the_same_attention_on_a_gpu(dtype: torch.dtype, tolera
 def test_without_kernels_the_fused_softmax_is_torchs_to_the_bit(name: str) -> None:
     found = (computed(CASES[name], backend) for backend in ("fused_softmax", "unfused"))  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_fused_softmax_alone_is_an_operator(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recorded(name: str, called: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *given, **how: asked.append(name) or called(*given, **how)
+
+    for name in ("scaled_causal_softmax", "scaled_masked_softmax"):
+        monkeypatch.setattr(f"megatronish.attention.explicit.{name}", recorded(name, getattr(softmax, name)))
+    computed(Case(documents=documents), "unfused")
+    assert asked == []
+    computed(Case(documents=documents), "fused_softmax")
+    assert asked == ["scaled_masked_softmax" if documents else "scaled_causal_softmax"]
 
 
 def test_auto_is_sdpa_and_with_dropout_the_fused_softmax() -> None:

@@ -111,6 +111,30 @@ def test_the_gradient_of_the_bias_is_summed_over_any_number_of_rows(rows: int, d
             check(make(name, width, dtype, run.device, rows=rows), run)
 
 
+@pytest.mark.parametrize("where", PLACES)
+def test_the_gradient_of_the_bias_may_have_more_parts_than_a_block_adds_at_once(where: str) -> None:
+    run = kernels(where)
+    check(make("gelu", 8, torch.float32, run.device, rows=64 * 129 + 1), run)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_tensor_may_begin_anywhere(name: str, where: str) -> None:
+    run = kernels(where)
+    case = make(name, 264, torch.bfloat16, run.device)
+    assert case.bias is not None
+    for given in (case._replace(bias=misaligned(case.bias)), case._replace(grad=misaligned(case.grad))):
+        check(given, run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_of_16_bits_the_references_are_as_exact(dtype: torch.dtype) -> None:
+    run = Kernels(torch.ops.megatronish, torch.device("cpu"))
+    for name in NAMES:
+        for biased in (False, True):
+            check(make(name, 33, dtype, run.device, rows=65, biased=biased), run)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_lanes_changes_nothing(name: str, order: str) -> None:
@@ -188,10 +212,14 @@ def test_what_no_kernel_can_do_is_said(where: str) -> None:
         run.ops.bias_gelu(x, x[0, :5], False)
     with pytest.raises(RuntimeError, match=r"bias must be \[features\], like x"):
         run.ops.bias_swiglu(x, x[0].half())
+    with pytest.raises(RuntimeError, match=r"more than 2\^31 - 1 features"):
+        run.ops.bias_gelu(x.new_empty(0, 2**31), None, False)
     with pytest.raises(RuntimeError, match="SwiGLU takes an even number of features"):
         run.ops.bias_swiglu(x[:, :5], None)
     with pytest.raises(RuntimeError, match="grad must be like the output"):
         run.ops.bias_swiglu_backward(x, x, None)
+    with pytest.raises(RuntimeError, match="grad must be like the output"):
+        run.ops.bias_gelu_backward(x[:1], x, None, False)
 
 
 @pytest.mark.gpu

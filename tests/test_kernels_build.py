@@ -61,7 +61,7 @@ def test_setup_builds_into_the_folder_it_is_told(monkeypatch: pytest.MonkeyPatch
 def test_an_installation_has_kernels_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["setup.py", "--quiet", "--name"])
     monkeypatch.chdir(ROOT)
-    for value, wanted in ((None, False), ("0", False), ("1", True)):
+    for value, wanted in ((None, False), ("", False), ("0", False), ("1", True)):
         if value is not None:
             monkeypatch.setenv("MEGATRONISH_BUILD_KERNELS", value)
         assert runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")["kernels_wanted"] is wanted
@@ -73,6 +73,57 @@ def test_make_kernels_says_that_there_is_no_nvcc() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("CUDA's compiler nvcc is not here") and "Traceback" not in done.stderr
+
+
+def test_nvcc_is_that_of_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: f"{path or 'PATH'}/{name}")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert build.find_nvcc() == "PATH/nvcc"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert build.find_nvcc() == f"{tmp_path}/bin/nvcc"
+
+
+def test_there_is_code_for_each_gpu_that_nvcc_knows_and_ptx_of_the_newest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: dict[Path, list[str]] = {}
+    monkeypatch.setattr(build, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(build, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(build, "_run", lambda _: "sm_75 sm_80 sm_90")
+    monkeypatch.setattr(build, "_compile", lambda given: commands.update(given) or [])
+    monkeypatch.setattr(build, "_link", lambda *_: None)
+    assert build.build_cuda(tmp_path / "kernels_cuda.so") == []
+    assert commands.keys() == {*build.kernel_sources(), build.SOURCES / "bindings.cpp"}
+    for source in build.kernel_sources():
+        targets = [word.partition("=arch=")[2] for word in commands[source] if word.startswith("-gencode")]
+        assert targets == ["compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90"]
+
+
+def test_an_object_is_kept_until_something_changes_that_it_is_made_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compile_nothing(command: list[str]) -> str:
+        if "-o" in command:
+            Path(command[-1]).touch()
+        return ""
+
+    source, header, torch_version = tmp_path / "a.cu", tmp_path / "a.h", tmp_path / "version.py"
+    for path in (source, header, torch_version):
+        path.touch()
+    for name, value in (("SOURCES", tmp_path), ("_run", compile_nothing), ("_version", lambda _: "")):
+        monkeypatch.setattr(build, name, value)
+    for name in ("find_torch", "_cache"):
+        monkeypatch.setattr(build, name, lambda: tmp_path)
+    kept = build._compile({source: ["g++"]})
+    assert build._compile({source: ["g++"]}) == kept
+    for path in (source, header, torch_version):
+        path.write_text("other")
+        before, kept = kept, build._compile({source: ["g++"]})
+        assert kept != before
+    assert build._compile({source: ["g++", "-O3"]}) != kept
+    monkeypatch.setattr(build, "_version", lambda _: "other")
+    assert build._compile({source: ["g++"]}) != kept
 
 
 def test_torch_is_found_where_it_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,11 +159,26 @@ def test_every_family_has_its_line_and_its_sources() -> None:
     assert sorted(path.stem for path in build.kernel_sources()) == sorted(each.name for each in report.FAMILIES)
 
 
+def test_who_defines_a_family_loads_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(library, "load_kernels", lambda: asked.append("kernels"))
+    library.define(library.Family("none", ()))
+    assert asked == ["kernels"]
+
+
+def test_every_operator_has_a_reference_on_every_device() -> None:
+    for name in (f"megatronish::{each.name}" for family in report.FAMILIES for each in family.operators):
+        for device in ("CPU", "CUDA", "MPS", "XPU"):
+            assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, device), (name, device)
+
+
 @pytest.mark.usefixtures("fresh_library")
 def test_a_run_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "kernels_cuda.so"
     monkeypatch.setattr(library, "LIBRARY", path)
     assert report.kernels_report("cpu")[0] == "softmax: torch, because the kernels are for CUDA and this runs on cpu"
+    families = ", ".join(each.name for each in report.FAMILIES)
+    assert report.kernels_line("cpu").startswith(f"fused operations: {families} by torch, because the kernels are for")
     built = "the kernels are not built: python setup.py build_ext --inplace"
     assert report.kernels_report("cuda")[0] == f"softmax: torch, because {built}"
 
@@ -134,3 +200,4 @@ def test_a_library_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch, t
     absent = "megatronish::scaled_masked_softmax, megatronish::scaled_masked_softmax_backward"
     expected = f"softmax: torch, because kernels_cuda.so has no {absent}: build it again"
     assert report.kernels_report("cuda")[0] == expected
+    assert not library.has_kernels(report.FAMILIES[0]) and library.has_kernels(report.FAMILIES[1])

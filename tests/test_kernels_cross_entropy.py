@@ -174,6 +174,7 @@ def test_numbers_a_token_may_have_strides_and_there_may_be_no_token(where: str) 
     expected = case.gradient(run, maximum, one.contiguous(), one.contiguous())
     strided = case._replace(labels=case.labels.repeat_interleave(2)[::2])
     assert torch.equal(strided.gradient(run, maximum.repeat_interleave(2)[::2], one, one), expected)
+    assert all(torch.equal(a, b) for a, b in zip(strided.statistics(run), case.statistics(run), strict=True))
     nobody = Case(case.logits[:0], case.labels[:0], 0, 33)
     assert [x.shape for x in nobody.statistics(run)] == [(0,)] * 3
     assert nobody.gradient(run, maximum[:0], one[:0], one[:0]).shape == (0, 33)
@@ -188,6 +189,8 @@ def test_what_no_kernel_can_do_is_said(where: str) -> None:
         Case(logits.double(), labels, 0, 4).gradient(run, number, number, number)
     with pytest.raises(RuntimeError, match=r"logits must be \[tokens, columns\], contiguous"):
         run.ops.cross_entropy_statistics(logits[:, :3], labels, 0, 3)
+    with pytest.raises(RuntimeError, match=r"a cross entropy over more than 2\^30 columns"):
+        run.ops.cross_entropy_statistics(logits.new_empty(0, 2**30 + 1), labels[:0], 0, 1)
     with pytest.raises(RuntimeError, match=r"labels must be \[tokens\], int64"):
         run.ops.cross_entropy_statistics(logits, labels.int(), 0, 4)
     with pytest.raises(RuntimeError, match="num_true must be at most the number of columns"):

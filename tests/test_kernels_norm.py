@@ -55,7 +55,7 @@ def backward(case: Case, run: Kernels, found: Found, grad: Tensor) -> Gradients:
     return Gradients(*run.ops.layer_norm_backward(*given, found.mean, found.rstd, case.one_plus))
 
 
-def check(case: Case, run: Kernels) -> None:
+def check(case: Case, run: Kernels, grad: Tensor | None = None) -> None:
     found = forward(case, run)
     if case.residual is not None:
         assert torch.equal(found.sum, case.x + case.residual)
@@ -70,7 +70,7 @@ def check(case: Case, run: Kernels) -> None:
     slack = 2e-6 * ((x - mean) * rstd * weight).abs() + 1e-6 * bias.abs() + rounding_of_mean * rstd * weight.abs()
     assert_rounded(found.normalised, (x - mean) * rstd * weight + bias, slack=slack)
 
-    grad = drawn(case.x.shape, case.x, seed=9)
+    grad = drawn(case.x.shape, case.x, seed=9) if grad is None else grad
     gradients = backward(case, run, found, grad)
     g, rstd = grad.double(), found.rstd.double()
     n = (x - (0.0 if found.mean is None else found.mean.double())) * rstd
@@ -126,12 +126,38 @@ def test_every_size_in_every_dtype_with_every_kind_of_weight(size: int, dtype: t
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("size", [128, 512, 4096, 8192, 8200, 12288, 12296, 16384, 16392, LONG, 65536])
+@pytest.mark.parametrize("size", [128, 512, 513, 520, 4096, 8192, 8200, 12288, 12296, 16384, 16392, LONG, 65536])
 def test_a_row_may_end_where_a_team_s_registers_do(size: int, where: str) -> None:
     run = kernels(where, order="random", seed=size)
     dtype = torch.bfloat16 if size % 8 == 0 else torch.float32
     for case in cases(size, dtype, run.device)[0 if size <= 12296 else 2 :]:
         check(case, run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_references_are_as_exact(dtype: torch.dtype) -> None:
+    run = Kernels(torch.ops.megatronish, torch.device("cpu"))
+    for case in cases(33, dtype, run.device):
+        check(case, run)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("multiprocessors", [4, 9])
+def test_several_blocks_may_go_down_the_same_columns(multiprocessors: int, where: str) -> None:
+    run = kernels(where, multiprocessors=multiprocessors)
+    for case in cases(12296, torch.bfloat16, run.device)[:3]:
+        check(case, run)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("size", [40, 600, 8200, 12296])
+def test_each_tensor_may_begin_anywhere(size: int, where: str) -> None:
+    run = kernels(where)
+    case = cases(size, torch.bfloat16, run.device)[0]
+    for name, x in case._asdict().items():
+        if isinstance(x, Tensor):
+            check(case._replace(**{name: misaligned(x)}), run)
+    check(case, run, misaligned(drawn(case.x.shape, case.x, seed=9)))
 
 
 @pytest.mark.parametrize("order", ORDERS[1:])
@@ -184,16 +210,22 @@ def test_rows_of_one_value_and_rows_with_a_nan(where: str) -> None:
         torch.testing.assert_close(found[2], F.layer_norm(x[2], (size,), weight, bias, EPSILON))
 
 
+def spread_out(x: Tensor) -> Tensor:
+    """The same values, every other element of memory."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_strides_do_not_matter(where: str) -> None:
     run = kernels(where)
     for case in cases(33, torch.float16, run.device):
         tensors = {name: x for name, x in case._asdict().items() if isinstance(x, Tensor)}
-        spread = case._replace(**{name: torch.stack((x, x), -1)[..., 0] for name, x in tensors.items()})
+        spread = case._replace(**{name: spread_out(x) for name, x in tensors.items()})
         grad = torch.ones((), device=run.device, dtype=torch.float16).expand(case.x.shape)
         found, again = forward(case, run), forward(spread, run)
-        results = [backward(case, run, found, grad.contiguous()), backward(spread, run, again, grad)]
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True) if a is not None)
+        again = Found(*(None if y is None else spread_out(y) for y in again))
+        results = [backward(case, run, found, grad.contiguous()), backward(spread, run, again, grad)]
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True) if a is not None)
 
 
@@ -248,6 +280,7 @@ def test_what_no_kernel_can_do_is_said(where: str) -> None:
         (Case(x, weight, weight.half()), "bias must be like weight"),
         (Case(x, weight, weight, x[:1]), "residual must be like x"),
         (Case(x[:, :0], weight[:0]), r"a norm is over 1 to 2\^30 columns"),
+        (Case(x.new_empty(0, 2**30 + 1), weight[:1].expand(2**30 + 1)), r"a norm is over 1 to 2\^30 columns"),
     ):
         with pytest.raises(RuntimeError, match=why):
             forward(case, run)

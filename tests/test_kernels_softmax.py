@@ -87,6 +87,10 @@ def check(case: Case, run: Kernels, scale: float = SCALE) -> None:
     assert (probabilities[~case.seen()] == 0).all()
 
     grad = values(*case.scores.shape, dtype=case.scores.dtype, device=run.device, seed=2)
+    check_gradient(case, run, grad, probabilities, scale)
+
+
+def check_gradient(case: Case, run: Kernels, grad: Tensor, probabilities: Tensor, scale: float = SCALE) -> None:
     y, g = probabilities.double(), grad.double()
     exact_grad = scale * y * (g - (y * g).sum(-1, keepdim=True))
     slack = 1e-6 * abs(scale) * y * (g.abs() + (y * g).abs().sum(-1, keepdim=True))
@@ -102,6 +106,13 @@ def test_every_length_in_every_dtype_whoever_sees_what(keys: int, dtype: torch.d
         check(case, run)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_references_are_as_exact(dtype: torch.dtype) -> None:
+    run = Kernels(torch.ops.megatronish, torch.device("cpu"))
+    for case in cases(33, dtype, run.device):
+        check(case, run)
+
+
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("keys", [16385, 20001])
 def test_a_row_that_no_block_holds_is_read_twice(keys: int, where: str) -> None:
@@ -112,6 +123,22 @@ def test_a_row_that_no_block_holds_is_read_twice(keys: int, where: str) -> None:
         check(Case(x), run)
         check(Case(x, visible), run)
         check(Case(misaligned(x), causal=True, window_size=1000), run)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [32, 64, 512, 513, 16384])
+def test_a_row_may_end_where_a_team_s_registers_do_wherever_it_begins(
+    keys: int, dtype: torch.dtype, where: str
+) -> None:
+    run = kernels(where, order="random", seed=keys)
+    x, grad = (values(1, 1, 2, keys, dtype=dtype, device=run.device, seed=seed) for seed in (0, 2))
+    for case in (Case(x), Case(misaligned(x)), Case(x, causal=True, window_size=keys // 2)):
+        check(case, run)
+        y = case.forward(run, SCALE)
+        check_gradient(case, run, misaligned(grad), y)
+        check_gradient(case, run, grad, misaligned(y))
+        check_gradient(case, run, misaligned(grad), misaligned(y))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -160,6 +187,9 @@ def test_a_causal_row_does_not_read_what_it_does_not_see(where: str) -> None:
     dirty_grad = grad.masked_fill(hidden, torch.nan)
     expected = clean.backward(run, grad, probabilities, SCALE)
     assert torch.equal(clean.backward(run, dirty_grad, probabilities, SCALE), expected)
+    leaf = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(clean._replace(scores=leaf).forward(run, SCALE), leaf, dirty_grad)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -173,7 +203,8 @@ def test_strides_do_not_matter(where: str) -> None:
     assert torch.equal(Case(turned, visible.expand(4, 2, 6, 5)).forward(run, SCALE), expected)
     grad = torch.ones((), device=run.device).expand(x.shape)
     assert torch.equal(
-        Case(x).backward(run, grad, expected, SCALE), Case(x).backward(run, grad.contiguous(), expected, SCALE)
+        Case(x).backward(run, grad, expected.mT.contiguous().mT, SCALE),
+        Case(x).backward(run, grad.contiguous(), expected, SCALE),
     )
 
 
@@ -211,6 +242,8 @@ def test_what_no_kernel_can_do_is_said(where: str) -> None:
         Case(x, torch.ones(2, 2, 3, 4, device=run.device)).forward(run, SCALE)
     with pytest.raises(RuntimeError, match="window_size must be at least 1"):
         Case(x, causal=True, window_size=0).forward(run, SCALE)
+    with pytest.raises(RuntimeError, match=r"more than 2\^31 - 1 queries or keys"):
+        Case(torch.empty(0, 1, 1, 2**31, device=run.device)).forward(run, SCALE)
     with pytest.raises(RuntimeError, match="grad must be like probabilities"):
         Case(x).backward(run, x.half(), x, SCALE)
 
@@ -218,10 +251,19 @@ def test_what_no_kernel_can_do_is_said(where: str) -> None:
 @pytest.mark.gpu
 def test_indices_beyond_2_to_the_31() -> None:
     run = kernels("cuda")
-    keys, queries = 16384, 2**17 + 3  # 4.3 GB of scores
+    keys, queries = 16384, 2**17 + 4  # 4.3 GB each of scores, probabilities and their gradients
     x = torch.zeros(1, 1, queries, keys, device=run.device, dtype=torch.bfloat16)
     x[..., -3:, :] = values(1, 1, 3, keys, dtype=torch.bfloat16, device=run.device)
-    found = Case(x).forward(run, SCALE)[..., -4:, :]
-    exact = Case(x[..., -4:, :]).exact(SCALE)
+    probabilities = Case(x).forward(run, SCALE)
+    found, last = probabilities[..., -4:, :], Case(x[..., -4:, :])
+    exact = last.exact(SCALE)
     assert_rounded(found, exact, slack=exact * 4e-6)
     assert math.isclose(found[..., 0, :].double().sum().item(), 1.0, rel_tol=1e-2)
+    grad = torch.zeros_like(x)
+    grad[..., -4:, :] = values(1, 1, 4, keys, dtype=torch.bfloat16, device=run.device, seed=2)
+    gradient = Case(x).backward(run, grad, probabilities, SCALE)[..., -4:, :]
+    assert torch.equal(gradient, last.backward(run, grad[..., -4:, :], found, SCALE))
+    visible = torch.zeros(1, 1, queries, keys, device=run.device, dtype=torch.bool)
+    visible[..., -4:, :] = some(1, 1, 4, keys, device=run.device)
+    masked = Case(x, visible).forward(run, SCALE)[..., -4:, :]
+    assert torch.equal(masked, last._replace(visible=visible[..., -4:, :]).forward(run, SCALE))

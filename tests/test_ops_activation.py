@@ -93,6 +93,17 @@ def test_on_the_cpu_no_bit_changes(dtype: torch.dtype) -> None:
     assert torch.equal(bias_gelu(x, None, approximate="tanh"), F.gelu(x, approximate="tanh"))
 
 
+def test_on_cuda_a_function_is_fused_where_its_kernels_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors only say that they are on CUDA."""
+    features = [torch.empty(0, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)]
+    for built in (False, True):
+        monkeypatch.setattr(activation, "HAS_KERNELS", built)
+        assert not any(activation.is_fused(x) for x in features)
+        with monkeypatch.context() as on_cuda:
+            on_cuda.setattr(Tensor, "is_cuda", property(lambda _: True))
+            assert [activation.is_fused(x) for x in features] == [built] * 3 + [False]
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_references_and_kernels_agree(dtype: torch.dtype) -> None:

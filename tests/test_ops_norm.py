@@ -10,7 +10,9 @@ from kernel_runs import NAMESPACE, kernels, needs_compiler
 from torch import Tensor
 
 from megatronish.layers.norm import Norm
+from megatronish.mesh.groups import Axis
 from megatronish.ops import norm
+from megatronish.sharding import collect_shardings, initialize
 
 NAMESPACES = ("megatronish", pytest.param(NAMESPACE, marks=needs_compiler))
 FORWARDS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
@@ -55,6 +57,14 @@ def operator(namespace: str, name: str) -> Callable[..., tuple[Tensor, ...]]:
 def test_torch_finds_nothing_wrong_with_an_operator(namespace: str, name: str) -> None:
     for given in arguments(name)[1 if namespace == NAMESPACE else 0 :]:
         torch.library.opcheck(operator(namespace, name), given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_16_bits_a_fake_is_fp32_where_the_operator_is(name: str) -> None:
+    for given in arguments(name, torch.bfloat16):
+        mixed = (x.float() if isinstance(x, Tensor) and x.dim() == 1 else x for x in given)
+        for each in (given, tuple(mixed)):
+            torch.library.opcheck(operator("megatronish", name), each, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -130,6 +140,21 @@ def test_on_the_cpu_a_layer_is_torch_s_own_to_the_bit_gradients_too(
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_layer_begins_with_a_weight_of_one_however_it_is_stored(kind: str) -> None:
+    (x, *_), _ = drawn(0)
+    found = []
+    for one_plus in (False, True):
+        layer = Norm(SIZE, kind=kind, epsilon=1e-3, partial=False, one_plus=one_plus)
+        initialize(layer, collect_shardings(layer), seed=1, tp=Axis("tp"))
+        found.append(layer(x))
+    weight, bias = torch.ones(SIZE), torch.zeros(SIZE)
+    normalised = (
+        F.layer_norm(x, (SIZE,), weight, bias, 1e-3) if kind == "LayerNorm" else F.rms_norm(x, (SIZE,), weight, 1e-3)
+    )
+    assert torch.equal(found[0], normalised) and torch.equal(found[1], normalised)
+
+
 def test_on_cuda_a_norm_goes_the_way_of_the_kernels_where_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors only say that they are on CUDA, so nothing but the way is seen."""
     monkeypatch.setattr(norm, "HAS_KERNELS", True)
@@ -137,15 +162,24 @@ def test_on_cuda_a_norm_goes_the_way_of_the_kernels_where_they_are_built(monkeyp
     (x, residual, _, _), (weight, bias) = drawn(0)
     taken = []
     for name in FORWARDS:
-        monkeypatch.setattr(
-            torch.ops.megatronish, name, lambda *given, name=name: taken.append((name, len(given))) or given
-        )
-    norm.layer_norm(x, weight, bias, epsilon=1e-5)
-    norm.rms_norm(x, weight, epsilon=1e-5, one_plus=True)
-    norm.add_layer_norm(x, residual, weight, bias, epsilon=1e-5)
-    norm.add_rms_norm(x, residual, weight, epsilon=1e-5)
-    assert taken == [("layer_norm", 5), ("rms_norm", 4), ("add_layer_norm", 6), ("add_rms_norm", 5)]
+        monkeypatch.setattr(torch.ops.megatronish, name, lambda *given, name=name: taken.append((name, given)) or given)
+    for one_plus in (False, True):
+        taken.clear()
+        how = {"epsilon": 0.25, "one_plus": one_plus}
+        assert norm.layer_norm(x, weight, bias, **how) is x
+        assert norm.rms_norm(x, weight, **how) is x
+        assert norm.add_layer_norm(x, residual, weight, bias, **how) == (x, residual)
+        assert norm.add_rms_norm(x, residual, weight, **how) == (x, residual)
+        assert taken == [
+            ("layer_norm", (x, weight, bias, 0.25, one_plus)),
+            ("rms_norm", (x, weight, 0.25, one_plus)),
+            ("add_layer_norm", (x, residual, weight, bias, 0.25, one_plus)),
+            ("add_rms_norm", (x, residual, weight, 0.25, one_plus)),
+        ]
     norm.rms_norm(x.double(), weight.double(), epsilon=1e-5)
+    assert not norm._is_fused(x.half(), weight.bfloat16())
+    monkeypatch.setattr(norm, "HAS_KERNELS", False)
+    norm.rms_norm(x, weight, epsilon=1e-5)
     assert len(taken) == 4
 
 

@@ -45,6 +45,7 @@ enum class Call { kShuffle, kShuffleXor, kShuffleUp, kShuffleDown, kBallot, kSyn
 // ballot one bit for each lane that brought something other than zero.
 uint64_t meet_warp(Call call, unsigned mask, uint64_t brought, int source, Place place);
 void meet_block(Place place);
+int num_multiprocessors();
 int lane();  // of this thread in its warp
 void* dynamic_shared_memory();
 

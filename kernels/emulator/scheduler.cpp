@@ -21,6 +21,8 @@ dim3 gridDim, blockDim, blockIdx, threadIdx;
 namespace emulator {
 namespace {
 
+int multiprocessors = 2;
+
 constexpr size_t kSharedBytes = 48 * 1024;  // what every GPU gives a block that does not ask for more
 
 struct Wait {
@@ -346,6 +348,8 @@ int lane() { return scheduler().lane(); }
 
 void* dynamic_shared_memory() { return scheduler().dynamic_shared_memory(); }
 
+int num_multiprocessors() { return multiprocessors; }
+
 void fail(const std::string& finding) { scheduler().fail(finding); }
 
 }  // namespace emulator
@@ -353,3 +357,5 @@ void fail(const std::string& finding) { scheduler().fail(finding); }
 void emulator_set_order(int order, unsigned long long seed) {
   emulator::scheduler().set_order(static_cast<emulator::Order>(order), seed);
 }
+
+void emulator_set_multiprocessors(int number) { emulator::multiprocessors = number; }

@@ -17,5 +17,6 @@ std::string text(Place place);
 
 }  // namespace emulator
 
-// For tests, through ctypes: the order of the launches to come.
+// For tests, through ctypes: the order of the launches to come, and how many multiprocessors there seem to be.
 extern "C" __attribute__((visibility("default"))) void emulator_set_order(int order, unsigned long long seed);
+extern "C" __attribute__((visibility("default"))) void emulator_set_multiprocessors(int number);
