@@ -42,9 +42,9 @@ class Call {
   }
 #else
   // On the device of `tensor`, in its current stream.
-  explicit Call(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+  explicit Call(const Tensor& tensor) : device_(tensor.get_device_index()), guard_(device_) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this build of torch has no CUDA");
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream_));
   }
 #endif
   Call(const Call&) = delete;
@@ -81,7 +81,12 @@ class Call {
   }
 #else
   enum class Use { kInput, kUpdated, kOutput, kScratch };
-  static void* announced(const char*, const Tensor& tensor, Use) { return tensor.data_ptr(); }
+  void* announced(const char* name, const Tensor& tensor, Use) const {
+    const bool is_here = tensor.is_cuda() && tensor.get_device_index() == device_;
+    STD_TORCH_CHECK(is_here, name, " must be on cuda:", device_, ", where the first tensor of the operator is");
+    return tensor.data_ptr();
+  }
+  torch::stable::accelerator::DeviceIndex device_;
   torch::stable::accelerator::DeviceGuard guard_;
 #endif
   void* stream_ = nullptr;
@@ -95,7 +100,9 @@ void for_type(const Tensor& tensor, Body body) {
     case ScalarType::Float: return body(float());
     case ScalarType::Half: return body(c10::Half());
     case ScalarType::BFloat16: return body(c10::BFloat16());
-    default: STD_TORCH_CHECK(false, "megatronish's kernels take float32, float16 and bfloat16 alone");
+    default:
+      STD_TORCH_CHECK(false, "megatronish's kernels take float32, float16 and bfloat16 alone; MEGATRONISH_KERNELS=0 "
+                             "does without them");
   }
 }
 

@@ -48,7 +48,8 @@ void launch(const Launch& how, Arguments... arguments) {
   kernel<<<how.grid, how.block, how.shared_bytes, static_cast<cudaStream_t>(how.stream)>>>(arguments...);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("a kernel could not be launched: ") + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("a kernel could not be launched: ") + cudaGetErrorString(error) +
+                             " (MEGATRONISH_KERNELS=0 does without the kernels)");
   }
 #else
   const auto body = [=] { kernel(arguments...); };

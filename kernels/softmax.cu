@@ -5,7 +5,9 @@
 // twice. Arithmetic is fp32. Keys outside a causal window are not read.
 #include "softmax.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 
 #include "platform.h"
@@ -331,7 +333,10 @@ void softmax_forward(const T* scores, T* probabilities, const Scores& shape, con
                      Stream stream) {
   if (shape.rows == 0 || shape.keys == 0) return;
   const float sign = scale < 0 ? -1.0f : 1.0f;
-  const Forward<T> p{scores, probabilities, shape, sight, sign, sign * scale * static_cast<float>(M_LOG2E)};
+  // A scale of 0 makes all alike that are seen: not 0 * infinity of what is not.
+  const float least = std::numeric_limits<float>::denorm_min();
+  const float exponent_scale = std::max(sign * scale * static_cast<float>(M_LOG2E), least);
+  const Forward<T> p{scores, probabilities, shape, sight, sign, exponent_scale};
   sight.visible != nullptr ? launch_forward<T, true>(p, stream) : launch_forward<T, false>(p, stream);
 }
 

@@ -98,6 +98,14 @@ def test_a_token_that_does_not_count_has_no_gradient() -> None:
     assert gradient[1, 1].any()
 
 
+def test_gradients_have_no_gradient_and_it_is_said() -> None:
+    logits = torch.randn(3, 2, 7, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits * 1.0, torch.zeros(3, 2, dtype=torch.int64), vocab_size=7, tp=Axis("tp"))
+    (grad,) = torch.autograd.grad(loss.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_a_target_of_no_probability_has_a_finite_loss() -> None:
     logits = torch.zeros(1, 1, V)
     logits[..., 0] = 5000.0

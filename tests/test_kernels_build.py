@@ -1,5 +1,6 @@
 """Is what cannot be built or loaded told in a sentence, and does everything run without it?"""
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -84,7 +85,7 @@ def test_nvcc_is_that_of_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert build.find_nvcc() == f"{tmp_path}/bin/nvcc"
 
 
-def test_there_is_code_for_each_gpu_that_nvcc_knows_and_ptx_of_the_newest(
+def test_there_is_code_for_each_gpu_that_nvcc_knows_and_ptx_of_the_oldest_and_the_newest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     commands: dict[Path, list[str]] = {}
@@ -97,7 +98,15 @@ def test_there_is_code_for_each_gpu_that_nvcc_knows_and_ptx_of_the_newest(
     assert commands.keys() == {*build.kernel_sources(), build.SOURCES / "bindings.cpp"}
     for source in build.kernel_sources():
         targets = [word.partition("=arch=")[2] for word in commands[source] if word.startswith("-gencode")]
-        assert targets == ["compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90"]
+        ptx = ["compute_75,code=compute_75", "compute_90,code=compute_90"]
+        assert targets == ["compute_80,code=sm_80", "compute_90,code=sm_90", *ptx]
+
+
+def test_an_nvcc_that_knows_no_such_gpu_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(build, "_run", lambda _: "sm_60 sm_70")
+    with pytest.raises(BuildError, match="nvcc knows none of sm_80, sm_90, sm_100: a newer CUDA toolkit does"):
+        build.build_cuda(tmp_path / "kernels_cuda.so")
 
 
 def test_an_object_is_kept_until_something_changes_that_it_is_made_of(
@@ -154,6 +163,13 @@ def test_a_spill_is_a_failure(spilled: int, status: int, monkeypatch: pytest.Mon
     assert build.main() == status
 
 
+def test_nothing_read_from_the_compiler_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "build_cuda", lambda _: [])
+    monkeypatch.setattr(build, "_run", lambda _: "")
+    monkeypatch.setattr(sys, "argv", ["build"])
+    assert build.main() == 1
+
+
 def test_every_family_has_its_line_and_its_sources() -> None:
     assert [line.partition(":")[0] for line in report.kernels_report("cpu")] == [each.name for each in report.FAMILIES]
     assert sorted(path.stem for path in build.kernel_sources()) == sorted(each.name for each in report.FAMILIES)
@@ -184,7 +200,13 @@ def test_a_run_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tm
 
     library.load_kernels.cache_clear()
     path.write_text("no library")
-    assert report.kernels_report("cuda")[0].startswith(f"softmax: torch, because {path} does not load: ")
+    said = f"softmax: torch, because {path} does not load: "
+    assert report.kernels_report("cuda")[0].startswith(said) and "file too short" in report.kernels_report("cuda")[0]
+
+    library.load_kernels.cache_clear()
+    os.utime(path, (0, 0))
+    older = "the kernels are older than their sources: python setup.py build_ext --inplace"
+    assert report.kernels_report("cuda")[0] == f"softmax: torch, because {older}"
 
     library.load_kernels.cache_clear()
     monkeypatch.setenv("MEGATRONISH_KERNELS", "0")

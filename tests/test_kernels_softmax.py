@@ -101,7 +101,7 @@ def check_gradient(case: Case, run: Kernels, grad: Tensor, probabilities: Tensor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", LENGTHS)
 def test_every_length_in_every_dtype_whoever_sees_what(keys: int, dtype: torch.dtype, where: str) -> None:
-    run = kernels(where, order=ORDERS[LENGTHS.index(keys) % 3], seed=keys)
+    run = kernels(where, order=ORDERS[(LENGTHS.index(keys) + DTYPES.index(dtype)) % 3], seed=keys)
     for case in cases(keys, dtype, run.device):
         check(case, run)
 
@@ -161,6 +161,21 @@ def test_the_largest_scores_do_not_overflow(keys: int, dtype: torch.dtype, where
         check(Case(x), run, scale)
     x[..., 1, 0] = -torch.inf
     check(Case(x), run)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-46])
+def test_a_scale_of_nothing_makes_all_keys_alike(scale: float, where: str) -> None:
+    run = kernels(where)
+    for keys in (9, 600, 17000):
+        x = values(1, 1, 3, keys, dtype=torch.float32, device=run.device)
+        for case in (
+            Case(x),
+            Case(misaligned(x)),
+            Case(x, some(1, 1, 3, keys, device=run.device)),
+            Case(x, causal=True),
+        ):
+            check(case, run, scale)
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -103,7 +103,12 @@ def of_torch(name: str, *given: Any) -> tuple[Tensor, ...]:
     rows, (weight, *bias) = tensors[: 2 if adds else 1], tensors[2 if adds else 1 :]
     total = sum(rows[1:], rows[0])
     run = F.layer_norm if is_layer_norm else F.rms_norm
-    normalised = run(total, weight.shape, weight + 1 if one_plus else weight, *bias, eps=epsilon)
+    if one_plus:  # in fp32 at least
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        wide, weight, *bias = (x.to(dtype) for x in (total, weight, *bias))
+        normalised = run(wide, weight.shape, weight + 1, *bias, eps=epsilon).to(total.dtype)
+    else:
+        normalised = run(total, weight.shape, weight, *bias, eps=epsilon)
     return (normalised, total) if adds else (normalised,)
 
 
@@ -153,6 +158,26 @@ def test_a_layer_begins_with_a_weight_of_one_however_it_is_stored(kind: str) -> 
         F.layer_norm(x, (SIZE,), weight, bias, 1e-3) if kind == "LayerNorm" else F.rms_norm(x, (SIZE,), weight, 1e-3)
     )
     assert torch.equal(found[0], normalised) and torch.equal(found[1], normalised)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_what_is_added_to_one_may_be_less_than_16_bits_add(kind: str) -> None:
+    layer = Norm(4, kind=kind, epsilon=1e-5, partial=False, one_plus=True).bfloat16()
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    x = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = layer(x).double().abs().sum().item()
+    layer.weight.data.fill_(0.003)  # 1.003 is no number of bfloat16
+    assert layer(x).double().abs().sum().item() / before == pytest.approx(1.003, abs=5e-4)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_gradients_have_no_gradient_and_it_is_said(namespace: str) -> None:
+    for name in FORWARDS:
+        given = arguments(name)[0]
+        total = operator(namespace, name)(*given)[0].square().sum()
+        with pytest.raises(RuntimeError, match=f"{name} can be differentiated once"):
+            torch.autograd.grad(total, given[0], create_graph=True)
 
 
 def test_on_cuda_a_norm_goes_the_way_of_the_kernels_where_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:

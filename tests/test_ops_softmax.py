@@ -100,6 +100,23 @@ def test_a_window_of_nothing_is_refused() -> None:
         scaled_causal_softmax(torch.randn(5, 3), scale=1.0, window_size=0)
 
 
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 5, 1), (2, 2, 5, 7), (3, 1, 5, 7)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_mask_of_another_shape_is_refused_where_no_kernel_does(shape: tuple[int, ...], device: str) -> None:
+    scores, visible = torch.zeros(2, 3, 5, 7, device=device), torch.ones(shape, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match=r"visible is .* they must be \[1 or B, 1 or n, 1 or q, k\]"):
+        scaled_masked_softmax(scores, visible, scale=1.0)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_gradients_have_no_gradient_and_it_is_said(namespace: str) -> None:
+    for name in (name for name in NAMES if not name.endswith("_backward")):
+        given = arguments(name)[0]
+        total = operator(namespace, name)(*given).square().sum()
+        with pytest.raises(RuntimeError, match=f"{name} can be differentiated once"):
+            torch.autograd.grad(total, given[0], create_graph=True)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_references_and_kernels_agree(dtype: torch.dtype) -> None:

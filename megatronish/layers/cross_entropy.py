@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatronish import comm
 from megatronish.mesh.groups import Axis
@@ -43,6 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (total.log() - (target - maximum)).view_as(labels)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         flat, labels, maximum, total = ctx.saved_tensors
         grad = grads[0].flatten()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.ops.library import Family, Operator, accumulation_dtype, define, has_kernels, like
+from megatronish.ops.library import KERNEL_DTYPES, Family, Operator, accumulation_dtype, define, has_kernels, like
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def is_fused(x: Tensor) -> bool:
     """Whether these run as kernels on x."""
-    return x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16) and HAS_KERNELS
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_KERNELS
 
 
 # The references.

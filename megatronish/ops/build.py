@@ -50,6 +50,8 @@ def build_cuda(output: Path) -> list[Kernel]:
     nvcc, torch = find_nvcc(), find_torch()
     known = _run([nvcc, "--list-gpu-code"]).split()
     architectures = [number for number in ARCHITECTURES if f"sm_{number}" in known]
+    if not architectures:
+        raise BuildError(f"{nvcc} knows none of sm_{', sm_'.join(map(str, ARCHITECTURES))}: a newer CUDA toolkit does")
     older = [number for number in OLDER if f"sm_{number}" in known]
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     targets += [f"-gencode=arch=compute_{number},code=compute_{number}" for number in (*older[:1], architectures[-1])]
@@ -163,7 +165,7 @@ def main() -> int:
     print(table(kernels))
     spilled = sorted({each.name for each in kernels if each.spill_bytes})
     print(f"{output}: {len({each.name for each in kernels})} kernels, {len(spilled)} of them spill registers")
-    return 1 if spilled else 0
+    return 1 if spilled or not kernels else 0  # none: ptxas says it in other words than these
 
 
 def _run(command: Sequence[str]) -> str:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 NAMESPACE = "megatronish"
 LIBRARY = Path(__file__).with_name("kernels_cuda.so")  # where setup.py puts it
+SOURCES = Path(__file__).parents[2] / "kernels"  # in a checkout
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def like(x: Tensor, *_: Any) -> Tensor:
@@ -66,10 +68,20 @@ def define(family: Family, *, namespace: str = NAMESPACE) -> Any:
         registration.impl(each.name, each.reference, "CompositeExplicitAutograd")
         torch.library.register_fake(name, each.fake, lib=registration)
         if each.backward is not None:
-            backward = partial(each.backward, ops)
+            backward = partial(_differentiate_once, each, ops)
             torch.library.register_autograd(name, backward, setup_context=each.setup_context, lib=registration)
     load_kernels()
     return ops
+
+
+def _differentiate_once(operator: Operator, ops: Any, ctx: Any, *grads: Any) -> Any:
+    if torch.is_grad_enabled():  # torch would take what the kernels of the backward make for constants
+        raise RuntimeError(
+            f"{operator.name} can be differentiated once: its gradients have no gradient, so create_graph=True is not "
+            "for it"
+        )
+    assert operator.backward is not None
+    return operator.backward(ops, ctx, *grads)
 
 
 @cache
@@ -79,10 +91,12 @@ def load_kernels() -> str | None:
         return "MEGATRONISH_KERNELS is 0"
     if not LIBRARY.exists():
         return "the kernels are not built: python setup.py build_ext --inplace"
+    if any(path.stat().st_mtime > LIBRARY.stat().st_mtime for path in SOURCES.glob("*.[ch]*")):
+        return "the kernels are older than their sources: python setup.py build_ext --inplace"
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
-        return f"{LIBRARY} does not load: {error}"
+        return f"{LIBRARY} does not load: {error.__cause__ or error}"
     return None
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.ops.library import Family, Operator, accumulation_dtype, define, has_kernels, like
+from megatronish.ops.library import KERNEL_DTYPES, Family, Operator, accumulation_dtype, define, has_kernels, like
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, one_plus: bool = False) -> Tensor:
@@ -25,7 +25,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, one_p
     if _is_fused(x, weight):
         normalised, *_ = torch.ops.megatronish.layer_norm(x, weight, bias, epsilon, one_plus)
         return normalised
-    return F.layer_norm(x, weight.shape, weight + 1 if one_plus else weight, bias, epsilon)
+    if one_plus:
+        return F.layer_norm(_exact(x), weight.shape, _weight(weight, one_plus), _exact(bias), epsilon).to(x.dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float, one_plus: bool = False) -> Tensor:
@@ -33,7 +35,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float, one_plus: bool = Fals
     if _is_fused(x, weight):
         normalised, *_ = torch.ops.megatronish.rms_norm(x, weight, epsilon, one_plus)
         return normalised
-    return F.rms_norm(x, weight.shape, weight + 1 if one_plus else weight, epsilon)
+    if one_plus:
+        return F.rms_norm(_exact(x), weight.shape, _weight(weight, one_plus), epsilon).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def add_layer_norm(
@@ -59,7 +63,7 @@ def add_rms_norm(
 
 
 def _is_fused(x: Tensor, weight: Tensor) -> bool:
-    known = x.dtype in (torch.float32, torch.float16, torch.bfloat16) and weight.dtype in (x.dtype, torch.float32)
+    known = x.dtype in KERNEL_DTYPES and weight.dtype in (x.dtype, torch.float32)
     return x.is_cuda and known and HAS_KERNELS
 
 

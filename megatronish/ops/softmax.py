@@ -39,7 +39,29 @@ def causal_visibility(queries: int, keys: int, window_size: int | None, device: 
     return visible if window_size is None else visible & (distance < window_size)
 
 
+def _check_visible(scores: Tensor, visible: Tensor | None) -> None:
+    if visible is None:
+        return
+    batch, heads, queries, keys = scores.shape if scores.dim() == 4 else (-1,) * 4
+    sizes = ((1, batch), (1, heads), (1, queries), (keys,))
+    if visible.dim() != 4 or any(size not in allowed for size, allowed in zip(visible.shape, sizes, strict=True)):
+        raise ValueError(
+            f"visible is {tuple(visible.shape)} for scores {tuple(scores.shape)}: "
+            "they must be [1 or B, 1 or n, 1 or q, k] and [B, n, q, k]"
+        )
+
+
 def _masked_reference(scores: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+    _check_visible(scores, visible)
+    return _softmax(scores, visible, scale)
+
+
+def _masked_fake(scores: Tensor, visible: Tensor | None, *_: Any) -> Tensor:
+    _check_visible(scores, visible)
+    return like(scores)
+
+
+def _softmax(scores: Tensor, visible: Tensor | None, scale: float) -> Tensor:
     if scores.numel() == 0:
         return like(scores)
     scaled = scores.contiguous().to(accumulation_dtype(scores.dtype)) * scale
@@ -53,7 +75,7 @@ def _causal_reference(scores: Tensor, scale: float, window_size: int | None = No
     if window_size is not None and window_size < 1:
         raise ValueError(f"window_size={window_size} must be at least 1: a query sees its own key")
     queries, keys = scores.shape[-2:]
-    return _masked_reference(scores, causal_visibility(queries, keys, window_size, scores.device), scale)
+    return _softmax(scores, causal_visibility(queries, keys, window_size, scores.device), scale)
 
 
 def _backward_reference(grad: Tensor, probabilities: Tensor, scale: float, *_: Any) -> Tensor:
@@ -100,6 +122,7 @@ FAMILY = Family(
         Operator(
             "scaled_masked_softmax(Tensor scores, Tensor? visible, float scale) -> Tensor",
             reference=_masked_reference,
+            fake=_masked_fake,
             setup_context=_save_of_masked,
             backward=_masked_backward,
         ),
