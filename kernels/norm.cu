@@ -138,7 +138,7 @@ constexpr int kSummed = kCentred ? 24 : 32;  // columns of a thread
 template <typename T, bool kCentred>
 __global__ void __launch_bounds__(kBackwardThreads) gradients_again(const With<NormBackward<T>> p) {
   constexpr int kVectors = kSummed<kCentred> / kWidth<T>;
-  constexpr int kTogether = sizeof(T) == 2 ? kVectors : kCentred ? 1 : 2;
+  constexpr int kTogether = sizeof(T) == 2 ? kVectors : kCentred ? 1 : 2;  // on their way: what registers are left for
   ColumnSums<T, kKinds<kCentred>, kVectors> columns;
   int turn = 0;
   for (int64_t number = blockIdx.x; number < p.rows; number += gridDim.x, turn ^= 1) {
