@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 PRETRAIN_FLAGS ?=
+WORKERS ?= 2
 
 RUN = $(VENV)/bin/python
 READY = $(VENV)/.megatronish-requirements
@@ -22,11 +23,11 @@ pretrain: demo/python_text_document.idx ## the main job: from Python's own libra
 quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
 	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)
 
-test: $(READY) ## the test suite, about fourteen minutes on two cores
-	$(RUN) -m pytest
+test: $(READY) ## the test suite, about nine minutes on two cores (WORKERS=8 on more)
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-all: $(READY) ## the test suite with every feature in every layout
-	$(RUN) -m pytest --all-layouts
+	$(RUN) -m pytest --all-layouts --numprocesses $(WORKERS) --dist worksteal
 
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers
