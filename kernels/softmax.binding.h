@@ -26,7 +26,7 @@ inline Tensor forward(const Tensor& given, const std::optional<Tensor>& visible,
   const Scores shape = scores_of(scores);
   Tensor probabilities = torch::stable::empty_like(scores);
   Call call(scores);
-  if (visible.has_value()) sight.visible = call.input<bool>("visible", *visible);
+  if (visible.has_value()) sight.visible = call.input<uint8_t>("visible", *visible);
   for_type(scores, [&](auto zero) {
     using T = decltype(zero);
     softmax_forward<T>(call.input<T>("scores", scores), call.output<T>("probabilities", probabilities), shape, sight,

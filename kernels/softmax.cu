@@ -63,7 +63,7 @@ struct ScoresRow {
   Span span;
   Cut<T> cut;
   const T* scores;
-  const bool* visible;
+  const uint8_t* visible;
   float sign;
 
   __device__ __forceinline__ ScoresRow(const Forward<T>& p, int64_t row)
@@ -107,7 +107,7 @@ struct ScoresRow {
   }
 
  private:
-  // A byte for each key of a vector. Rows of `visible` need not begin where those of scores do.
+  // A byte for each key of a vector (of a bool, the compiler would only look at what a 1 needs). Rows of `visible` need not begin where those of scores do.
   using Seen = std::conditional_t<kWidth<T> == 8, uint64_t, uint32_t>;
 
   __device__ __forceinline__ bool has_all_seen(int vector) const {
@@ -333,9 +333,9 @@ void softmax_forward(const T* scores, T* probabilities, const Scores& shape, con
                      Stream stream) {
   if (shape.rows == 0 || shape.keys == 0) return;
   const float sign = scale < 0 ? -1.0f : 1.0f;
-  // A scale of 0 makes all alike that are seen: not 0 * infinity of what is not.
-  const float least = std::numeric_limits<float>::denorm_min();
-  const float exponent_scale = std::max(sign * scale * static_cast<float>(M_LOG2E), least);
+  // By a scale of 0, what is not seen would be 0 * infinity. This one makes scores as much alike.
+  constexpr float kLeast = std::numeric_limits<float>::min();
+  const float exponent_scale = std::max(sign * scale * static_cast<float>(M_LOG2E), kLeast);
   const Forward<T> p{scores, probabilities, shape, sight, sign, exponent_scale};
   sight.visible != nullptr ? launch_forward<T, true>(p, stream) : launch_forward<T, false>(p, stream);
 }

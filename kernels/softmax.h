@@ -12,11 +12,11 @@ struct Scores {
 };
 
 // Which keys a query sees: those up to its own place, at most `window` of them, if `causal`; the last query stands at
-// the last key. And those where `visible` is true, if there is one: [samples, heads, queries, keys] by its strides.
+// the last key. And those where `visible` is not 0, if there is one: [samples, heads, queries, keys] by its strides.
 struct Sight {
   bool causal = false;
   int64_t window = INT64_MAX;
-  const bool* visible = nullptr;
+  const uint8_t* visible = nullptr;
   int heads = 1;
   int64_t sample_stride = 0, head_stride = 0, query_stride = 0;  // 0 where all see the same
 };

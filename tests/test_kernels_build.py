@@ -1,6 +1,5 @@
 """Is what cannot be built or loaded told in a sentence, and does everything run without it?"""
 
-import os
 import runpy
 import shutil
 import subprocess
@@ -93,7 +92,7 @@ def test_there_is_code_for_each_gpu_that_nvcc_knows_and_ptx_of_the_oldest_and_th
     monkeypatch.setattr(build, "find_compiler", lambda: "g++")
     monkeypatch.setattr(build, "_run", lambda _: "sm_75 sm_80 sm_90")
     monkeypatch.setattr(build, "_compile", lambda given: commands.update(given) or [])
-    monkeypatch.setattr(build, "_link", lambda *_: None)
+    monkeypatch.setattr(build, "_link", lambda *_, **__: None)
     assert build.build_cuda(tmp_path / "kernels_cuda.so") == []
     assert commands.keys() == {*build.kernel_sources(), build.SOURCES / "bindings.cpp"}
     for source in build.kernel_sources():
@@ -133,6 +132,26 @@ def test_an_object_is_kept_until_something_changes_that_it_is_made_of(
     assert build._compile({source: ["g++", "-O3"]}) != kept
     monkeypatch.setattr(build, "_version", lambda _: "other")
     assert build._compile({source: ["g++"]}) != kept
+
+
+def test_the_library_ends_with_a_hash_of_its_sources_and_of_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sources, output = tmp_path / "kernels", tmp_path / "kernels_cuda.so"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    before = build.sources_hash()
+    (sources / ".#norm.cu").symlink_to("an editor's lock")
+    (sources / "norm.cu~").write_text("its copy")
+    assert build.sources_hash() == before and sources / ".#norm.cu" not in build.kernel_sources()
+    monkeypatch.setattr(build, "_run", lambda command: Path(command[command.index("-o") + 1]).write_text("linked"))
+    build._link(["linker"], [], [], output, ending=before)
+    assert output.read_text() == "linked" + before and library._is_of_these_sources(output)
+    for path in (sources / "norm.cu", sources / "norm.h", sources / "bindings.cpp"):
+        path.write_text("other")
+        assert not library._is_of_these_sources(output)
+        build._link(["linker"], [], [], output, ending=build.sources_hash())
+        assert library._is_of_these_sources(output)
 
 
 def test_torch_is_found_where_it_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -199,14 +218,20 @@ def test_a_run_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tm
     assert report.kernels_report("cuda")[0] == f"softmax: torch, because {built}"
 
     library.load_kernels.cache_clear()
-    path.write_text("no library")
+    path.write_text("no library" + build.sources_hash())
     said = f"softmax: torch, because {path} does not load: "
-    assert report.kernels_report("cuda")[0].startswith(said) and "file too short" in report.kernels_report("cuda")[0]
+    assert (
+        report.kernels_report("cuda")[0].startswith(said) and "invalid ELF header" in report.kernels_report("cuda")[0]
+    )
 
     library.load_kernels.cache_clear()
-    os.utime(path, (0, 0))
-    older = "the kernels are older than their sources: python setup.py build_ext --inplace"
-    assert report.kernels_report("cuda")[0] == f"softmax: torch, because {older}"
+    path.write_text("no library" + "0" * 16)
+    others = "the kernels were built from other sources than these: python setup.py build_ext --inplace"
+    assert report.kernels_report("cuda")[0] == f"softmax: torch, because {others}"
+
+    library.load_kernels.cache_clear()
+    monkeypatch.setattr(library, "SOURCES", tmp_path)  # as in an installation
+    assert report.kernels_report("cuda")[0].startswith(said)
 
     library.load_kernels.cache_clear()
     monkeypatch.setenv("MEGATRONISH_KERNELS", "0")
@@ -216,7 +241,7 @@ def test_a_run_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.usefixtures("fresh_library")
 def test_a_library_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "kernels_cuda.so")
-    library.LIBRARY.touch()
+    library.LIBRARY.write_text(build.sources_hash())
     monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, _: "masked" not in name)
     absent = "megatronish::scaled_masked_softmax, megatronish::scaled_masked_softmax_backward"

@@ -208,6 +208,18 @@ def test_a_causal_row_does_not_read_what_it_does_not_see(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("byte", [2, 128, 255])
+def test_any_byte_of_a_mask_but_zero_lets_see(byte: int, where: str) -> None:
+    run = kernels(where)
+    for dtype in (torch.float32, torch.float16):
+        x = values(2, 2, 3, 45, dtype=dtype, device=run.device)  # rows of the mask begin anywhere
+        visible = some(2, 1, 3, 45, device=run.device)
+        bytes_of_it = (visible.to(torch.uint8) * byte).view(torch.bool)
+        expected = Case(x, visible).forward(run, SCALE)
+        assert torch.equal(Case(x, bytes_of_it).forward(run, SCALE), expected)
+
+
+@pytest.mark.parametrize("where", PLACES)
 def test_strides_do_not_matter(where: str) -> None:
     run = kernels(where)
     x = values(4, 2, 6, 5, dtype=torch.float32, device=run.device)

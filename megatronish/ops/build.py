@@ -63,7 +63,8 @@ def build_cuda(output: Path) -> list[Kernel]:
     objects = _compile(commands)
     # torch_cuda is found through torch, where there is one: it may not be named, as builds for the CPU lack it.
     libraries = ["-ltorch_cpu", "-lc10", "-Xlinker", "--no-as-needed,-ltorch,--no-undefined,-z,now"]
-    _link([nvcc, "-shared", "-cudart", "static"], objects, [f"-L{torch}/lib", *libraries], output)
+    linker = [nvcc, "-shared", "-cudart", "static"]
+    _link(linker, objects, [f"-L{torch}/lib", *libraries], output, ending=sources_hash())
     return [kernel for each in objects for kernel in _kernels(each.with_suffix(".log").read_text())]
 
 
@@ -96,10 +97,16 @@ def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Pa
 
 def kernel_sources() -> list[Path]:
     """One .cu file for each family of operations."""
-    found = sorted(SOURCES.glob("*.cu"))
+    found = sorted(SOURCES.glob("[!.]*.cu"))
     if not found:
         raise BuildError(f"there are no kernels in {SOURCES}: build from a checkout of the repository")
     return found
+
+
+def sources_hash() -> str:
+    """Of all that the library is compiled of. It ends with these characters, which no loader minds."""
+    paths = sorted(path for pattern in ("*.cu", "*.cpp", "*.h") for path in SOURCES.glob(f"[!.]{pattern}"))
+    return _hash(part for path in paths for part in (path.name, path.read_text(encoding="utf-8")))
 
 
 def find_nvcc() -> str:
@@ -197,7 +204,7 @@ def _cache() -> Path:
 
 def _compile(commands: dict[Path, list[str]]) -> list[Path]:
     """{source: command without its file names} -> objects, each with what the compiler said in a .log beside it."""
-    headers = [path.read_text() for path in sorted(SOURCES.rglob("*.h"))]
+    headers = [path.read_text() for path in sorted(SOURCES.rglob("[!.]*.h"))]
     torch = (find_torch() / "version.py").read_text()
 
     def compile_one(item: tuple[Path, list[str]]) -> Path:
@@ -217,11 +224,15 @@ def _compile(commands: dict[Path, list[str]]) -> list[Path]:
         return list(pool.map(compile_one, longest_first))
 
 
-def _link(linker: Sequence[str], objects: Sequence[Path], libraries: Sequence[str], output: Path) -> None:
+def _link(
+    linker: Sequence[str], objects: Sequence[Path], libraries: Sequence[str], output: Path, *, ending: str = ""
+) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         fresh = Path(folder) / output.name
         _run([*linker, "-o", str(fresh), *map(str, objects), *libraries])
+        with fresh.open("ab") as file:
+            file.write(ending.encode())
         fresh.replace(output)
 
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatronish.ops.build import SOURCES, sources_hash
+
 NAMESPACE = "megatronish"
 LIBRARY = Path(__file__).with_name("kernels_cuda.so")  # where setup.py puts it
-SOURCES = Path(__file__).parents[2] / "kernels"  # in a checkout
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -91,13 +92,20 @@ def load_kernels() -> str | None:
         return "MEGATRONISH_KERNELS is 0"
     if not LIBRARY.exists():
         return "the kernels are not built: python setup.py build_ext --inplace"
-    if any(path.stat().st_mtime > LIBRARY.stat().st_mtime for path in SOURCES.glob("*.[ch]*")):
-        return "the kernels are older than their sources: python setup.py build_ext --inplace"
+    if (SOURCES / "bindings.cpp").exists() and not _is_of_these_sources(LIBRARY):
+        return "the kernels were built from other sources than these: python setup.py build_ext --inplace"
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         return f"{LIBRARY} does not load: {error.__cause__ or error}"
     return None
+
+
+def _is_of_these_sources(library: Path) -> bool:
+    expected = sources_hash().encode()
+    with library.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - len(expected)))
+        return file.read() == expected
 
 
 def report_line(family: Family, device: torch.device) -> str:

@@ -6,8 +6,8 @@
 Statistics and arithmetic are fp32; outputs have the dtype of x, gradients of weight and bias that of the weight, which
 is fp32 or that of x. With `one_plus` the weight is stored as w - 1, and 1 is added in fp32.
 
-A fused operator runs where its kernel does. Elsewhere torch's own functions do, with torch's gradients: what a training
-on the CPU computes does not depend on this file.
+A fused operator runs where its kernel does. Elsewhere torch's own functions do, with torch's gradients; with `one_plus`
+in fp32, so that a weight of 16 bits is not rounded beside 1.
 """
 
 from functools import partial
