@@ -220,9 +220,8 @@ def test_a_run_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tm
     library.load_kernels.cache_clear()
     path.write_text("no library" + build.sources_hash())
     said = f"softmax: torch, because {path} does not load: "
-    assert (
-        report.kernels_report("cuda")[0].startswith(said) and "invalid ELF header" in report.kernels_report("cuda")[0]
-    )
+    found = report.kernels_report("cuda")[0]
+    assert found.startswith(said) and not found.endswith(f"Could not load this library: {path}")  # which is torch's
 
     library.load_kernels.cache_clear()
     path.write_text("no library" + "0" * 16)
