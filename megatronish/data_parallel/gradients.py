@@ -68,6 +68,7 @@ class GradientBuckets:
         self.buckets = [self._bucket(plan, next(iter(parameters.values())).device) for plan in plans]
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.plan.names}
         self._due: deque[Bucket] = deque()
+        self._num_begun = 0  # buckets that were due at first
         self._under_way: deque[tuple[Bucket, comm.Pending]] = deque()
         for name, parameter in parameters.items():
             self._attach(name, parameter)
@@ -122,6 +123,7 @@ class GradientBuckets:
     def _begin(self, buckets: Sequence[Bucket]) -> None:
         """These are to be exchanged, in this order, each once it is full."""
         self._due = deque(buckets)
+        self._num_begun = len(buckets)
         self._delivering = None
         for bucket in buckets:
             bucket.waiting_for = {(name, source) for name in bucket.plan.names for source in bucket.plan.sources}
@@ -185,7 +187,7 @@ class GradientBuckets:
     @property
     def num_launched(self) -> int:
         """Buckets of this step (ZeRO-2: of this backward) whose exchange has begun."""
-        return len(self.buckets) - len(self._due)
+        return self._num_begun - len(self._due)
 
     def _add_up(self, bucket: Bucket, pending: comm.Pending) -> None:
         """Take what has arrived into the part."""

@@ -89,7 +89,7 @@ class Engine:
         make_block: MakeBlock = TransformerBlock,
         learns: bool = True,
     ) -> "Engine":
-        """Parameters are initialised as their names and the seed say, then cast to the precision of the run.
+        """Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision.
 
         An engine that does not learn only evaluates: it holds neither gradients nor optimizer states, and its
         parameters are for a checkpoint to fill.
