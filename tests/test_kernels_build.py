@@ -1,16 +1,14 @@
-"""Is what cannot be built or loaded told in a sentence, and does everything run without it?"""
+"""Are the kernels built as they should be, and is what cannot be built told in a sentence?"""
 
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatronish.ops import build, library, report
+from megatronish.ops import build, library
 from megatronish.ops.build import BuildError, Kernel
 
 ROOT = Path(__file__).parent.parent
@@ -30,15 +28,6 @@ ptxas info    : Used 38 registers, used 0 barriers
 @pytest.fixture
 def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-
-
-@pytest.fixture
-def fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What has been found about the library of kernels is forgotten, before and after."""
-    monkeypatch.delenv("MEGATRONISH_KERNELS", raising=False)
-    library.load_kernels.cache_clear()
-    yield
-    library.load_kernels.cache_clear()
 
 
 @pytest.mark.usefixtures("no_nvcc")
@@ -187,63 +176,3 @@ def test_nothing_read_from_the_compiler_is_a_failure_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(build, "_run", lambda _: "")
     monkeypatch.setattr(sys, "argv", ["build"])
     assert build.main() == 1
-
-
-def test_every_family_has_its_line_and_its_sources() -> None:
-    assert [line.partition(":")[0] for line in report.kernels_report("cpu")] == [each.name for each in report.FAMILIES]
-    assert sorted(path.stem for path in build.kernel_sources()) == sorted(each.name for each in report.FAMILIES)
-
-
-def test_who_defines_a_family_loads_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(library, "load_kernels", lambda: asked.append("kernels"))
-    library.define(library.Family("none", ()))
-    assert asked == ["kernels"]
-
-
-def test_every_operator_has_a_reference_on_every_device() -> None:
-    for name in (f"megatronish::{each.name}" for family in report.FAMILIES for each in family.operators):
-        for device in ("CPU", "CUDA", "MPS", "XPU"):
-            assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, device), (name, device)
-
-
-@pytest.mark.usefixtures("fresh_library")
-def test_a_run_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "kernels_cuda.so"
-    monkeypatch.setattr(library, "LIBRARY", path)
-    assert report.kernels_report("cpu")[0] == "softmax: torch, because the kernels are for CUDA and this runs on cpu"
-    families = ", ".join(each.name for each in report.FAMILIES)
-    assert report.kernels_line("cpu").startswith(f"fused operations: {families} by torch, because the kernels are for")
-    built = "the kernels are not built: python setup.py build_ext --inplace"
-    assert report.kernels_report("cuda")[0] == f"softmax: torch, because {built}"
-
-    library.load_kernels.cache_clear()
-    path.write_text("no library" + build.sources_hash())
-    said = f"softmax: torch, because {path} does not load: "
-    found = report.kernels_report("cuda")[0]
-    assert found.startswith(said) and not found.endswith(f"Could not load this library: {path}")  # which is torch's
-
-    library.load_kernels.cache_clear()
-    path.write_text("no library" + "0" * 16)
-    others = "the kernels were built from other sources than these: python setup.py build_ext --inplace"
-    assert report.kernels_report("cuda")[0] == f"softmax: torch, because {others}"
-
-    library.load_kernels.cache_clear()
-    monkeypatch.setattr(library, "SOURCES", tmp_path)  # as in an installation
-    assert report.kernels_report("cuda")[0].startswith(said)
-
-    library.load_kernels.cache_clear()
-    monkeypatch.setenv("MEGATRONISH_KERNELS", "0")
-    assert report.kernels_report("cuda")[0] == "softmax: torch, because MEGATRONISH_KERNELS is 0"
-
-
-@pytest.mark.usefixtures("fresh_library")
-def test_a_library_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "kernels_cuda.so")
-    library.LIBRARY.write_text(build.sources_hash())
-    monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, _: "masked" not in name)
-    absent = "megatronish::scaled_masked_softmax, megatronish::scaled_masked_softmax_backward"
-    expected = f"softmax: torch, because kernels_cuda.so has no {absent}: build it again"
-    assert report.kernels_report("cuda")[0] == expected
-    assert not library.has_kernels(report.FAMILIES[0]) and library.has_kernels(report.FAMILIES[1])

@@ -171,15 +171,6 @@ def test_what_is_added_to_one_may_be_less_than_16_bits_add(kind: str) -> None:
     assert layer(x).double().abs().sum().item() / before == pytest.approx(1.003, abs=5e-4)
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_gradients_have_no_gradient_and_it_is_said(namespace: str) -> None:
-    for name in FORWARDS:
-        given = arguments(name)[0]
-        total = operator(namespace, name)(*given)[0].square().sum()
-        with pytest.raises(RuntimeError, match=f"{name} can be differentiated once"):
-            torch.autograd.grad(total, given[0], create_graph=True)
-
-
 def test_on_cuda_a_norm_goes_the_way_of_the_kernels_where_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors only say that they are on CUDA, so nothing but the way is seen."""
     monkeypatch.setattr(norm, "HAS_KERNELS", True)

@@ -108,15 +108,6 @@ def test_a_mask_of_another_shape_is_refused_where_no_kernel_does(shape: tuple[in
         scaled_masked_softmax(scores, visible, scale=1.0)
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_gradients_have_no_gradient_and_it_is_said(namespace: str) -> None:
-    for name in (name for name in NAMES if not name.endswith("_backward")):
-        given = arguments(name)[0]
-        total = operator(namespace, name)(*given).square().sum()
-        with pytest.raises(RuntimeError, match=f"{name} can be differentiated once"):
-            torch.autograd.grad(total, given[0], create_graph=True)
-
-
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_references_and_kernels_agree(dtype: torch.dtype) -> None:
