@@ -294,6 +294,14 @@ def test_what_no_kernel_can_do_is_said(where: str) -> None:
 
 
 @pytest.mark.gpu
+def test_a_tensor_that_is_elsewhere_is_refused() -> None:
+    run = kernels("cuda")
+    x, weight = torch.zeros(2, 8, device=run.device), torch.ones(8)
+    with pytest.raises(RuntimeError, match=r"weight must be on cuda:0, where the first tensor of the operator is"):
+        run.ops.rms_norm(x, weight, EPSILON, False)
+
+
+@pytest.mark.gpu
 def test_indices_beyond_2_to_the_31() -> None:
     run = kernels("cuda")
     size, rows = 4096, 2**19 + 3  # 4.3 GB each of x, normalised, grad and grad_x
