@@ -249,7 +249,8 @@ void forward(const NormForward<T>& given, Stream stream) {
   } else if (vectors <= kWarpSize * kHeld<T>) {
     launch<normalise_once<T, Warp, kCentred>>({blocks_for<Warp>(p.rows), Warp::kThreads, stream}, p);
   } else if (vectors <= BlockTeam::kThreads * kHeld<T>) {
-    launch<normalise_once<T, BlockTeam, kCentred>>({blocks_for<BlockTeam>(p.rows), threads_for(vectors, kHeld<T>), stream}, p);
+    const unsigned threads = threads_for(vectors, kHeld<T>);
+    launch<normalise_once<T, BlockTeam, kCentred>>({blocks_for<BlockTeam>(p.rows), threads, stream}, p);
   } else {
     launch<normalise_again<T, kCentred>>({blocks_for<BlockTeam>(p.rows), BlockTeam::kThreads, stream}, p);
   }

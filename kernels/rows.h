@@ -1,13 +1,13 @@
 // How is a row read and written at full width, wherever it begins?
 //
 // Memory moves best in aligned vectors of 16 bytes, many of them on their way at a time. So a thread first asks for all
-// its vectors, without a branch, and then looks at them: a load whose elements are looked at inside of a branch is waited
-// for there, and the next one begins when it has arrived.
+// its vectors, without a branch, and then looks at them: a load whose elements are looked at inside of a branch is
+// waited for there, and the next one begins when it has arrived.
 //
-// A row of 1025 halves begins at any multiple of two bytes. It can be cut at the 16-byte boundaries of memory (Cut): all
-// its vectors are whole but the first and the last, of which the elements that belong to the row are moved one by one.
-// Or, where a thread needs the same columns of every row, at multiples of its own elements (load_vector): whole vectors
-// are moved where every row begins with one.
+// A row of 1025 halves begins at any multiple of two bytes. It can be cut at the 16-byte boundaries of memory (Cut):
+// all its vectors are whole but the first and the last, of which the elements that belong to the row are moved one by
+// one. Or, where a thread needs the same columns of every row, at multiples of its own elements (load_vector): whole
+// vectors are moved where every row begins with one.
 #pragma once
 
 #include <cstring>

@@ -107,7 +107,7 @@ struct ScoresRow {
   }
 
  private:
-  // A byte for each key of a vector (of a bool, the compiler would only look at what a 1 needs). Rows of `visible` need not begin where those of scores do.
+  // A byte for each key of a vector. Rows of `visible` need not begin where those of scores do.
   using Seen = std::conditional_t<kWidth<T> == 8, uint64_t, uint32_t>;
 
   __device__ __forceinline__ bool has_all_seen(int vector) const {
