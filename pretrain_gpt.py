@@ -19,10 +19,10 @@ def main(argv: list[str]) -> int:
         config, notes = read_config(argv, world_size=world_size, read_checkpoint=read_arguments)
 
         # torch is imported only now: --help and the errors of a config need not wait for it.
+        from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
-        from megatronish.train.opening import dry_run
         from megatronish.train.run import train
-        from megatronish.train.sample import print_sample
+        from megatronish.train.summary import dry_run
 
         if config.log.dry_run:
             return dry_run(config, notes) if is_main(place) else 0

@@ -30,7 +30,7 @@ from megatronish.config.read import read_config
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.train.engine import Engine
-from megatronish.train.job import Job
+from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
 
 COLLECTIVES = {"start_all_reduce": "reduce", "start_reduce_scatter": "reduce", "start_all_gather": "gather"}
@@ -115,14 +115,14 @@ class Recorder:
         self._end("update", "")
 
 
-def open_engine(place: Place, flags: str) -> tuple[Job, Engine]:
+def open_engine(place: Place, flags: str) -> tuple[TrainingJob, Engine]:
     """This rank's part of a run."""
     config, _ = read_config(flags.split())
-    job = Job.open(config, start_mesh(config, place))
+    job = TrainingJob.open(config, start_mesh(config, place))
     return job, job.build_engine()
 
 
-def take_step(job: Job, engine: Engine, step: int) -> None:
+def take_step(job: TrainingJob, engine: Engine, step: int) -> None:
     """One step on made-up tokens."""
     batch = job.config.global_batch_size
     micro_batches = job.batches_of(job.datasets.train)(step * batch, batch)

@@ -20,7 +20,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.mesh.groups import Mesh
+from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.train.engine import Engine
 

@@ -25,11 +25,11 @@ from megatronish.config.read import read_config
 from megatronish.config.run import CheckpointConfig
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import leave
-from megatronish.train.job import Job
-from megatronish.train.keep import Save
+from megatronish.mesh import leave
+from megatronish.train.hooks.save import Save
+from megatronish.train.hooks.stop import Stopper
+from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
-from megatronish.train.stop import Stopper
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
 
 FLAGS = (
@@ -74,7 +74,7 @@ class InTurn(Hook):
 def measure(place: Place, flags: list[str], turns: int, interval: int, folder: Path) -> int:
     """One rank."""
     config, _ = read_config(flags)
-    job = Job.open(config, start_mesh(config, place))
+    job = TrainingJob.open(config, start_mesh(config, place))
     engine = job.build_engine()
     options: dict[str, Any] = {"mesh": engine.mesh, "facts": job.facts}
     options["stopper"] = Stopper(engine.mesh.world, exit_interval=None, exit_duration_in_mins=None)

@@ -22,8 +22,8 @@ from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
-from megatronish.mesh.groups import Axis, Mesh, leave
-from megatronish.mesh.layout import Layout
+from megatronish.layout import Layout
+from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.block import Attention
 from megatronish.model.context import Context
 from megatronish.train.engine import Engine

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 
 
 class Pending:

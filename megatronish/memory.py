@@ -17,7 +17,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import AttentionBackend
 from megatronish.flops import Parameters, matrices_of_layer, parameters_of_stage
-from megatronish.mesh.layout import Layout
+from megatronish.layout import Layout
 
 
 class Memory(NamedTuple):
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
         return sum(self) - self.host
 
 
-class Sharing(NamedTuple):
+class ZeroSettings(NamedTuple):
     """What ZeRO shares among how many ranks, and what of it waits in the CPU's memory."""
 
     stage: int = 0
@@ -52,7 +52,7 @@ class Sharing(NamedTuple):
     overlap: bool = True
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, layout: Layout) -> "Sharing":
+    def of(cls, parallel: ParallelConfig, layout: Layout) -> "ZeroSettings":
         """As the flags say."""
         return cls(
             stage=parallel.zero,
@@ -94,12 +94,12 @@ def expected_memory(
     cp_comm_type: Literal["p2p", "a2a"] = "p2p",
     attention_backend: AttentionBackend = "auto",
     recompute: RecomputeConfig | None = None,
-    sharing: Sharing | None = None,
+    sharing: ZeroSettings | None = None,
 ) -> list[Memory]:
     """Bytes on a device of each pipeline stage."""
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = seq_length * micro_batch_size // layout.cp
-    element_bytes, sharing = 2 if bf16 else 4, sharing or Sharing()
+    element_bytes, sharing = 2 if bf16 else 4, sharing or ZeroSettings()
     is_ring = layout.cp > 1 and cp_comm_type == "p2p"  # which keeps no probabilities, whatever it drops of them
     score_bytes = 0 if is_ring else bytes_per_score(model, attention_backend, element_bytes)
     keeping = Keeping(
@@ -244,7 +244,7 @@ def _num_moments(optimizer: Literal["adam", "sgd", "muon"], held: Parameters, in
     return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices // tp}[optimizer]
 
 
-def model_state(count: int, num_moments: int, sharing: Sharing, *, bf16: bool) -> Memory:
+def model_state(count: int, num_moments: int, sharing: ZeroSettings, *, bf16: bool) -> Memory:
     """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
 
     `num_moments` are the elements that its optimizer would keep beside masters, were nothing shared. `bf16` stands for
@@ -265,7 +265,7 @@ BUCKETS_AT_ONCE = 3  # of ZeRO-2: two are exchanged while one fills
 
 
 def _passing(
-    model: ModelConfig, sharing: Sharing, *, count: int, num_layers: int, table: int, tp: int, element_bytes: int
+    model: ModelConfig, sharing: ZeroSettings, *, count: int, num_layers: int, table: int, tp: int, element_bytes: int
 ) -> int:
     """Bytes that are whole for a part of a step, on a rank of `count` parameters; `table` are those of an embedding."""
     if sharing.stage == 2:

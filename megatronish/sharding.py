@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.streams import normal_rectangle
 
 

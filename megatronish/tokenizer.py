@@ -260,3 +260,14 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
     if not path.exists():
         raise UserError(f"--tokenizer-model {path} does not exist; check the path")
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool = False) -> list[int]:
+    """At least one token: after the end of a document, another begins. UserError for what is no text."""
+    encode = tokenizer.encode_marked if add_special_tokens else tokenizer.encode
+    try:
+        return encode(prompt) or [tokenizer.eod]
+    except UserError as error:
+        raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}") from error
+    except ValueError as error:
+        raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}; change it") from error

@@ -12,7 +12,8 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Ranks find a test's functions by the name of their module, and the package without being installed.
-for folder in (Path(__file__).parent, Path(__file__).parents[1]):
+TESTS = Path(__file__).parent
+for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.glob("*/*.py")})):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

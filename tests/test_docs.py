@@ -10,14 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from megatronish.config.config import Config
 from megatronish.config.read import ConfigError, read_config
 from megatronish.flops import num_parameters
-from megatronish.memory import Sharing, expected_memory, format_bytes
+from megatronish.memory import ZeroSettings, expected_memory, format_bytes
 from megatronish.pipeline.stages import Stages
 
-ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -74,7 +74,7 @@ def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
     assert not [words for words in COMMANDS if words[0] not in known]
     scripts = [words for words in COMMANDS if words[0] != "make"]
     checked = of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/")
-    builds = of_script("setup")  # tests/test_kernels_build.py
+    builds = of_script("setup")  # tests/kernels/test_kernels_build.py
     assert len(scripts) == len(checked + builds)
 
 
@@ -156,7 +156,7 @@ def fullest_stage(config: Config, vocab_size: int) -> str:
         optimizer=config.optimizer.optimizer,
         cp_comm_type=config.parallel.cp_comm_type,
         recompute=config.recompute,
-        sharing=Sharing.of(config.parallel, layout),
+        sharing=ZeroSettings.of(config.parallel, layout),
     )
     return format_bytes(max(stage.total for stage in memory))
 

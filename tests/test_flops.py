@@ -17,17 +17,17 @@ from megatronish.flops import (
     parameters_of_stage,
     peak_tflops,
 )
+from megatronish.layout import Layout
 from megatronish.memory import (
     Memory,
-    Sharing,
+    ZeroSettings,
     activation_bytes_per_token,
     bytes_per_score,
     expected_memory,
     format_bytes,
     memory_table,
 )
-from megatronish.mesh.layout import Layout
-from megatronish.model.gpt import GPT, Chunk
+from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.pipeline.stages import Stages
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
@@ -81,7 +81,7 @@ def test_the_count_of_a_stage_is_the_real_stages(name: str) -> None:
             model,
             vocab_size=50,
             num_positions=model.max_position_embeddings or 16,
-            chunks=[Chunk(layers, is_first, is_last)],
+            chunks=[ModelChunk(layers, is_first, is_last)],
         )
         counted = parameters_of_stage(
             model, vocab_size=50, seq_length=16, num_layers=len(layers), is_first=is_first, is_last=is_last
@@ -167,7 +167,7 @@ def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: 
         stages=loads,
         sequence_parallel=parallel.sequence_parallel,
         cp_comm_type=parallel.cp_comm_type,
-        sharing=Sharing.of(parallel, layout),
+        sharing=ZeroSettings.of(parallel, layout),
         **(sizes | settings),  # type: ignore[arg-type]
     )
 
@@ -201,8 +201,8 @@ def test_what_zero_shares_is_divided_by_the_ranks_that_share_it(dp: int) -> None
 def test_copies_and_context_parallelism_say_how_many_share() -> None:
     for layout, copies, ranks in [(Layout(dp=8), 2, 4), (Layout(dp=4, cp=2), 1, 8), (Layout(dp=4, cp=2), 4, 2)]:
         parallel = ParallelConfig(zero_stage=1, num_distributed_optimizer_instances=copies)
-        assert Sharing.of(parallel, layout).ranks == ranks
-        assert Sharing.of(ParallelConfig(), layout).ranks == 1
+        assert ZeroSettings.of(parallel, layout).ranks == ranks
+        assert ZeroSettings.of(ParallelConfig(), layout).ranks == 1
 
 
 def test_what_is_offloaded_lies_on_the_host() -> None:

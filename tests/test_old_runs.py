@@ -1,7 +1,7 @@
 """What older versions wrote is still read: checkpoints, the configs of runs, and command lines.
 
-tests/golden/checkpoints holds two runs of commit b51d105: the checkpoint after step 2, the config that the run left, its
-flags, and loss and gradient norm of all four steps. tests/golden/flags.txt holds every flag that had a meaning then.
+tests/golden/checkpoints holds two runs of commit b51d105: the checkpoint after step 2, the config that the run left,
+its flags, and loss and gradient norm of all four steps. tests/golden/flags.txt holds every flag that was known then.
 """
 
 import json
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from jobs import steps_of, tiny, train_on_ranks
+from paths import GOLDEN
 
 from megatronish.config.dump import resolved
 from megatronish.config.fields import ALIASES, FIELDS
 from megatronish.config.flags import KNOWN
 from megatronish.config.read import read_config
 
-GOLDEN = Path(__file__).parent / "golden"
 RUNS = sorted((GOLDEN / "checkpoints").iterdir())
 
 

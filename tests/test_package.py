@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import setuptools
-
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
 
 
 def metadata(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

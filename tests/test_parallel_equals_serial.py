@@ -32,8 +32,8 @@ from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import AttentionBackend, TrainingConfig
 from megatronish.data.loader import micro_batches
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import Mesh
-from megatronish.mesh.layout import Layout
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.muon import is_matrix
 from megatronish.streams import numpy_stream
@@ -260,7 +260,7 @@ def serial(problem: Problem) -> Record:
 
 
 def whole(records: Sequence[Parts]) -> dict[str, Tensor]:
-    """The global tensors; an assertion where holders of one element differ in a bit, or nobody holds one.
+    """The global tensors; an assertion where embedding_axis of one element differ in a bit, or nobody holds one.
 
     So copies are compared on the way: data ranks, replicas over tp, both ends of a tied embedding.
     """

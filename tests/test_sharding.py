@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
-from megatronish.mesh.groups import Axis
-from megatronish.model.gpt import GPT, Chunk
+from megatronish.mesh import Axis
+from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.sharding import Piece, Sharding, collect_shardings, initialize
 
 TP_SIZES = range(1, 9)
@@ -39,7 +39,7 @@ def gpt(tp: Axis, *, layers: range | None = None, num_layers: int = 2, **options
         vocab_size=VOCABULARY,
         num_positions=16,
         tp=tp,
-        chunks=[Chunk(stage, is_first=stage[0] == 0, is_last=stage[-1] == num_layers - 1)],
+        chunks=[ModelChunk(stage, is_first=stage[0] == 0, is_last=stage[-1] == num_layers - 1)],
     )
 
 

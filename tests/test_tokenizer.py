@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from paths import ROOT
 
 from megatronish.config.data import DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.errors import UserError
 from megatronish.tokenizer import BytesTokenizer, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
 
-ROOT = Path(__file__).parents[1]
 TEXTS = [
     "def f(x):\n\tif x:\n\t\treturn  1 \n\n\n",
     " leading", "trailing ", "  two  spaces  ", "\n", " ", "\t", "", "\r\n", "\0", "a\u2581b\u2581\u2581", "\u2581",

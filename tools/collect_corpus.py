@@ -16,8 +16,8 @@ from pydoc_data.topics import topics
 import tyro
 from tqdm import tqdm
 
-from megatronish.data.atomic import AtomicFile
 from megatronish.errors import UserError
+from megatronish.files import AtomicFile
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
 """Others' code; tests, whose literals are no prose; tables of character sets."""

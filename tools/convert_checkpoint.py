@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from megatronish.checkpoint.convert import convert
 from megatronish.errors import RunError, UserError
+from megatronish.formats.convert import convert
 
 FormatName = Literal["hf", "megatronish", "megatron"]
 

@@ -16,11 +16,11 @@ from typing import Annotated
 import tyro
 
 from megatronish.errors import UserError
-from megatronish.pipeline.draw import draw
-from megatronish.pipeline.recorded import Recorded
-from megatronish.pipeline.schedule import SCHEDULES
-from megatronish.pipeline.simulate import Costs, simulate
-from megatronish.pipeline.timeline import TimedPlan
+from megatronish.schedule.draw import draw
+from megatronish.schedule.recorded import Recorded
+from megatronish.schedule.schedules import SCHEDULES
+from megatronish.schedule.simulate import Costs, simulate
+from megatronish.schedule.timeline import TimedPlan
 
 COLUMNS_AN_ACTION = 3  # on average, of a real step
 
@@ -105,7 +105,7 @@ def main() -> int:
         return 2
     print(report(timed_plan, is_real=arguments.recorded is not None))
     if arguments.png:
-        from megatronish.pipeline.draw_png import draw_png  # matplotlib takes a second to import: only where it is used
+        from megatronish.schedule.draw_png import draw_png  # matplotlib takes a second to import: only where it is used
 
         try:
             arguments.png.parent.mkdir(parents=True, exist_ok=True)

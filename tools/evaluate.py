@@ -22,13 +22,13 @@ from megatronish.config.training import TrainingConfig
 from megatronish.data.text import Text, read_text
 from megatronish.data.windows import Windows
 from megatronish.errors import UserError
+from megatronish.inference.load import SavedModel, find_trained, load_engine
+from megatronish.inference.perplexity import Perplexity, measure
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place, place_from_environment
-from megatronish.mesh.groups import leave
+from megatronish.mesh import leave
 from megatronish.tokenizer import build_tokenizer
-from megatronish.train.perplexity import Perplexity, measure
 from megatronish.train.run import start_mesh
-from megatronish.train.trained import Found, find_trained, load_engine
 
 MAX_BAD_LINES_TOLD = 20
 MAX_DERIVED_SEQ_LENGTH = 4096  # a model for 131072 tokens would need much memory and time for most texts
@@ -81,7 +81,7 @@ class Task:
     """What every rank needs to know."""
 
     arguments: Arguments
-    found: Found
+    found: SavedModel
     config: Config
     text: Text
     windows: Windows
@@ -147,7 +147,7 @@ def sequence_pieces(parallel: ParallelConfig) -> int:
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp if parallel.sequence_parallel else 1)
 
 
-def sections(arguments: Arguments, found: Found, place: Place | None) -> tuple[ParallelConfig, TrainingConfig]:
+def sections(arguments: Arguments, found: SavedModel, place: Place | None) -> tuple[ParallelConfig, TrainingConfig]:
     """The layout and the windows."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,

@@ -23,13 +23,13 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.data.preprocess import read_line
 from megatronish.errors import UserError
+from megatronish.inference.generate import GeneratedToken, Sampling, generate
+from megatronish.inference.load import SavedModel, find_trained, load_model
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place, place_from_environment
-from megatronish.mesh.groups import leave
-from megatronish.tokenizer import Tokenizer, build_tokenizer
-from megatronish.train.generate import Sampling, Written, encode_prompt, generate
+from megatronish.mesh import leave
+from megatronish.tokenizer import Tokenizer, build_tokenizer, encode_prompt
 from megatronish.train.run import start_mesh
-from megatronish.train.trained import Found, find_trained, load_model
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Task:
     """What every rank needs to know."""
 
     arguments: Arguments
-    found: Found
+    found: SavedModel
     config: Config
     tokenizer: Tokenizer
     prompts: tuple[str, ...]
@@ -186,7 +186,7 @@ def tell_of_long_texts(task: Task) -> None:
         print(f"what is beyond {seen} tokens is written with the last {seen} in view, and slower", file=sys.stderr)
 
 
-def show(task: Task, written: Iterable[Written]) -> int:
+def show(task: Task, written: Iterable[GeneratedToken]) -> int:
     """Print, or write to --output, what comes, prompt after prompt; the number of tokens."""
     path = task.arguments.output
     following = [list[int]() for _ in task.prompts]

@@ -14,9 +14,9 @@ import sentencepiece
 import tyro
 from tqdm import tqdm
 
-from megatronish.data.atomic import AtomicFile
 from megatronish.data.preprocess import read_batches, read_line
 from megatronish.errors import UserError
+from megatronish.files import AtomicFile
 
 EOD = "<|endoftext|>"
 RUN_LENGTH = 4000

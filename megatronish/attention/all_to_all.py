@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatronish import comm
 from megatronish.attention.core import ProbabilityDropout, attend_alone
-from megatronish.attention.visibility import Visibility
+from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import from_zigzag, to_zigzag
 from megatronish.config.training import AttentionBackend
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 
 
 def all_to_all_attention(
@@ -21,7 +21,7 @@ def all_to_all_attention(
     v: Tensor,
     *,
     cp: Axis,
-    visibility: Visibility,
+    visibility: AttentionMask,
     backend: AttentionBackend,
     first_head: int,
     dropout: ProbabilityDropout | None,

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatronish.attention.all_to_all import all_to_all_attention
 from megatronish.attention.core import ProbabilityDropout, attend_alone
+from megatronish.attention.mask import AttentionMask
 from megatronish.attention.ring import ring_attention
-from megatronish.attention.visibility import Visibility
 from megatronish.config.training import AttentionBackend
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 
 
 def attend(
@@ -28,7 +28,7 @@ def attend(
     *,
     cp: Axis,
     method: Literal["p2p", "a2a"],
-    visibility: Visibility,
+    visibility: AttentionMask,
     backend: AttentionBackend = "auto",
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class _Kept(NamedTuple):
+class _LayerCache(NamedTuple):
     keys: Tensor  # [capacity, B, k, H]
     values: Tensor
 
@@ -21,7 +21,7 @@ class KeyValueCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.num_columns = capacity, 0
-        self._layers: dict[int, _Kept] = {}
+        self._layers: dict[int, _LayerCache] = {}
 
     @property
     def is_full(self) -> bool:
@@ -32,7 +32,7 @@ class KeyValueCache:
         """Keep [s, B, k, H], [s, B, k, H] of the newest columns -> the same of all columns so far, these included."""
         if layer not in self._layers:
             room = (self.capacity, *k.shape[1:])
-            self._layers[layer] = _Kept(k.new_empty(room), v.new_empty(room))
+            self._layers[layer] = _LayerCache(k.new_empty(room), v.new_empty(room))
         start, stop = self.num_columns, self.num_columns + k.shape[0]
         for kept, new in zip(self._layers[layer], (k, v), strict=True):
             kept[start:stop] = new
@@ -45,4 +45,4 @@ class KeyValueCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all rows of the batch but these."""
-        self._layers = {layer: _Kept(*(x[:, rows] for x in kept)) for layer, kept in self._layers.items()}
+        self._layers = {layer: _LayerCache(*(x[:, rows] for x in kept)) for layer, kept in self._layers.items()}

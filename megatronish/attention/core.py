@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megatronish.attention.explicit import explicit_attention
-from megatronish.attention.visibility import Visibility
+from megatronish.attention.mask import AttentionMask
 from megatronish.config.training import AttentionBackend
 
 
@@ -31,7 +31,7 @@ def attend_alone(
     k: Tensor,
     v: Tensor,
     *,
-    visibility: Visibility,
+    visibility: AttentionMask,
     backend: AttentionBackend = "auto",
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatronish.attention.visibility import Visibility
+from megatronish.attention.mask import AttentionMask
 from megatronish.ops.library import accumulation_dtype
 from megatronish.ops.softmax import scaled_causal_softmax, scaled_masked_softmax
 
@@ -25,7 +25,7 @@ def explicit_attention(
     k: Tensor,
     v: Tensor,
     *,
-    visibility: Visibility,
+    visibility: AttentionMask,
     fused: bool,
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -48,13 +48,13 @@ def unstacked(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
 
 
-def _fused_softmax(scores: Tensor, visibility: Visibility, scale: float) -> Tensor:
+def _fused_softmax(scores: Tensor, visibility: AttentionMask, scale: float) -> Tensor:
     if visibility.document_ids is None:
         return scaled_causal_softmax(scores, scale=scale, window_size=visibility.window_size)
     return scaled_masked_softmax(scores, visibility.whole, scale=scale)
 
 
-def _softmax(scores: Tensor, visibility: Visibility, scale: float) -> Tensor:
+def _softmax(scores: Tensor, visibility: AttentionMask, scale: float) -> Tensor:
     scaled = scores.to(accumulation_dtype(scores.dtype)) * scale
     visible = visibility.whole
     if visible is None:

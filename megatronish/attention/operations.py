@@ -23,7 +23,7 @@ LSE_ALIGNMENT = 32  # queries
 BIAS_ALIGNMENT = 16  # keys
 
 
-class Sees(NamedTuple):
+class TileMask(NamedTuple):
     """Which keys the queries of a tile see: all, those of `causal` (as many queries as keys), or those of `mask`."""
 
     causal: bool = False
@@ -31,7 +31,7 @@ class Sees(NamedTuple):
     drop: Callable[[Tensor], Tensor] | None = None  # of probabilities [B, n, q, k]; needs a mask
 
 
-class Grads(NamedTuple):
+class TileGradients(NamedTuple):
     """Gradients of a tile's queries, keys and values."""
 
     q: Tensor
@@ -40,10 +40,10 @@ class Grads(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """(q, k, v, sees) -> out, lse, and (dout, q, k, v, out, lse, sees) -> Grads; lse contiguous."""
+    """(q, k, v, sees) -> out, lse, and (dout, q, k, v, out, lse, sees) -> TileGradients; lse contiguous."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Sees], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sees], Grads]
+    forward: Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], TileGradients]
 
 
 def _scale(q: Tensor) -> float:
@@ -62,16 +62,16 @@ def _bias(q: Tensor, mask: Tensor | None, *, alignment: int = 1) -> Tensor | Non
 # On CPU: shares kv heads among query heads, takes any strides and a bias in the dtype of q.
 
 
-def _flash_on_cpu_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+def _flash_on_cpu_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, sees.causal, attn_mask=_bias(q, sees.mask), scale=_scale(q)
     )
 
 
 def _flash_on_cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
-) -> Grads:
-    return Grads(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+) -> TileGradients:
+    return TileGradients(
         *aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, sees.causal, attn_mask=_bias(q, sees.mask), scale=_scale(q)
         )
@@ -88,20 +88,22 @@ def _pad_heads(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, -x.shape[-1] % HEAD_ALIGNMENT)) if x.shape[-1] % HEAD_ALIGNMENT else x for x in tensors]
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
     padded = _pad_heads(q, k, v)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(*padded, 0.0, sees.causal, scale=_scale(q))
     return out[..., : q.shape[-1]], lse
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees) -> Grads:
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+) -> TileGradients:
     dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
     no_state = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))
     lengths = (None, None, q.shape[2], k.shape[2])
     grads = aten._scaled_dot_product_flash_attention_backward(
         dout, q_padded, k, v, out, lse, *lengths, 0.0, sees.causal, *no_state, scale=_scale(q)
     )
-    return Grads(*(grad[..., : q.shape[-1]] for grad in grads))
+    return TileGradients(*(grad[..., : q.shape[-1]] for grad in grads))
 
 
 # On CUDA, "efficient": any float but fp64, any mask, as many kv heads as query heads, heads in multiples of 8 channels.
@@ -109,14 +111,16 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 # so, with +inf where there is no query, and takes the output to be dense in the order [B, q, n, H], without a check.
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     padded, bias = _pad_heads(q, k, v), _bias(q, sees.mask, alignment=BIAS_ALIGNMENT)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(*padded, bias, True, 0.0, sees.causal, scale=_scale(q))
     return out[..., : q.shape[-1]], lse[..., : q.shape[2]]
 
 
-def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees) -> Grads:
+def _efficient_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+) -> TileGradients:
     kv_heads, bias = k.shape[1], _bias(q, sees.mask, alignment=BIAS_ALIGNMENT)
     k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
     dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
@@ -128,21 +132,21 @@ def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         dout, q_padded, k, v, bias, out, lse, *no_state, 0.0, wanted, sees.causal, scale=_scale(q)
     )
     dk, dv = (grad.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for grad in (dk, dv))
-    return Grads(*(grad[..., : q.shape[-1]] for grad in (dq, dk, dv)))
+    return TileGradients(*(grad[..., : q.shape[-1]] for grad in (dq, dk, dv)))
 
 
 # Anywhere, with the probabilities made explicit, in fp32: half precision would round gradients of probabilities before
 # their mean is taken off, which is most of them.
 
 
-def _scores(q: Tensor, k: Tensor, sees: Sees) -> Tensor:
+def _scores(q: Tensor, k: Tensor, sees: TileMask) -> Tensor:
     """[B, n, q, k], -inf where nothing is seen."""
     assert sees.mask is not None
     scores = unstacked(stacked(q, k.shape[1]) @ k.mT, q.shape[1])
     return scores.mul_(_scale(q)).masked_fill_(~sees.mask, -torch.inf)
 
 
-def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
     assert sees.drop is not None
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
     scores = _scores(q, k, sees)
@@ -151,7 +155,9 @@ def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tens
     return unstacked(stacked(dropped, v.shape[1]) @ v, q.shape[1]), lse
 
 
-def _explicit_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees) -> Grads:
+def _explicit_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+) -> TileGradients:
     """Softmax takes its mean off a row of gradients, weighted by probability: that is the row of dout * out."""
     assert sees.drop is not None
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -162,7 +168,7 @@ def _explicit_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     dprobabilities = sees.drop(unstacked(by_kv_head @ v.mT, heads))
     means = (dout * out).sum(-1, keepdim=True)
     dscores = stacked(probabilities * (dprobabilities - means), kv_heads) * _scale(q)
-    return Grads(unstacked(dscores @ k, heads), dscores.mT @ stacked(q, kv_heads), dv)
+    return TileGradients(unstacked(dscores @ k, heads), dscores.mT @ stacked(q, kv_heads), dv)
 
 
 FLASH_ON_CPU = Operation(_flash_on_cpu_forward, _flash_on_cpu_backward)

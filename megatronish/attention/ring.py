@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from megatronish import comm
 from megatronish.attention import tile
 from megatronish.attention.core import ProbabilityDropout
-from megatronish.attention.operations import Sees
-from megatronish.attention.visibility import Sight, Visibility
+from megatronish.attention.mask import AttentionMask, BlockMask
+from megatronish.attention.operations import TileMask
 from megatronish.attention.zigzag import chunks_of, places_of
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.ops.library import accumulation_dtype
 
 BLOCK_TAG, GRADS_TAG = 0, 1
@@ -40,7 +40,7 @@ def ring_attention(
     v: Tensor,
     *,
     cp: Axis,
-    visibility: Visibility,
+    visibility: AttentionMask,
     first_head: int,
     dropout: ProbabilityDropout | None,
 ) -> Tensor:
@@ -54,10 +54,10 @@ class Tile(NamedTuple):
 
     queries: slice
     keys: slice
-    sight: Sight
+    sight: BlockMask
 
 
-def tiles_of(rank: int, source: int, *, cp_size: int, visibility: Visibility, by_chunks: bool) -> list[Tile]:
+def tiles_of(rank: int, source: int, *, cp_size: int, visibility: AttentionMask, by_chunks: bool) -> list[Tile]:
     """What `rank` has to compute with the block of rank `source`.
 
     A query's first tile holds the query itself among its keys, so its log-sum-exp is finite from then on. `by_chunks`
@@ -83,7 +83,7 @@ class _Plan:
     """What a turn of the ring needs to know besides tensors."""
 
     cp: Axis
-    visibility: Visibility
+    visibility: AttentionMask
     drop: Callable[..., Tensor] | None  # a ProbabilityDropout that knows its first head
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -96,7 +96,7 @@ class _Plan:
             if coming is not None:
                 block = coming.wait()
 
-    def tiles(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Sees]]:
+    def tiles(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, TileMask]]:
         """The queries, the keys and what is seen of each tile with the block of rank `source`."""
         cp, visibility = self.cp, self.visibility
         mine, theirs = (places_of(visibility.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
@@ -106,11 +106,11 @@ class _Plan:
         ):
             places = {"queries": mine[queries], "keys": theirs[keys]}
             if self.drop is not None:
-                sees = Sees(mask=visibility.mask(**places), drop=partial(self.drop, **places))
+                sees = TileMask(mask=visibility.mask(**places), drop=partial(self.drop, **places))
             elif sight == "mask":
-                sees = Sees(mask=visibility.mask(**places))
+                sees = TileMask(mask=visibility.mask(**places))
             else:
-                sees = Sees(causal=sight == "causal")
+                sees = TileMask(causal=sight == "causal")
             yield queries, keys, sees
 
 

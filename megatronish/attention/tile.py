@@ -10,13 +10,21 @@ Shapes: q, out [B, n, q, H]; k, v [B, kv, k, H]; lse [B, n, q], at least fp32; n
 import torch
 from torch import Tensor
 
-from megatronish.attention.operations import EFFICIENT, EXPLICIT, FLASH, FLASH_ON_CPU, Grads, Operation, Sees
+from megatronish.attention.operations import (
+    EFFICIENT,
+    EXPLICIT,
+    FLASH,
+    FLASH_ON_CPU,
+    Operation,
+    TileGradients,
+    TileMask,
+)
 
 FLASH_LARGEST_HEAD = 256
 FLASH_OLDEST_GPU = (8, 0)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, sees: Sees) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *, sees: TileMask) -> tuple[Tensor, Tensor]:
     """out, lse. The output of a row that sees nothing is finite, and its log-sum-exp -inf."""
     if sees.mask is None:
         return operation_for(q, sees).forward(q, k, v, sees)
@@ -27,12 +35,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, sees: Sees) -> tuple[Tensor, Ten
     return out, lse.masked_fill(~seen, -torch.inf)
 
 
-def backward(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, *, sees: Sees) -> Grads:
+def backward(
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, *, sees: TileMask
+) -> TileGradients:
     """`lse` is finite, for every token sees itself; so a row that sees nothing here has gradients of exactly zero."""
     return operation_for(q, sees).backward(dout, q, k, v, out, lse.contiguous(), sees)
 
 
-def operation_for(q: Tensor, sees: Sees) -> Operation:
+def operation_for(q: Tensor, sees: TileMask) -> Operation:
     """What computes a tile: flash attention where it can, on CUDA the slower "efficient" one where it cannot."""
     if sees.drop is not None:
         return EXPLICIT

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from megatronish.checkpoint.durable import write_durably
 from megatronish.errors import UserError
+from megatronish.files import write_durably
 
 CHECKSUMS = "checksums.json"
 CHUNK_BYTES = 2**20

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
-from megatronish.checkpoint.durable import sync_folder, write_durably
 from megatronish.errors import UserError
+from megatronish.files import sync_folder, write_durably
 
 STATE = "state.json"
 LATEST = "latest"

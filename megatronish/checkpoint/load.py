@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import by_age
 from megatronish.checkpoint.storage import Reader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
-from megatronish.checkpoint.together import together
 from megatronish.errors import UserError
-from megatronish.mesh.groups import Axis, Mesh
+from megatronish.mesh import Axis, Mesh
 
 
 def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) -> None:
@@ -20,9 +20,9 @@ def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) 
     UserError, before anything is changed, if a tensor is missing or has another shape there: it is another model's.
     DamagedError, with one to load instead, if a byte that a rank reads is not what was written.
     """
-    with offering_another(mesh.storage):
-        reader = together(mesh.storage, partial(_open, folder, tensors, checks_all=mesh.is_main))
-        read_tensors(reader, tensors, over=mesh.storage)
+    with offering_another(mesh.checkpoint_axis):
+        reader = all_or_none(mesh.checkpoint_axis, partial(_open, folder, tensors, checks_all=mesh.is_main))
+        read_tensors(reader, tensors, over=mesh.checkpoint_axis)
 
 
 def _open(folder: Path, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> Reader:
@@ -73,7 +73,7 @@ def _newest_whole_before(damaged: Path, over: Axis) -> Path | None:
     names = [path.name for path in older]
     for checkpoint in reversed(older[: names.index(damaged.name)] if damaged.name in names else older):
         try:
-            together(over, partial(verify, checkpoint))
+            all_or_none(over, partial(verify, checkpoint))
         except DamagedError:
             continue
         return checkpoint

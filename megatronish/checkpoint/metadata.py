@@ -42,7 +42,7 @@ PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _Record:
+class _PlainRecord:
     """An object of the pickle: what is said of it, in a class of no other meaning than its name."""
 
     said: Any = None
@@ -51,14 +51,14 @@ class _Record:
         self.said = said
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._kinds: dict[str, type[_Record]] = {}  # made anew each time, as a pickle can change a class
+        self._kinds: dict[str, type[_PlainRecord]] = {}  # made anew each time, as a pickle can change a class
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, ()):
-            return self._kinds.setdefault(name, type(name, (_Record,), {}))
+            return self._kinds.setdefault(name, type(name, (_PlainRecord,), {}))
         if (module, name) in PLAIN:
             return PLAIN[module, name]
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
 
 def parse_metadata(data: bytes) -> Metadata:
     """The content of `.metadata`. Some exception, with a sentence or not, if it is not what torch writes there."""
-    said = _said(_Unpickler(data).load(), "Metadata")
+    said = _said(_MetadataUnpickler(data).load(), "Metadata")
     tensors = {_checked(name, str): _tensor(stored) for name, stored in said["state_dict_metadata"].items()}
     places = dict(_place(index, stored) for index, stored in said["storage_data"].items())
     for name, tensor in tensors.items():
@@ -132,7 +132,7 @@ def _place(index: Any, stored: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 def _said(found: Any, kind: str, form: type = dict) -> Any:
     """What is said of a record of this kind."""
-    if not isinstance(found, _Record) or type(found).__name__ != kind:
+    if not isinstance(found, _PlainRecord) or type(found).__name__ != kind:
         raise ValueError(f"it has {_kind(found)} where {kind} belongs")
     return _checked(found.said, form)
 

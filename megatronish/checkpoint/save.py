@@ -14,32 +14,32 @@ from typing import Any
 
 from torch import Tensor
 
+from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import name_of, partial_name_of, publish, remove_leftovers
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
-from megatronish.checkpoint.together import together
 from megatronish.errors import RunError
-from megatronish.mesh.groups import Axis, Mesh
+from megatronish.mesh import Axis, Mesh
 from megatronish.optim.optimizer import Optimizer
 from megatronish.sharding import Shard, Sharding
 
 
 def model_tensors(
-    shards: Mapping[str, Shard], shardings: Mapping[str, Sharding], mesh: Mesh, copied_over: Axis
+    shards: Mapping[str, Shard], shardings: Mapping[str, Sharding], mesh: Mesh, replicate_axis: Axis
 ) -> dict[str, GlobalTensor]:
-    """The parameters as global tensors. Ranks of `copied_over` hold the same, and write it in turn."""
+    """The parameters as global tensors. Ranks of `replicate_axis` hold the same, and write it in turn."""
     masters = {name: shard.master for name, shard in shards.items()}
-    return _global_tensors("model", masters, shards, shardings, mesh, copied_over)
+    return _global_tensors("model", masters, shards, shardings, mesh, replicate_axis)
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, shardings: Mapping[str, Sharding], mesh: Mesh, copied_over: Axis
+    optimizer: Optimizer, shardings: Mapping[str, Sharding], mesh: Mesh, replicate_axis: Axis
 ) -> dict[str, GlobalTensor]:
     """The optimizer's tensors as global tensors."""
     found: dict[str, GlobalTensor] = {}
     for state in dict.fromkeys(state for tensors in optimizer.state.values() for state in tensors):
         tensors = {name: tensors[state] for name, tensors in optimizer.state.items() if state in tensors}
-        found |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, mesh, copied_over)
+        found |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, mesh, replicate_axis)
     return found
 
 
@@ -49,7 +49,7 @@ def _global_tensors(
     shards: Mapping[str, Shard],
     shardings: Mapping[str, Sharding],
     mesh: Mesh,
-    copied_over: Axis,
+    replicate_axis: Axis,
 ) -> dict[str, GlobalTensor]:
     """Of the ranks that hold the same, one writes; copies take turns, so that they share the work."""
     found = {}
@@ -60,7 +60,7 @@ def _global_tensors(
             shape=sharding.shape,
             pieces=shards[name].pieces,
             local=local.detach(),
-            writes=first_holder and number % copied_over.size == copied_over.rank,
+            writes=first_holder and number % replicate_axis.size == replicate_axis.rank,
         )
     return found
 
@@ -85,16 +85,16 @@ def save_checkpoint(
     """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path.
 
     SaveError, on all of them, if the disk is full or fails: what was written of it is removed, the checkpoints before
-    it stay. Ranks talk over `mesh.storage` alone, so a thread may do this while training uses the others.
+    it stay. Ranks talk over `mesh.checkpoint_axis` alone, so a thread may do this while training uses the others.
     """
     partial = folder / partial_name_of(step)
 
     def on_main(work: Callable[[], Any]) -> None:
-        together(mesh.storage, work if mesh.is_main else lambda: None)
+        all_or_none(mesh.checkpoint_axis, work if mesh.is_main else lambda: None)
 
     try:
         on_main(lambda: _begin(partial))
-        write_tensors(partial, tensors, over=mesh.storage)
+        write_tensors(partial, tensors, over=mesh.checkpoint_axis)
         on_main(lambda: publish(partial, step=step, state=state))
     except (OSError, DamagedError) as error:
         if mesh.is_main:

@@ -7,11 +7,12 @@ torch.Tensor alone, and they check what torch does not: that every element asked
 
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
+from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.storage import Reader, Writer
-from megatronish.checkpoint.together import together
 from megatronish.errors import UserError
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.sharding import FlatPiece, Piece
 
 ALONE = Axis("alone")
@@ -72,6 +73,24 @@ class GlobalTensor:
         return piece.view(self.local.detach())
 
 
+@dataclass(frozen=True)
+class UnreadTensor:
+    """A whole tensor that is read when it is its turn to be written: it takes the place of a GlobalTensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
+        size = torch.Size(self.shape)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=size)
+        return [WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        return self.read().contiguous()
+
+
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Torch's planner, for global tensors."""
 
@@ -109,7 +128,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-def write_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, over: Axis) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor | UnreadTensor], *, over: Axis) -> None:
     """Write every rank's part of `tensors` into `folder`; all ranks of the axis call this."""
     with _plain_errors():
         dcp.save(
@@ -126,7 +145,7 @@ def read_tensors(source: Path | Reader, tensors: dict[str, GlobalTensor], *, ove
 
     Who reads tensor by tensor makes one `Reader` and hands it in each time.
     """
-    reader = source if isinstance(source, Reader) else together(over, partial(Reader, source))
+    reader = source if isinstance(source, Reader) else all_or_none(over, partial(Reader, source))
     with _plain_errors():
         dcp.load(
             dict(tensors),
@@ -137,10 +156,26 @@ def read_tensors(source: Path | Reader, tensors: dict[str, GlobalTensor], *, ove
         )
 
 
+class StoredTensor(NamedTuple):
+    """A global tensor as a checkpoint describes it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def stored_tensors(reader: Reader) -> dict[str, StoredTensor]:
+    """Every tensor in a checkpoint, by name."""
+    found = reader.metadata.state_dict_metadata.items()
+    return {
+        name: StoredTensor(tuple(stored.size), stored.properties.dtype)
+        for name, stored in found
+        if isinstance(stored, TensorStorageMetadata)
+    }
+
+
 def stored_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
     """The global shape of every tensor in a checkpoint."""
-    found = reader.metadata.state_dict_metadata.items()
-    return {name: tuple(stored.size) for name, stored in found if isinstance(stored, TensorStorageMetadata)}
+    return {name: stored.shape for name, stored in stored_tensors(reader).items()}
 
 
 @contextmanager

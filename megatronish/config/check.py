@@ -11,7 +11,7 @@ from megatronish.config.config import Config
 from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.fields import one_of
 from megatronish.config.ranges import out_of_range
-from megatronish.config.rules import LARGEST_NAMED, Rule, divide
+from megatronish.config.rules import LARGEST_NAMED, ConfigRule, divide
 from megatronish.config.settle import SAMPLES, STEPS
 
 
@@ -326,28 +326,28 @@ _ROPE = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rop
 
 RULES = (
     *PARALLEL_RULES,
-    Rule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
-    Rule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
-    Rule(("max_position_embeddings", "seq_length", "position_embedding_type"), _positions),
-    Rule(("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"), _rope_head),
-    Rule(("rope_scaling_type", "position_embedding_type", *_ROPE), _rope_scaling),
-    Rule(_BATCH, _batches),
-    Rule((*_BATCH, "rampup_batch_size"), _ramp_up),
-    Rule(("train_iters", "train_samples"), _length_of_run),
-    Rule((*_BATCH, "train_samples"), _at_least_a_step),
-    Rule((*STEPS, *SAMPLES), _warm_up),
-    Rule(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), _wsd),
-    Rule(("profile_schedule", "profile_step_start", "profile_step_end", "train_iters"), _profile),
-    Rule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),
-    Rule(("fp16", "initial_loss_scale", "min_loss_scale"), _loss_scales),
-    Rule(("bf16", "fp16", "grad_reduce_in_bf16"), _reduction_in_bf16),
-    Rule(("attention_backend", "attention_dropout"), _attention),
-    Rule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),
-    Rule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),
-    Rule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
-    Rule(("split",), _split),
-    Rule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
-    Rule(("finetune", "load", "load_hf"), _starting_point),
-    Rule(("use_checkpoint_args", "load"), _arguments),
-    Rule(("keep_every", "save_interval"), _kept_steps),
+    ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
+    ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
+    ConfigRule(("max_position_embeddings", "seq_length", "position_embedding_type"), _positions),
+    ConfigRule(("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"), _rope_head),
+    ConfigRule(("rope_scaling_type", "position_embedding_type", *_ROPE), _rope_scaling),
+    ConfigRule(_BATCH, _batches),
+    ConfigRule((*_BATCH, "rampup_batch_size"), _ramp_up),
+    ConfigRule(("train_iters", "train_samples"), _length_of_run),
+    ConfigRule((*_BATCH, "train_samples"), _at_least_a_step),
+    ConfigRule((*STEPS, *SAMPLES), _warm_up),
+    ConfigRule(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), _wsd),
+    ConfigRule(("profile_schedule", "profile_step_start", "profile_step_end", "train_iters"), _profile),
+    ConfigRule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),
+    ConfigRule(("fp16", "initial_loss_scale", "min_loss_scale"), _loss_scales),
+    ConfigRule(("bf16", "fp16", "grad_reduce_in_bf16"), _reduction_in_bf16),
+    ConfigRule(("attention_backend", "attention_dropout"), _attention),
+    ConfigRule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),
+    ConfigRule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),
+    ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
+    ConfigRule(("split",), _split),
+    ConfigRule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
+    ConfigRule(("finetune", "load", "load_hf"), _starting_point),
+    ConfigRule(("use_checkpoint_args", "load"), _arguments),
+    ConfigRule(("keep_every", "save_interval"), _kept_steps),
 )

@@ -4,8 +4,8 @@ import math
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, one_of
-from megatronish.config.rules import Rule, divide
-from megatronish.config.stages import stages_problem
+from megatronish.config.rules import ConfigRule, divide
+from megatronish.schedule.split import stages_problem
 
 
 def _heads_over_tp(config: Config) -> str | None:
@@ -224,19 +224,19 @@ _RECOMPUTE = (
 )
 
 PARALLEL_RULES = (
-    Rule(("num_attention_heads", _TP), _heads_over_tp),
-    Rule(("num_attention_heads", "num_query_groups", "group_query_attention", _TP), _key_value_heads_over_tp),
-    Rule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
-    Rule(("seq_length", _CP), _sequence_over_cp),
-    Rule(("seq_length", "sequence_parallel", _TP, _CP), _sequence_over_tp),
-    Rule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
-    Rule(("attention_backend", "cp_comm_type", _CP), _attention_over_cp),
-    Rule(("num_layers", _PP, *_CHUNKS, *_STAGES), _interleaving),
-    Rule(("num_layers", _PP, *_CHUNKS, *_STAGES), _layers_over_stages),
-    Rule((*_RECOMPUTE, _TP, "sequence_parallel"), _recompute),
-    Rule((*MESH, "global_batch_size", "micro_batch_size"), _num_microbatches),
-    Rule(("distributed_backend", "device"), _backend),
-    Rule((*_ZERO, *_CHUNKS), _zero),
-    Rule((*_ZERO, *MESH, "num_distributed_optimizer_instances"), _copies),
-    Rule((*_ZERO, "optimizer_cpu_offload", "param_cpu_offload"), _offload),
+    ConfigRule(("num_attention_heads", _TP), _heads_over_tp),
+    ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention", _TP), _key_value_heads_over_tp),
+    ConfigRule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
+    ConfigRule(("seq_length", _CP), _sequence_over_cp),
+    ConfigRule(("seq_length", "sequence_parallel", _TP, _CP), _sequence_over_tp),
+    ConfigRule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
+    ConfigRule(("attention_backend", "cp_comm_type", _CP), _attention_over_cp),
+    ConfigRule(("num_layers", _PP, *_CHUNKS, *_STAGES), _interleaving),
+    ConfigRule(("num_layers", _PP, *_CHUNKS, *_STAGES), _layers_over_stages),
+    ConfigRule((*_RECOMPUTE, _TP, "sequence_parallel"), _recompute),
+    ConfigRule((*MESH, "global_batch_size", "micro_batch_size"), _num_microbatches),
+    ConfigRule(("distributed_backend", "device"), _backend),
+    ConfigRule((*_ZERO, *_CHUNKS), _zero),
+    ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances"), _copies),
+    ConfigRule((*_ZERO, "optimizer_cpu_offload", "param_cpu_offload"), _offload),
 )

@@ -10,7 +10,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.run import CheckpointConfig, LogConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.mesh.layout import Layout
+from megatronish.layout import Layout
 
 
 @dataclass(frozen=True)

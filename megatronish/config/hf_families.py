@@ -11,7 +11,7 @@ from megatronish.config.hf_rope import read_rope, write_rope
 from megatronish.config.model import ModelConfig
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     """A model_type: how it is read, how it is written, and which field of a model keeps it from being one.
 
     `aliases` are other names of its keys, which transformers reads too.
@@ -307,11 +307,13 @@ _GPT2_ALIASES = {
 
 # In the order in which one is looked for that can say what a model is.
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", "n_positions", _GPT2, _GPT2_ALIASES, _read_gpt2, _write_gpt2, _not_gpt2),
-    "llama": Family("LlamaForCausalLM", _ROWS, _LLAMA, {}, _read_llama, _write_llama, _not_llama),
-    "mistral": Family("MistralForCausalLM", _ROWS, _MISTRAL, {}, _read_mistral, _write_mistral, _not_mistral),
-    "qwen2": Family("Qwen2ForCausalLM", _ROWS, _QWEN2, {}, _read_qwen2, _write_qwen2, _not_qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", _ROWS, _QWEN2 | {"head_dim": 128}, {}, _read_qwen3, _write_qwen3, _not_qwen3),
+    "gpt2": ModelFamily("GPT2LMHeadModel", "n_positions", _GPT2, _GPT2_ALIASES, _read_gpt2, _write_gpt2, _not_gpt2),
+    "llama": ModelFamily("LlamaForCausalLM", _ROWS, _LLAMA, {}, _read_llama, _write_llama, _not_llama),
+    "mistral": ModelFamily("MistralForCausalLM", _ROWS, _MISTRAL, {}, _read_mistral, _write_mistral, _not_mistral),
+    "qwen2": ModelFamily("Qwen2ForCausalLM", _ROWS, _QWEN2, {}, _read_qwen2, _write_qwen2, _not_qwen2),
+    "qwen3": ModelFamily(
+        "Qwen3ForCausalLM", _ROWS, _QWEN2 | {"head_dim": 128}, {}, _read_qwen3, _write_qwen3, _not_qwen3
+    ),
 }
 
 

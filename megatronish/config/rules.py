@@ -9,7 +9,7 @@ from megatronish.config.fields import FIELDS, one_of
 LARGEST_NAMED = 4096  # a remedy names fitting sizes up to this
 
 
-class Rule(NamedTuple):
+class ConfigRule(NamedTuple):
     """A rule over several fields: None, or what is wrong."""
 
     fields: tuple[str, ...]

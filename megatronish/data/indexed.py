@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatronish.data.atomic import AtomicFile
 from megatronish.errors import RunError, UserError
+from megatronish.files import AtomicFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -44,7 +44,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodingJob:
     """What every worker does to every line."""
 
     tokenizer: Encoder
@@ -107,7 +107,7 @@ def preprocess(
     be written, WorkerDiedError for a worker that was killed, RunError for a disk that is full or fails.
     """
     _check(inputs, json_keys=json_keys, workers=workers)
-    job = Job(tokenizer, tuple(json_keys), append_eod)
+    job = EncodingJob(tokenizer, tuple(json_keys), append_eod)
     summary, start = Summary(), time.monotonic()
     batches = (batch for path in inputs for batch in read_batches(Path(path)))
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def read_batches(path: Path) -> Iterator[Batch]:
             ) from error
 
 
-def encode_batch(batch: Batch, job: Job) -> Encoded:
+def encode_batch(batch: Batch, job: EncodingJob) -> Encoded:
     """Tokens of all good lines of a batch."""
     documents: list[list[NDArray[Any]]] = [[] for _ in job.json_keys]
     bad_lines = []
@@ -202,7 +202,7 @@ def read_line(line: bytes, json_keys: Sequence[str]) -> list[str]:
     return [record[key] for key in json_keys]
 
 
-def _encode(text: str, job: Job) -> NDArray[Any]:
+def _encode(text: str, job: EncodingJob) -> NDArray[Any]:
     """As in Megatron, an empty text is an empty document and gets no end of document."""
     ids = job.tokenizer.encode(text)
     if ids and job.append_eod:
@@ -210,7 +210,7 @@ def _encode(text: str, job: Job) -> NDArray[Any]:
     return np.array(ids, np.int32)
 
 
-def _encode_all(batches: Iterator[Batch], job: Job, *, workers: int) -> Generator[Encoded]:
+def _encode_all(batches: Iterator[Batch], job: EncodingJob, *, workers: int) -> Generator[Encoded]:
     """Batches encoded, in their order."""
     if workers == 1:
         yield from (encode_batch(batch, job) for batch in batches)
@@ -235,11 +235,11 @@ def _encode_all(batches: Iterator[Batch], job: Job, *, workers: int) -> Generato
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_job: Job | None = None
+_job: EncodingJob | None = None
 """A worker process's only job: sent once at its start instead of with every batch."""
 
 
-def _start_worker(job: Job) -> None:
+def _start_worker(job: EncodingJob) -> None:
     global _job
     _job = job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer

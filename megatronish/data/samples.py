@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronish.data.atomic import AtomicFile
 from megatronish.data.indexed import IndexedTokens, bin_path
 from megatronish.errors import UserError
+from megatronish.files import AtomicFile
 from megatronish.streams import numpy_stream
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.indexed import IndexedTokens
-from megatronish.data.preprocess import Encoder, Job, encode_batch, read_batches
+from megatronish.data.preprocess import Encoder, EncodingJob, encode_batch, read_batches
 from megatronish.errors import UserError
 
 JSON_LINES = (".jsonl", ".json", ".gz")
@@ -81,7 +81,7 @@ def _read_lines(path: Path, tokenizer: Encoder, json_key: str, eod: int | None) 
     if not path.is_file():
         raise UserError(f"--data-path {path} does not exist; check the path")
     counting = _CountingEncoder(tokenizer, eod)
-    job = Job(counting, (json_key,), append_eod=True)
+    job = EncodingJob(counting, (json_key,), append_eod=True)
     tokens, lengths, bad_lines = [np.empty(0, np.int32)], list[int](), list[str]()
     for batch in read_batches(path):
         encoded = encode_batch(batch, job)

@@ -6,7 +6,8 @@ the stage (embedding, final norm, head) is one more such unit around them. After
 gradients are reduce-scattered, as ZeRO-2's are, and add up in fp32 where the optimizer reads them.
 
 What `fully_shard` is not asked to do: groups that are copies of each other (hybrid sharding) sum their gradients once a
-step and not once a micro-batch, before tp ranks with partial gradients and the holders of a tied embedding sum theirs.
+step and not once a micro-batch, before tp ranks with partial gradients and the holders of a tied embedding sum
+theirs.
 
 While a layer computes, a GPU gathers the next one's parameters: in a forward because the CPU runs ahead of it, in a
 backward because each unit is told which one comes next.
@@ -22,16 +23,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from megatronish import comm
-from megatronish.data_parallel.offload import SeenGradients, memory_on
+from megatronish.data_parallel.offload import OffloadedGradients, memory_on
 from megatronish.data_parallel.plan import BucketPlan, plan_buckets
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.sharding import FlatPiece, Piece, Shard, Sharding, flat_pieces
 
 
 class FullySharded:
     """Parameters and gradients of one rank's stage, by rows. It takes the place of `Zero`, whose attributes it has.
 
-    `chunks` are the layers of each chunk of the stage. `mesh` is `shared_over` as torch knows it.
+    `chunks` are the layers of each chunk of the stage. `mesh` is `shard_axis` as torch knows it.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class FullySharded:
         *,
         mesh: DeviceMesh,
         dtype: torch.dtype,
-        shared_over: Axis,
-        copied_over: Axis,
+        shard_axis: Axis,
+        replicate_axis: Axis,
         tp: Axis,
-        holders: Axis,
+        embedding_axis: Axis,
         bucket_size: int,
         reduce_dtype: torch.dtype,
         masters_on: torch.device | None = None,
@@ -55,7 +56,7 @@ class FullySharded:
 
         What is left to sum after the backwards is summed `bucket_size` elements at a time.
         """
-        self.shared_over, self.copied_over, self.reduce_dtype = shared_over, copied_over, reduce_dtype
+        self.shard_axis, self.replicate_axis, self.reduce_dtype = shard_axis, replicate_axis, reduce_dtype
         self._stage, *layers = _fully_shard(
             [stage, *(layer for chunk in chunks for layer in chunk)],
             mesh=mesh,
@@ -76,8 +77,8 @@ class FullySharded:
                 {name: self._rows[name] for name in names},
                 shardings,
                 tp=tp,
-                holders=holders,
-                shared_over=Axis("shared"),  # what lies here is this rank's already
+                embedding_axis=embedding_axis,
+                shard_axis=Axis("shared"),  # what lies here is this rank's already
                 bucket_size=bucket_size,
                 sources=dict.fromkeys(names, frozenset()),
             )
@@ -92,12 +93,12 @@ class FullySharded:
             self._masters = self._views([memory_on(masters_on, each) for each in self._sums])
             for name, master in self._masters.items():
                 master.copy_(self._rows[name])
-        self._seen = SeenGradients(self._sums, masters_on)
+        self._seen = OffloadedGradients(self._sums, masters_on)
         self.gradients = self._views(self._seen.tensors)
         self.shards = {
             name: Shard(
                 self._masters.get(name, rows),
-                _pieces(kept[name], shardings[name].pieces(tp), shared_over),
+                _pieces(kept[name], shardings[name].pieces(tp), shard_axis),
             )
             for name, rows in self._rows.items()
         }
@@ -121,8 +122,8 @@ class FullySharded:
 
     def finish(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
-        if self.copied_over.size > 1:
-            sums = [comm.start_all_reduce(total.to(self.reduce_dtype), self.copied_over) for total in self._sums]
+        if self.replicate_axis.size > 1:
+            sums = [comm.start_all_reduce(total.to(self.reduce_dtype), self.replicate_axis) for total in self._sums]
             for total, pending in zip(self._sums, sums, strict=True):
                 total.copy_(pending.wait())
         for plan, total in zip(self._plans, self._sums, strict=True):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megatronish import comm
 from megatronish.data_parallel.plan import BucketPlan, Source
 from megatronish.errors import RunError
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 
 MOST_UNDER_WAY = 2  # exchanges of buckets that ZeRO-2 frees afterwards
 
@@ -45,7 +45,7 @@ class Bucket:
 class GradientBuckets:
     """The gradients of one rank's parameters, accumulated in fp32 over the micro-batches of a step.
 
-    `parts` says of each bucket what this rank keeps of it, [size / shared_over], summed once `finish` has returned.
+    `parts` says of each bucket what this rank keeps of it, [size / shard_axis], summed once `finish` has returned.
     `reduce_dtype` is that of what is sent. Unless `keeps_whole`, gradients are ZeRO-2's.
     """
 
@@ -54,13 +54,13 @@ class GradientBuckets:
         parameters: Mapping[str, nn.Parameter],
         plans: Sequence[BucketPlan],
         *,
-        shared_over: Axis,
-        copied_over: Axis,
+        shard_axis: Axis,
+        replicate_axis: Axis,
         overlap: bool,
         keeps_whole: bool = True,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.shared_over, self.copied_over, self.overlap = shared_over, copied_over, overlap
+        self.shard_axis, self.replicate_axis, self.overlap = shard_axis, replicate_axis, overlap
         self.keeps_whole, self.reduce_dtype = keeps_whole, reduce_dtype
         self._parameters = parameters
         self._name_of = {parameter: name for name, parameter in parameters.items()}
@@ -76,17 +76,17 @@ class GradientBuckets:
 
     def _bucket(self, plan: BucketPlan, device: torch.device) -> Bucket:
         if not self.keeps_whole:
-            part = torch.zeros(plan.size // self.shared_over.size, dtype=torch.float32, device=device)
+            part = torch.zeros(plan.size // self.shard_axis.size, dtype=torch.float32, device=device)
             return Bucket(plan, part, None)
         flat = torch.zeros(plan.size, dtype=torch.float32, device=device)
-        return Bucket(plan, plan.part(flat, self.shared_over), flat, plan.views(flat, self._parameters))
+        return Bucket(plan, plan.part(flat, self.shard_axis), flat, plan.views(flat, self._parameters))
 
     def _attach(self, name: str, parameter: nn.Parameter) -> None:
         """Let autograd add into the bucket; where it cannot, a hook adds instead."""
         by_hook = parameter.dtype != torch.float32 or not self.keeps_whole
         if not by_hook:
             parameter.grad = self._bucket_of[name].views[name]
-        if by_hook or (self.overlap and self.shared_over.size * self.copied_over.size > 1):
+        if by_hook or (self.overlap and self.shard_axis.size * self.replicate_axis.size > 1):
             # By a weak reference: Python does not see the cycle through autograd, so nothing of it would ever be freed.
             parameter.register_post_accumulate_grad_hook(partial(_report, weakref.ref(self), name, by_hook))
 
@@ -168,11 +168,11 @@ class GradientBuckets:
         bucket = self._whole(self._due.popleft())
         assert bucket.flat is not None
         sent = bucket.flat.to(self.reduce_dtype)
-        into = bucket.plan.part(sent, self.shared_over)
+        into = bucket.plan.part(sent, self.shard_axis)
         if self._copies_at_once:
-            pending = comm.start_all_reduce(sent, self.copied_over)
+            pending = comm.start_all_reduce(sent, self.replicate_axis)
         else:
-            pending = comm.start_reduce_scatter(sent, self.shared_over, into=into)
+            pending = comm.start_reduce_scatter(sent, self.shard_axis, into=into)
         if not self.keeps_whole:
             bucket.flat, bucket.views = None, {}
             while len(self._under_way) >= MOST_UNDER_WAY:
@@ -182,7 +182,7 @@ class GradientBuckets:
     @property
     def _copies_at_once(self) -> bool:
         """Whether a bucket's exchange is all there is to exchange: it is shared with nobody, and kept until the end."""
-        return self.keeps_whole and self.shared_over.size == 1
+        return self.keeps_whole and self.shard_axis.size == 1
 
     @property
     def num_launched(self) -> int:
@@ -202,8 +202,8 @@ class GradientBuckets:
         self._exchange_all()
         while self._under_way:
             self._add_up(*self._under_way.popleft())
-        if not self._copies_at_once and self.copied_over.size > 1:
-            sums = [comm.start_all_reduce(part.to(self.reduce_dtype), self.copied_over) for part in self.parts]
+        if not self._copies_at_once and self.replicate_axis.size > 1:
+            sums = [comm.start_all_reduce(part.to(self.reduce_dtype), self.replicate_axis) for part in self.parts]
             for part, pending in zip(self.parts, sums, strict=True):
                 part.copy_(pending.wait())
         for bucket in self.buckets:

@@ -17,7 +17,7 @@ def memory_on(device: torch.device, like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=device, pin_memory=pin_memory)
 
 
-class SeenGradients:
+class OffloadedGradients:
     """What the optimizer reads of some flat gradients: these themselves, or copies of them where masters live."""
 
     def __init__(self, gradients: Sequence[Tensor], masters_on: torch.device | None) -> None:

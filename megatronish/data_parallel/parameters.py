@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatronish import comm
 from megatronish.data_parallel.offload import memory_on
 from megatronish.data_parallel.plan import BucketPlan
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.sharding import Shard, Sharding, flat_pieces
 
 
@@ -36,12 +36,12 @@ class FlatParameters:
         *,
         dtype: torch.dtype,
         tp: Axis,
-        shared_over: Axis,
+        shard_axis: Axis,
         overlap: bool,
         masters_on: torch.device | None = None,
     ) -> None:
         """`masters_on` is where masters live if not where the parameters do."""
-        self.shared_over, self.overlap = shared_over, overlap
+        self.shard_axis, self.overlap = shard_axis, overlap
         self.plans, self._num_learning = (*plans, *frozen), len(plans)
         self.flats, self.masters = list[Tensor](), list[Tensor]()
         shards: dict[str, Shard] = {}
@@ -52,13 +52,13 @@ class FlatParameters:
             for name, view in plan.views(values, parameters).items():
                 view.copy_(parameters[name].detach())
             flat = values.to(dtype)
-            part = plan.part(values, shared_over)
+            part = plan.part(values, shard_axis)
             apart = dtype != torch.float32 or masters_on is not None
-            master = _away(part, masters_on) if apart else plan.part(flat, shared_over)
+            master = _away(part, masters_on) if apart else plan.part(flat, shard_axis)
             for name, view in plan.views(flat, parameters).items():
                 parameters[name].data = view
                 self._bucket_of[name] = number
-            for name, segment in plan.segments(shared_over).items():
+            for name, segment in plan.segments(shard_axis).items():
                 pieces, shape = list(shardings[name].pieces(tp)), parameters[name].shape
                 shards[name] = Shard(segment.of(master), flat_pieces(pieces, shape, segment.start, segment.stop))
             self.flats.append(flat)
@@ -70,10 +70,10 @@ class FlatParameters:
         """Round the masters into the model, on every rank; where they were loaded the `frozen` too."""
         for number in reversed(range(len(self.plans) if frozen else self._num_learning)):
             flat, master = self.flats[number], self.masters[number]
-            part = self.plans[number].part(flat, self.shared_over)
+            part = self.plans[number].part(flat, self.shard_axis)
             if part.data_ptr() != master.data_ptr():
                 part.copy_(master, non_blocking=True)
-            self._gathering[number] = comm.start_all_gather(part, self.shared_over, into=flat)
+            self._gathering[number] = comm.start_all_gather(part, self.shard_axis, into=flat)
         if not self.overlap:
             self.wait_for(self._bucket_of)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.sharding import Sharding
 
 Source = tuple[int, str]
@@ -76,8 +76,8 @@ def plan_buckets(
     shardings: Mapping[str, Sharding],
     *,
     tp: Axis,
-    holders: Axis,
-    shared_over: Axis,
+    embedding_axis: Axis,
+    shard_axis: Axis,
     bucket_size: int,
     sources: Mapping[str, frozenset[Source]],
 ) -> list[BucketPlan]:
@@ -86,20 +86,20 @@ def plan_buckets(
     def kind(name: str) -> tuple[bool, bool, bool]:
         """Tied last, partial before it: every rank then meets the finishing axes in the same order."""
         sharding = shardings[name]
-        return sharding.tied and holders.size > 1, sharding.partial and tp.size > 1, sharding.dim is None
+        return sharding.tied and embedding_axis.size > 1, sharding.partial and tp.size > 1, sharding.dim is None
 
     plans = []
     last_first = list(parameters)[::-1]
     for (tied, partial, replicated), of_kind in groupby(sorted(last_first, key=kind), key=kind):
-        axes = ((tp,) if partial else ()) + ((holders,) if tied else ())
-        counted = (not replicated or tp.is_first) and (not tied or holders.is_first)
+        axes = ((tp,) if partial else ()) + ((embedding_axis,) if tied else ())
+        counted = (not replicated or tp.is_first) and (not tied or embedding_axis.is_first)
         by_sources: dict[frozenset[Source], list[str]] = {}
         for name in of_kind:
             by_sources.setdefault(sources[name], []).append(name)
         for sources_of, of_sources in by_sources.items():
             for names in _parts(of_sources, parameters, bucket_size):
                 sizes = tuple(parameters[name].numel() for name in names)
-                size = -(-sum(sizes) // shared_over.size) * shared_over.size
+                size = -(-sum(sizes) // shard_axis.size) * shard_axis.size
                 plans.append(BucketPlan(tuple(names), sizes, size, sources_of, axes, counted))
     return plans
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.data_parallel.gradients import GradientBuckets
-from megatronish.data_parallel.offload import SeenGradients
+from megatronish.data_parallel.offload import OffloadedGradients
 from megatronish.data_parallel.parameters import FlatParameters
 from megatronish.data_parallel.plan import Source, plan_buckets
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.sharding import Shard, Sharding
 
 
@@ -22,7 +22,7 @@ class Zero:
 
     `shards` is what this rank keeps of each parameter for the optimizer, `gradients` the gradients of these elements,
     complete between `collect` and the next `zero`. Both lack parameters of which it keeps nothing, and `gradients` the
-    frozen ones (`requires_grad` is False). `counted` names the ones that this rank counts in a sum over `shared_over`,
+    frozen ones (`requires_grad` is False). `counted` names the ones that this rank counts in a sum over `shard_axis`,
     tp and pp in which every element counts once.
     """
 
@@ -33,10 +33,10 @@ class Zero:
         *,
         stage: int,
         dtype: torch.dtype,
-        shared_over: Axis,
-        copied_over: Axis,
+        shard_axis: Axis,
+        replicate_axis: Axis,
         tp: Axis,
-        holders: Axis,
+        embedding_axis: Axis,
         sources: Mapping[str, frozenset[Source]],
         bucket_size: int,
         overlap_reduce: bool,
@@ -44,15 +44,15 @@ class Zero:
         reduce_dtype: torch.dtype,
         masters_on: torch.device | None = None,
     ) -> None:
-        self.shared_over, self.copied_over = shared_over, copied_over
+        self.shard_axis, self.replicate_axis = shard_axis, replicate_axis
         learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         plans, frozen = (
             plan_buckets(
                 some,
                 shardings,
                 tp=tp,
-                holders=holders,
-                shared_over=shared_over,
+                embedding_axis=embedding_axis,
+                shard_axis=shard_axis,
                 bucket_size=bucket_size,
                 sources=sources,
             )
@@ -65,25 +65,25 @@ class Zero:
             frozen,
             dtype=dtype,
             tp=tp,
-            shared_over=shared_over,
+            shard_axis=shard_axis,
             overlap=overlap_gather,
             masters_on=masters_on,
         )
         self.buckets = GradientBuckets(
             learning,
             plans,
-            shared_over=shared_over,
-            copied_over=copied_over,
+            shard_axis=shard_axis,
+            replicate_axis=replicate_axis,
             overlap=overlap_reduce,
             keeps_whole=stage < 2,
             reduce_dtype=reduce_dtype,
         )
         self.shards: dict[str, Shard] = self.parameters.shards
-        self._seen = SeenGradients(self.buckets.parts, masters_on)
+        self._seen = OffloadedGradients(self.buckets.parts, masters_on)
         self.gradients: dict[str, Tensor] = {
             name: segment.of(part)
             for plan, part in zip(plans, self._seen.tensors, strict=True)
-            for name, segment in plan.segments(shared_over).items()
+            for name, segment in plan.segments(shard_axis).items()
         }
         self.counted = {name for plan in (*plans, *frozen) if plan.counted for name in plan.names} & self.shards.keys()
         self.zero, self.starting, self.delivered = self.buckets.zero, self.buckets.starting, self.buckets.delivered

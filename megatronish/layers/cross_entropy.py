@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatronish import comm
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.ops.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.sharding import Sharding
 
 ALONE = Axis("alone")
@@ -171,5 +171,5 @@ class _ColumnParallel(torch.autograd.Function):
         dweight = None if whole is None else flat_dy.t() @ whole.flatten(0, -2)
         dbias = flat_dy.sum(0) if ctx.has_bias else None
         if learns and not at_once:
-            ctx.weight_gradients.put_off(ctx.parameter, dy, x, axis=gathered_over)
+            ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=gathered_over)
         return reducing.wait(), dweight, dbias, None, None, None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish import comm
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 
 
 class Entry(NamedTuple):
@@ -57,7 +57,7 @@ class WeightGradients:
         self._filling = (chunk, micro_batch)
         self._due[self._filling] = deque()
 
-    def put_off(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis) -> None:
+    def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis) -> None:
         """dy [S, B, out] and x [S, B, in] (cut over `axis`: [S/size, B, in]) are kept until the W action."""
         assert self._filling is not None, "a weight gradient was put off outside of a pipeline's backward"
         self._due[self._filling].append(Entry(weight, dy, x, axis))
@@ -100,7 +100,7 @@ def split_backward(model: nn.Module, weight_gradients: WeightGradients | None) -
             module.weight_gradients = weight_gradients
 
 
-def weights_put_off(model: nn.Module) -> set[str]:
+def deferrable_weights(model: nn.Module) -> set[str]:
     """The names of the weights of linear layers: once backward is split their gradients arrive in W actions."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CanSplit)}
     names = {f"{name}.weight".removeprefix(".") for name in layers}

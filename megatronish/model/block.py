@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatronish.config.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.model.context import Context
 from megatronish.model.mlp import MLP
 from megatronish.model.rope import rotate

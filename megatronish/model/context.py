@@ -9,12 +9,12 @@ from torch import Tensor
 from megatronish import comm
 from megatronish.attention.attend import attend
 from megatronish.attention.cached import KeyValueCache
-from megatronish.attention.visibility import Visibility
+from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
 from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.model.batch import MicroBatch
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import Rotation, rotation
@@ -33,7 +33,7 @@ class Context:
     batch: MicroBatch
     positions: Tensor
     rotation: Rotation | None
-    visibility: Visibility
+    visibility: AttentionMask
     dropout: Dropout | None
     cp: Axis
     cp_comm_type: Literal["p2p", "a2a"]
@@ -93,7 +93,7 @@ def make_context(
         batch=batch,
         positions=comm.piece_of(positions, tp) if sequence_parallel else positions,
         rotation=rotation(config, batch.position_ids) if config.position_embedding_type == "rope" else None,
-        visibility=Visibility(
+        visibility=AttentionMask(
             num_cached + seq_length, config.window_size, batch.document_ids, device, first_query=num_cached
         ),
         dropout=Dropout(seed, step or 0, batch.sample_ids) if dropping else None,

@@ -18,8 +18,8 @@ from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megatronish.layers.linear import ColumnParallelLinear, column_parallel
 from megatronish.layers.norm import Norm
-from megatronish.layers.weight_gradients import WeightGradients, weights_put_off
-from megatronish.mesh.groups import Axis
+from megatronish.layers.weight_gradients import WeightGradients, deferrable_weights
+from megatronish.mesh import Axis
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context, make_context
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
         return context.drop(x, layer=0, site="embedding")
 
 
-class Chunk(NamedTuple):
+class ModelChunk(NamedTuple):
     """Consecutive layers; with the embedding if they start the model, with the loss if they end it."""
 
     layers: Sequence[int]
@@ -59,7 +59,7 @@ class User(NamedTuple):
     """A chunk that uses a parameter: as the weight of a linear layer, whose gradient can be put off, or otherwise."""
 
     chunk: int
-    is_product: bool
+    is_linear: bool
 
 
 class GPT(nn.Module):
@@ -83,7 +83,7 @@ class GPT(nn.Module):
         cp_comm_type: Literal["p2p", "a2a"] = "p2p",
         attention_backend: AttentionBackend = "auto",
         sequence_parallel: bool = False,
-        chunks: Sequence[Chunk] | None = None,
+        chunks: Sequence[ModelChunk] | None = None,
         seed: int = 0,
         recompute: Recompute | None = None,
         make_block: MakeBlock = TransformerBlock,
@@ -96,7 +96,7 @@ class GPT(nn.Module):
         self.recompute = recompute or Recompute()
         # Cutting the sequence over one rank is not cutting it.
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
-        self.chunks = chunks or (Chunk(range(config.num_layers), True, True),)
+        self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         std = config.init_method_std
         padded = config.padded_vocab_size(vocab_size, tp.size)
@@ -201,7 +201,7 @@ class GPT(nn.Module):
 
     def users(self) -> dict[str, list[User]]:
         """Who uses each parameter: a tied embedding looks up in one chunk and multiplies in another."""
-        products = weights_put_off(self)
+        products = deferrable_weights(self)
         found: dict[str, list[User]] = {name: [] for name, _ in self.named_parameters()}
         for number, chunk in enumerate(self.chunks):
             prefixes = tuple(f"layers.{n}." for n in chunk.layers)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 
 

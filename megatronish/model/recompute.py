@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again: see config/recompute.py. `shared_over` has one rank unless kept inputs are shared."""
+    """What is computed again: see config/recompute.py. `shard_axis` has one rank unless kept inputs are shared."""
 
     granularity: Literal["selective", "full"] | None = None
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
-    shared_over: Axis = field(default_factory=partial(Axis, "tp"))
+    shard_axis: Axis = field(default_factory=partial(Axis, "tp"))
     offload: bool = False
 
     def groups(self, layers: Sequence[str]) -> list[tuple[Sequence[str], bool]]:
@@ -49,7 +49,7 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor, how: Recompute | None
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], how: Recompute, *inputs: Tensor) -> Tensor:
-        ctx.run, ctx.kept = run, [_Kept(x.shape, x.device, _is_shared(x, how), how.shared_over) for x in inputs]
+        ctx.run, ctx.kept = run, [_SavedInput(x.shape, x.device, _is_shared(x, how), how.shard_axis) for x in inputs]
         ctx.save_for_backward(*(_put_away(x, how) for x in inputs))
         return run(*inputs)
 
@@ -62,29 +62,29 @@ class _Recompute(torch.autograd.Function):
         return None, None, *(x.grad for x in inputs)
 
 
-class _Kept(NamedTuple):
+class _SavedInput(NamedTuple):
     """How an input comes back."""
 
     shape: torch.Size
     device: torch.device
     is_shared: bool
-    shared_over: Axis
+    shard_axis: Axis
 
     def take(self, x: Tensor) -> Tensor:
         x = x.to(self.device, non_blocking=True)
         if self.is_shared:
-            x = comm.start_all_gather(x, self.shared_over).wait()
+            x = comm.start_all_gather(x, self.shard_axis).wait()
         return x.view(self.shape)
 
 
 def _is_shared(x: Tensor, how: Recompute) -> bool:
-    return how.shared_over.size > 1 and x.numel() % how.shared_over.size == 0
+    return how.shard_axis.size > 1 and x.numel() % how.shard_axis.size == 0
 
 
 def _put_away(x: Tensor, how: Recompute) -> Tensor:
     """What is kept of x: a copy where it is a part of it, as a view would keep the whole."""
     if _is_shared(x, how):
-        x = comm.piece_of(x.reshape(-1), how.shared_over).clone()
+        x = comm.piece_of(x.reshape(-1), how.shard_axis).clone()
     if how.offload:
         away = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         return away.copy_(x, non_blocking=True)

@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.ops.library import KERNEL_DTYPES, Family, Operator, accumulation_dtype, define, has_kernels, like
+from megatronish.ops.library import (
+    KERNEL_DTYPES,
+    Operator,
+    OperatorFamily,
+    accumulation_dtype,
+    define,
+    has_kernels,
+    like,
+)
 
 aten = torch.ops.aten
 
@@ -102,7 +110,7 @@ def _swiglu_backward(ops: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor |
     return grad_x, None if bias is None else grad_bias
 
 
-FAMILY = Family(
+FAMILY = OperatorFamily(
     "activation",
     (
         Operator(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.ops.library import Family, Operator, accumulation_dtype, define
+from megatronish.ops.library import Operator, OperatorFamily, accumulation_dtype, define
 
 CHUNK = 2**20  # elements whose exponentials stand beside 16-bit logits: 4 MB, which stay in a cache (docs/LOG.md)
 
@@ -104,7 +104,7 @@ def _statistics_fake(logits: Tensor, *_: Any) -> Statistics:
     return Statistics(*(logits.new_empty(logits.shape[0], dtype=dtype) for _ in range(3)))
 
 
-FAMILY = Family(
+FAMILY = OperatorFamily(
     "cross_entropy",
     (
         Operator(

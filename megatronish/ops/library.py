@@ -48,7 +48,7 @@ class Operator(NamedTuple):
         return self.schema.partition("(")[0]
 
 
-class Family(NamedTuple):
+class OperatorFamily(NamedTuple):
     """Operators that share a file of kernels: kernels/<name>.cu."""
 
     name: str
@@ -58,7 +58,7 @@ class Family(NamedTuple):
 _REGISTRATIONS: list[torch.library.Library] = []  # torch drops what nobody holds
 
 
-def define(family: Family, *, namespace: str = NAMESPACE) -> Any:
+def define(family: OperatorFamily, *, namespace: str = NAMESPACE) -> Any:
     """Register a family's operators -> `torch.ops.<namespace>`, where they are found."""
     registration = torch.library.Library(namespace, "FRAGMENT")
     _REGISTRATIONS.append(registration)
@@ -108,18 +108,18 @@ def _is_of_these_sources(library: Path) -> bool:
         return file.read() == expected
 
 
-def report_line(family: Family, device: torch.device) -> str:
+def report_line(family: OperatorFamily, device: torch.device) -> str:
     """Which implementation a family's operators have on a device, and why not the kernel where it is not."""
     reason = _why_not(family, device)
     return f"{family.name}: {'CUDA kernels' if reason is None else f'torch, because {reason}'}"
 
 
-def has_kernels(family: Family) -> bool:
+def has_kernels(family: OperatorFamily) -> bool:
     """Whether a family's operators run as kernels on CUDA, for those who go another way where they do not."""
     return _why_not(family, torch.device("cuda")) is None
 
 
-def _why_not(family: Family, device: torch.device) -> str | None:
+def _why_not(family: OperatorFamily, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the kernels are for CUDA and this runs on {device.type}"
     reason = load_kernels()

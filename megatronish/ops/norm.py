@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.ops.library import KERNEL_DTYPES, Family, Operator, accumulation_dtype, define, has_kernels, like
+from megatronish.ops.library import (
+    KERNEL_DTYPES,
+    Operator,
+    OperatorFamily,
+    accumulation_dtype,
+    define,
+    has_kernels,
+    like,
+)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, one_plus: bool = False) -> Tensor:
@@ -169,7 +177,7 @@ def _forward(schema: str, *, reference: Any, fake: Any, backward: str, adds: boo
     )
 
 
-FAMILY = Family(
+FAMILY = OperatorFamily(
     "norm",
     (
         _forward(

@@ -3,9 +3,9 @@
 import torch
 
 from megatronish.ops import activation, cross_entropy, norm, softmax
-from megatronish.ops.library import Family, report_line
+from megatronish.ops.library import OperatorFamily, report_line
 
-FAMILIES: tuple[Family, ...] = (softmax.FAMILY, cross_entropy.FAMILY, activation.FAMILY, norm.FAMILY)
+FAMILIES: tuple[OperatorFamily, ...] = (softmax.FAMILY, cross_entropy.FAMILY, activation.FAMILY, norm.FAMILY)
 
 
 def kernels_report(device: torch.device | str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatronish.ops.library import Family, Operator, accumulation_dtype, define, like
+from megatronish.ops.library import Operator, OperatorFamily, accumulation_dtype, define, like
 
 
 def scaled_causal_softmax(scores: Tensor, *, scale: float, window_size: int | None = None) -> Tensor:
@@ -105,7 +105,7 @@ def _masked_backward(ops: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, None, No
     return ops.scaled_masked_softmax_backward(grad, probabilities, ctx.scale), None, None
 
 
-FAMILY = Family(
+FAMILY = OperatorFamily(
     "softmax",
     (
         Operator(

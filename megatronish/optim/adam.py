@@ -15,7 +15,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.optim.masters import Masters, TorchUpdate
 
 
-class Found(NamedTuple):
+class FusedAdamChoice(NamedTuple):
     """apex's FusedAdam, or None, and why."""
 
     fused_adam: Callable[..., torch.optim.Optimizer] | None
@@ -48,17 +48,17 @@ def adamw(groups: list[dict[str, Any]], *, config: OptimizerConfig, masters_on: 
     return fused_adam(groups, **given, adam_w_mode=True)
 
 
-def find_fused_adam(masters_on: torch.device) -> Found:
+def find_fused_adam(masters_on: torch.device) -> FusedAdamChoice:
     """What is there for masters that live here."""
     if masters_on.type != "cuda":
-        return Found(None, "masters are on the CPU")
+        return FusedAdamChoice(None, "masters are on the CPU")
     try:
         found = import_module("apex.optimizers").FusedAdam
         import_module("amp_C")  # its kernels, an extension that apex may have been built without
     except ModuleNotFoundError as error:
-        return Found(None, f"there is no module {error.name} of NVIDIA apex")
+        return FusedAdamChoice(None, f"there is no module {error.name} of NVIDIA apex")
     except Exception as error:  # a broken build, or the other package that is called apex
-        return Found(None, f"NVIDIA apex does not import: {type(error).__name__}: {error}")
+        return FusedAdamChoice(None, f"NVIDIA apex does not import: {type(error).__name__}: {error}")
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        return Found(None, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex")
-    return Found(found, "masters are on CUDA")
+        return FusedAdamChoice(None, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex")
+    return FusedAdamChoice(found, "masters are on CUDA")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 
 ROW = 2048
 

@@ -26,7 +26,7 @@ DECAYS: dict[str, Curve] = {
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """Learning rate and weight decay over a run; lengths in samples."""
 
     config: OptimizerConfig
@@ -99,7 +99,9 @@ class Schedule:
         return self.end_weight_decay + left * (self.start_weight_decay - self.end_weight_decay)
 
 
-def build_schedule(optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int) -> Schedule:
+def build_learning_rate_schedule(
+    optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int
+) -> LearningRateSchedule:
     """The schedule of a run; UserError where its parts do not fit together.
 
     Each length may be given in steps or in samples, whichever the run itself is given in.
@@ -119,7 +121,7 @@ def build_schedule(optimizer: OptimizerConfig, training: TrainingConfig, *, glob
     else:
         warmup_samples = optimizer.lr_warmup_fraction * decay_samples
     wsd = optimizer.lr_decay_style == "WSD"
-    return Schedule(
+    return LearningRateSchedule(
         config=optimizer,
         lr=optimizer.lr,
         warmup_samples=warmup_samples,

@@ -24,7 +24,7 @@ class LossScale(Protocol):
         """A step whose gradient is not finite is left out, and the run goes on."""
 
     @property
-    def gives_way(self) -> bool:
+    def can_shrink(self) -> bool:
         """Overflows make the scale smaller, now or soon; where they do not, an overflow is no matter of the scale."""
 
     def update(self, *, overflow: bool) -> None:
@@ -40,7 +40,7 @@ class LossScale(Protocol):
 class ConstantLossScale:
     """The same in every step: --loss-scale under fp16; 1 under fp32 and bf16, whose range needs none."""
 
-    gives_way = False
+    can_shrink = False
 
     def __init__(self, scale: float = 1.0, *, skips_overflow: bool = False) -> None:
         self.scale, self.skips_overflow = scale, skips_overflow
@@ -70,7 +70,7 @@ class DynamicLossScale:
         self._good_steps, self._forgiven = 0, hysteresis
 
     @property
-    def gives_way(self) -> bool:
+    def can_shrink(self) -> bool:
         """False at the minimum: whatever overflows there is no matter of the scale."""
         return self.scale > self.minimum
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.sharding import Shard, Sharding
 
 
@@ -20,8 +20,8 @@ from megatronish.sharding import Shard, Sharding
 class Masters:
     """The fp32 values that one rank steps, each a parameter with its gradient; of some names this rank has nothing.
 
-    `shardings` are of all parameters that learn in this stage, the same on every rank of `tp`, `shared_over` and
-    `copied_over`. What these axes send lives on `device`; masters themselves may live on the CPU.
+    `shardings` are of all parameters that learn in this stage, the same on every rank of `tp`, `shard_axis` and
+    `replicate_axis`. What these axes send lives on `device`; masters themselves may live on the CPU.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -29,8 +29,8 @@ class Masters:
     shardings: Mapping[str, Sharding]
     device: torch.device
     tp: Axis
-    shared_over: Axis
-    copied_over: Axis
+    shard_axis: Axis
+    replicate_axis: Axis
 
     def only(self, names: Collection[str]) -> "Masters":
         """Those of these names."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.optim.adam import AdamW
-from megatronish.optim.deal import Dealt, Round
 from megatronish.optim.masters import Masters
+from megatronish.optim.matrix_distribution import MatrixDistribution, Round
 from megatronish.sharding import FlatPiece, Piece, Sharding
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -73,7 +73,7 @@ class Muon:
         matrices = masters.only(names)
         self._config = config
         self._masters = matrices.parameters
-        self._dealt = Dealt(matrices)
+        self._dealt = MatrixDistribution(matrices)
         self._rest = AdamW(masters.only(masters.shardings.keys() - names), config)
         self._momenta = {name: torch.zeros_like(each, requires_grad=False) for name, each in self._masters.items()}
         self.state = self._rest.state | {name: {"momentum_buffer": each} for name, each in self._momenta.items()}

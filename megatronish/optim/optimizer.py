@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh.groups import Axis
+from megatronish.mesh import Axis
 from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters, Update
 from megatronish.optim.muon import Muon
@@ -34,8 +34,8 @@ class Optimizer:
         *,
         device: torch.device,
         tp: Axis,
-        shared_over: Axis,
-        copied_over: Axis,
+        shard_axis: Axis,
+        replicate_axis: Axis,
     ) -> None:
         """`gradients` are those of the masters that learn, of the same shapes; each step reads them there.
 
@@ -47,7 +47,7 @@ class Optimizer:
             master.grad = gradients[name]
         self.masters = masters
         self.update = OPTIMIZERS[config.optimizer](
-            Masters(masters, shards, shardings, device, tp, shared_over, copied_over), config
+            Masters(masters, shards, shardings, device, tp, shard_axis, replicate_axis), config
         )
         self.state = self.update.state
         self._num_steps = 0

@@ -7,16 +7,16 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.flops import forward_flops
 from megatronish.memory import Moment, StageLoad
-from megatronish.pipeline.plan import Action, Place, Placement
-from megatronish.pipeline.schedule import SCHEDULES, Schedule
-from megatronish.pipeline.split import Weights, split_layers
+from megatronish.schedule.plan import Action, Placement, StageChunk
+from megatronish.schedule.schedules import SCHEDULES, PipelineSchedule
+from megatronish.schedule.split import Weights, split_layers
 
 
 @dataclass(frozen=True)
 class Stages:
     """A schedule, and the layers of every position of its placement."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     num_stages: int
     num_chunks: int
     layers: tuple[range, ...]
@@ -47,22 +47,22 @@ class Stages:
         return self.schedule.place(num_stages=self.num_stages, num_chunks=self.num_chunks)
 
     @cached_property
-    def _positions(self) -> dict[Place, int]:
+    def _positions(self) -> dict[StageChunk, int]:
         return {place: position for position, place in enumerate(self.placement)}
 
     def actions(self, stage: int, num_microbatches: int) -> list[Action]:
         """A stage's actions of a step."""
         return _row(self.schedule.name, stage, self.num_stages, num_microbatches, self.num_chunks)
 
-    def layers_at(self, place: Place) -> range:
+    def layers_at(self, place: StageChunk) -> range:
         """The layers of one chunk of one stage."""
         return self.layers[self._positions[place]]
 
-    def is_first(self, place: Place) -> bool:
+    def is_first(self, place: StageChunk) -> bool:
         """Whether the model starts there."""
         return self._positions[place] == 0
 
-    def is_last(self, place: Place) -> bool:
+    def is_last(self, place: StageChunk) -> bool:
         """Whether the model ends there."""
         return self._positions[place] == len(self._positions) - 1
 
@@ -71,7 +71,7 @@ class Stages:
         return [self._load(stage, num_microbatches) for stage in range(self.num_stages)]
 
     def _load(self, stage: int, num_microbatches: int) -> StageLoad:
-        places = [Place(stage, chunk) for chunk in range(self.num_chunks)]
+        places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
         live, due = [0] * self.num_chunks, [0] * self.num_chunks
         moments = {Moment(tuple(live), tuple(due))}
         for action in self.actions(stage, num_microbatches):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.mesh.groups import Axis
-from megatronish.pipeline.plan import Action, Placement
+from megatronish.mesh import Axis
+from megatronish.schedule.plan import Action, Placement
 
 ALONE = Axis("alone")
 

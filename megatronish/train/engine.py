@@ -23,18 +23,18 @@ from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
 from megatronish.layers.weight_gradients import WeightGradients, split_backward
-from megatronish.mesh.groups import Axis, Mesh
+from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
-from megatronish.model.gpt import GPT, Chunk, MakeBlock
+from megatronish.model.gpt import GPT, MakeBlock, ModelChunk
 from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.loss_scale import LossScale, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
-from megatronish.pipeline.plan import Action, Place
-from megatronish.pipeline.run import Executor, Record
+from megatronish.pipeline.executor import Executor, Record
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
+from megatronish.schedule.plan import Action, StageChunk
 from megatronish.sharding import Sharding, collect_shardings, initialize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,7 +97,7 @@ class Engine:
         assert parallel.pipeline_model_parallel_size == mesh.pp.size, "the mesh is not that of the config"
         sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
         stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
-        places = [Place(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
+        places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
         with mesh.device:
             stage = GPT(
                 model,
@@ -109,7 +109,8 @@ class Engine:
                 attention_backend=training.attention_backend,
                 sequence_parallel=sequence_parallel,
                 chunks=[
-                    Chunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
+                    ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place))
+                    for place in places
                 ],
                 seed=training.seed,
                 recompute=_recompute(recompute or RecomputeConfig(), mesh.tp),
@@ -153,13 +154,13 @@ class Engine:
                 optimizer,
                 device=mesh.device,
                 tp=mesh.tp,
-                shared_over=data_parallel.shared_over,
-                copied_over=data_parallel.copied_over,
+                shard_axis=data_parallel.shard_axis,
+                replicate_axis=data_parallel.replicate_axis,
             ),
             executor=Executor(
                 [partial(stage, chunk=chunk) for chunk in range(stages.num_chunks)],
                 stages.placement,
-                lines=mesh.lines,
+                lines=mesh.p2p_axes,
                 boundary=boundary,
                 weight_gradients=weight_gradients,
             ),
@@ -203,7 +204,7 @@ class Engine:
         grad_norm = global_norm(counted, over=self._counting_axes, device=self.mesh.device) / scale
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         # Where a smaller scale may help, the step is left out and the run goes on.
-        if self.check_finite and not is_finite and not self.loss_scale.gives_way:
+        if self.check_finite and not is_finite and not self.loss_scale.can_shrink:
             too_large = f"; the loss scale of {scale} may be too large for fp16, too" if scale > 1 else ""
             raise NotFiniteError(
                 f"loss={loss} and grad_norm={grad_norm} in step {step + 1} must be finite; the parameters are as they "
@@ -255,7 +256,7 @@ class Engine:
     @property
     def _counting_axes(self) -> tuple[Axis, ...]:
         """Those over which counted elements differ."""
-        return self.data_parallel.shared_over, self.mesh.tp, self.mesh.pp
+        return self.data_parallel.shard_axis, self.mesh.tp, self.mesh.pp
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stages.actions(self.mesh.pp.rank, num_microbatches)
@@ -275,7 +276,9 @@ def _share(
 ) -> Zero | FullySharded:
     """What the data axis makes of this rank's piece of the model."""
     # Where the model ends on the stage it starts from, nobody else holds its tied embedding.
-    holders = mesh.holders if stages.placement[0].stage != stages.placement[-1].stage else Axis("holders")
+    embedding_axis = (
+        mesh.embedding_axis if stages.placement[0].stage != stages.placement[-1].stage else Axis("embedding")
+    )
     reduce_dtype = torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32
     masters_on = torch.device("cpu") if parallel.optimizer_cpu_offload and not parallel.param_cpu_offload else None
     if parallel.zero == 3:
@@ -286,32 +289,32 @@ def _share(
             shardings,
             mesh=mesh.fully_shared,
             dtype=dtype,
-            shared_over=mesh.shared,
-            copied_over=mesh.copied,
+            shard_axis=mesh.shared,
+            replicate_axis=mesh.copied,
             tp=mesh.tp,
-            holders=holders,
+            embedding_axis=embedding_axis,
             bucket_size=parallel.ddp_bucket_size,
             reduce_dtype=reduce_dtype,
             masters_on=masters_on,
             offload_parameters=parallel.param_cpu_offload,
         )
-    put_off = "W" if stages.schedule.has_weight_gradients else "B"
+    defer = "W" if stages.schedule.has_weight_gradients else "B"
     return Zero(
         dict(stage.named_parameters()),
         shardings,
         stage=parallel.zero,
         dtype=dtype,
-        shared_over=mesh.shared if parallel.zero else Axis("shared"),
-        copied_over=mesh.copied if parallel.zero else mesh.data,
+        shard_axis=mesh.shared if parallel.zero else Axis("shared"),
+        replicate_axis=mesh.copied if parallel.zero else mesh.data,
         tp=mesh.tp,
-        holders=holders,
+        embedding_axis=embedding_axis,
         bucket_size=parallel.ddp_bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
         reduce_dtype=reduce_dtype,
         masters_on=masters_on,
         sources={
-            name: frozenset((user.chunk, put_off if user.is_product else "B") for user in users)
+            name: frozenset((user.chunk, defer if user.is_linear else "B") for user in users)
             for name, users in stage.users().items()
         },
     )
@@ -323,6 +326,6 @@ def _recompute(config: RecomputeConfig, tp: Axis) -> Recompute:
         config.recompute_granularity,
         config.recompute_method,
         config.recompute_num_layers,
-        shared_over=tp if config.distribute_saved_activations else Axis("tp"),
+        shard_axis=tp if config.distribute_saved_activations else Axis("tp"),
         offload=config.offload_saved_activations,
     )

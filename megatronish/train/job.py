@@ -13,18 +13,18 @@ from megatronish.data.datasets import Datasets, build_datasets
 from megatronish.data.loader import micro_batches
 from megatronish.errors import RunError
 from megatronish.flops import model_flops_per_token, peak_tflops
-from megatronish.mesh.groups import Mesh
+from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
-from megatronish.optim.learning_rate import Schedule, build_schedule
+from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.tokenizer import Tokenizer, build_tokenizer
 from megatronish.train.engine import Engine
-from megatronish.train.log import Speed
+from megatronish.train.hooks.log import Speed
 from megatronish.train.trainer import Progress
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A config, the mesh it runs on, and what it reads."""
 
     config: Config
@@ -34,7 +34,7 @@ class Job:
     datasets: Datasets
 
     @classmethod
-    def open(cls, config: Config, mesh: Mesh) -> "Job":
+    def open(cls, config: Config, mesh: Mesh) -> "TrainingJob":
         """Open the tokenizer and the data; UserError with a remedy for what cannot be read."""
         tokenizer = build_tokenizer(config.data)
         vocab_size = config.data.vocab_size or tokenizer.vocab_size
@@ -78,9 +78,9 @@ class Job:
         return progress.step + left
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> LearningRateSchedule:
         """Learning rate and weight decay over the run."""
-        return build_schedule(
+        return build_learning_rate_schedule(
             self.config.optimizer, self.config.training, global_batch_size=self.config.global_batch_size
         )
 

@@ -14,19 +14,19 @@ from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
 from megatronish.errors import UserError
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import Mesh, choose_backend, leave
-from megatronish.train.begin import begin
-from megatronish.train.board import Board
+from megatronish.mesh import Mesh, choose_backend, leave
+from megatronish.tokenizer import encode_prompt
 from megatronish.train.engine import Engine
-from megatronish.train.evaluate import Evaluate
 from megatronish.train.folder import locked, make_writable
-from megatronish.train.generate import encode_prompt
-from megatronish.train.job import Job
-from megatronish.train.keep import Save
-from megatronish.train.log import Log, ProgressBar
-from megatronish.train.opening import first_lines
-from megatronish.train.profile import ProfileSchedule
-from megatronish.train.stop import Stopper
+from megatronish.train.hooks.evaluate import Evaluate
+from megatronish.train.hooks.log import Log, ProgressBar
+from megatronish.train.hooks.profile import ProfileSchedule
+from megatronish.train.hooks.save import Save
+from megatronish.train.hooks.stop import Stopper
+from megatronish.train.hooks.tensorboard import TensorBoard
+from megatronish.train.job import TrainingJob
+from megatronish.train.resume import begin
+from megatronish.train.summary import first_lines
 from megatronish.train.trainer import Hook, Trainer
 
 
@@ -84,7 +84,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
     )
-    job = Job.open(config, mesh)
+    job = TrainingJob.open(config, mesh)
     if config.log.sample_prompt is not None and not config.data.mock_data:
         encode_prompt(job.tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
@@ -96,7 +96,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if _has_its_ending(config, mesh):
             return
-    board = stack.enter_context(Board(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
+    board = stack.enter_context(TensorBoard(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
     facts = job.facts | {"origin": origin}
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
@@ -131,7 +131,7 @@ def _has_its_ending(config: Config, mesh: Mesh) -> bool:
     return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
 
 
-def _hooks(job: Job, engine: Engine, stopper: Stopper, board: Board, save: Save) -> list[Hook]:
+def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoard, save: Save) -> list[Hook]:
     """In their order: who decides to stop comes first, who saves comes last."""
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatronish.data.loader import Prefetcher
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
-from megatronish.optim.learning_rate import Schedule
+from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.train.engine import Engine
 
 
@@ -61,7 +61,7 @@ class Trainer:
     """A run on one rank. `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step."""
 
     engine: Engine
-    schedule: Schedule
+    schedule: LearningRateSchedule
     batch_sizes: BatchSizeSchedule
     num_steps: int
     prepare: Callable[[int, int], list[MicroBatch]]

@@ -22,9 +22,9 @@ from megatronish.config.config import Config
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.launch.local import run_local_ranks
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import Mesh, leave
+from megatronish.mesh import Mesh, leave
 from megatronish.train.engine import Engine
-from megatronish.train.job import Job
+from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
 from megatronish.train.trainer import Progress, Trainer
 
@@ -68,7 +68,7 @@ class Recorder:
 def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> int:
     """Train a few steps on one rank and leave `trace_RANK.json` in `folder`."""
     mesh = start_mesh(config, place)
-    job = Job.open(config, mesh)
+    job = TrainingJob.open(config, mesh)
     engine = job.build_engine()
     recorder = Recorder(engine.model, mesh)
     trainer = Trainer(
@@ -103,7 +103,7 @@ def _gradient_squares(engine: Engine) -> dict[str, float]:
     for name in engine.shardings:
         part = sharing.gradients.get(name)
         squares = torch.zeros((), dtype=torch.float64) if part is None else part.double().square().sum().cpu()
-        comm.all_reduce(squares, sharing.shared_over)
+        comm.all_reduce(squares, sharing.shard_axis)
         if engine.shardings[name].dim is not None:
             comm.all_reduce(squares, tp)
         found[name] = float(squares)

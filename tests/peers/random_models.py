@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import transformers
+from paths import GOLDEN
 from safetensors.torch import save_file
 from torch import Tensor
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+HF = GOLDEN / "hf"
 VOCABULARY = 19
 S = 12
 
@@ -92,14 +93,14 @@ def load(folder: Path) -> Any:
 
 def write_golden() -> None:
     """All cases of `make test`."""
-    shutil.rmtree(GOLDEN, ignore_errors=True)
+    shutil.rmtree(HF, ignore_errors=True)
     for name in IN_GOLDEN:
         model = random_model(name)
-        model.save_pretrained(GOLDEN / name)
-        (GOLDEN / name / "generation_config.json").unlink()
+        model.save_pretrained(HF / name)
+        (HF / name / "generation_config.json").unlink()
         found = {"tokens": tokens(), "logits": logits_of(model, tokens())}
-        save_file(found, GOLDEN / name / "expected.safetensors")
-    (GOLDEN / "versions.json").write_text(
+        save_file(found, HF / name / "expected.safetensors")
+    (HF / "versions.json").write_text(
         json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) + "\n"
     )
 

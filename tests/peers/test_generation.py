@@ -8,11 +8,11 @@ import torch
 from conversions import to_ours
 from ranks import run_ranks
 
+from megatronish.inference.generate import Sampling, generate
+from megatronish.inference.load import load_model
 from megatronish.launch.place import Place
-from megatronish.mesh.groups import Mesh
-from megatronish.mesh.layout import Layout
-from megatronish.train.generate import Sampling, generate
-from megatronish.train.trained import load_model
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(

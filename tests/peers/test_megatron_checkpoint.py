@@ -18,7 +18,11 @@ from typing import Any
 
 import pytest
 
-for _folder in (Path(__file__).parents[1], Path(__file__).parents[2]):  # as a script
+for _folder in (
+    Path(__file__).parents[1] / "support",
+    Path(__file__).parents[1],
+    Path(__file__).parents[2],
+):  # as a script
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
 
@@ -44,10 +48,10 @@ from ranks import run_ranks  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from megatronish.checkpoint import megatron  # noqa: E402
-from megatronish.checkpoint.megatron_args import model_of  # noqa: E402
-from megatronish.checkpoint.megatron_names import LOCAL  # noqa: E402
-from megatronish.checkpoint.weights import Description, LazyTensor, Model, from_ours, to_ours  # noqa: E402
+from megatronish.formats.megatron import read as megatron  # noqa: E402
+from megatronish.formats.megatron.arguments import model_of  # noqa: E402
+from megatronish.formats.megatron.names import LOCAL  # noqa: E402
+from megatronish.formats.weights import Description, LazyTensor, Model, from_ours, to_ours  # noqa: E402
 from megatronish.launch.place import Place  # noqa: E402
 from megatronish.model.batch import MicroBatch  # noqa: E402
 from megatronish.model.gpt import GPT  # noqa: E402

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
 
-from megatronish.checkpoint import native
-from megatronish.checkpoint.convert import convert
-from megatronish.checkpoint.weights import Description, LazyTensor, Model
 from megatronish.config.model import ModelConfig
+from megatronish.formats import native
+from megatronish.formats.convert import convert
+from megatronish.formats.weights import Description, LazyTensor, Model
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(

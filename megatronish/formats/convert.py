@@ -1,0 +1,182 @@
+"""How does a model get from any format to any other, without ever being whole in memory?
+
+Every format translates between its names and ours (weights.py), so each needs to know no other. Nothing is read before
+the target's writer asks for it, a tensor at a time; what has no counterpart is found out before anything is written.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatronish.errors import UserError
+from megatronish.formats import native
+from megatronish.formats.hf import tensors as hf
+from megatronish.formats.megatron import read as megatron
+from megatronish.formats.safetensors import nbytes_of
+from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule, Translated, from_ours, to_ours
+
+
+class Format(NamedTuple):
+    """How models are kept. `reads` and `writes` are the options of its `read` and `write`, with their flags."""
+
+    read: Callable[..., Model]
+    rules: Callable[[Description], list[TensorRule]]
+    write: Callable[..., None]
+    reads: Mapping[str, str] = {}
+    writes: Mapping[str, str] = {}
+
+
+FORMATS = {
+    "hf": Format(hf.read, hf.rules, hf.write, writes={"max_shard_bytes": "--max-shard-bytes"}),
+    "megatronish": Format(native.read, native.rules, native.write, reads={"step": "--ckpt-step"}),
+    "megatron": Format(
+        megatron.read,
+        megatron.rules,
+        megatron.write,
+        reads={"vocab_size": "--vocab-size"},
+        writes={
+            "tensor_parallel_size": "--target-tensor-parallel-size",
+            "pipeline_parallel_size": "--target-pipeline-parallel-size",
+            "transformer_impl": "--transformer-impl",
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did. Unmatched are tensors of the source, and parameters of ours, that had no counterpart."""
+
+    tensors_in: int
+    tensors_out: int
+    num_parameters: int
+    num_bytes: int
+    seconds: float
+    unmatched_in: tuple[str, ...] = ()
+    unmatched_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.tensors_in} tensors in, {self.tensors_out} tensors out: {self.num_parameters:,} parameters, "
+            f"{_size(self.num_bytes)} in {self.seconds:.1f} s"
+        ]
+        lines += [f"left out, without a counterpart of ours: {name}" for name in self.unmatched_in]
+        lines += [f"left out, without a counterpart in the target: {name}" for name in self.unmatched_out]
+        return "\n".join(lines)
+
+
+def convert(
+    load: Path,
+    save: Path,
+    *,
+    source: str,
+    target: str,
+    reading: Mapping[str, Any] | None = None,
+    writing: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    allow_unmatched: bool = False,
+) -> Report:
+    """Write the model that `load` holds in the format `source` to `save` in the format `target`.
+
+    UserError, before anything is written, for a tensor without a counterpart (`allow_unmatched` leaves it out) or of
+    another shape than the model says.
+    """
+    start = time.perf_counter()
+    _check_options(source, FORMATS[source].reads, reading or {}, verb="read")
+    _check_options(target, FORMATS[target].writes, writing or {}, verb="written")
+    description, theirs = FORMATS[source].read(load, **(reading or {}))
+    ours = to_ours(theirs, FORMATS[source].rules(description))
+    check_model(load, description, ours, allow_unmatched=allow_unmatched)
+    made = from_ours(ours.tensors, FORMATS[target].rules(description))
+    if made.left_over and not allow_unmatched:
+        raise UserError(f"{target} has no place for {_told(made.left_over)}; --allow-unmatched leaves that out")
+    tensors = {name: _in_dtype(name, tensor, dtype or tensor.dtype) for name, tensor in made.tensors.items()}
+    num_bytes = sum(map(nbytes_of, tensors.values()))
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None, desc="converting") as bar:
+        seen = {name: _seen(tensor, bar) for name, tensor in tensors.items()}
+        FORMATS[target].write(save, Model(description, seen), **(writing or {}))
+    return Report(
+        tensors_in=len(theirs),
+        tensors_out=len(tensors),
+        num_parameters=sum(sharding.num_elements for sharding in description.shardings().values()),
+        num_bytes=num_bytes,
+        seconds=time.perf_counter() - start,
+        unmatched_in=ours.left_over,
+        unmatched_out=made.left_over,
+    )
+
+
+def _check_options(name: str, known: Mapping[str, str], given: Mapping[str, Any], *, verb: str) -> None:
+    flags = {option: flag for other in FORMATS.values() for option, flag in {**other.reads, **other.writes}.items()}
+    for option in given:
+        if option not in known:
+            raise UserError(f"{flags[option]} says nothing about how {name} is {verb}; leave it out")
+
+
+def check_model(load: Path, description: Description, ours: Translated, *, allow_unmatched: bool) -> None:
+    """Every parameter of the model is there, in its shape, and nothing else."""
+    shardings = description.shardings()
+    missing = ours.missing or tuple(name for name in shardings if name not in ours.tensors)
+    if missing:
+        raise UserError(f"{load} lacks {_told(missing)}, which its model has; fetch it again, whole")
+    if ours.left_over and not allow_unmatched:
+        raise UserError(
+            f"{load} holds {_told(ours.left_over)}, of which the model knows nothing; tools/convert_checkpoint.py "
+            "--allow-unmatched leaves that out"
+        )
+    for name, tensor in ours.tensors.items():
+        if tensor.shape != shardings[name].shape:
+            raise UserError(
+                f"{load}: {name} would be {list(tensor.shape)}, and its model says {list(shardings[name].shape)}; its "
+                "config and its weights are of two models, fetch both again"
+            )
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes / 1000:.1f} kB"
+
+
+def _told(names: tuple[str, ...]) -> str:
+    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _in_dtype(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """UserError, when it is read, for a value that would become infinite."""
+    if dtype == tensor.dtype:
+        return tensor
+
+    def read() -> Tensor:
+        found = tensor.read()
+        cast = found.to(dtype)
+        if cast.isinf().sum() != found.isinf().sum():
+            largest = found[found.isfinite()].abs().max().item()
+            wider = "bfloat16 or float32" if dtype == torch.float16 else "float32"
+            raise UserError(
+                f"{name} holds {largest:g}, which is infinite in {str(dtype).removeprefix('torch.')}; use "
+                f"--dtype {wider}"
+            )
+        return cast
+
+    return LazyTensor(tensor.shape, dtype, read)
+
+
+def _seen(tensor: LazyTensor, bar: "tqdm[Any]") -> LazyTensor:
+    """Tells the bar when it is read for the first time."""
+    left = [nbytes_of(tensor)]
+
+    def read() -> Tensor:
+        found = tensor.read()
+        bar.update(left.pop() if left else 0)
+        return found
+
+    return LazyTensor(tensor.shape, tensor.dtype, read)

@@ -1,0 +1,278 @@
+"""Which model do the arguments of a Megatron-LM checkpoint describe, and which arguments describe a model of ours?
+
+Megatron-LM keeps everything of its command line, hundreds of values. Those that say what is computed are either read
+here or, where our model has no counterpart, refused by name. An argument that is absent is from before its flag existed
+and has the value that was then built in, which is the default of ModelConfig.
+
+Two meanings hide behind other names. GELU is the tanh form where `bias_gelu_fusion` is on, the default, and linear
+layers have biases; `openai_gelu` counts in models older than megatron-core alone. `window_size` is a pair, (tokens
+before, tokens after), and our window counts the token itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from megatronish.config.model import ModelConfig
+from megatronish.errors import UserError
+from megatronish.formats.weights import Description
+
+# Those of the same name and meaning.
+SAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "group_query_attention",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "normalization",
+    "apply_layernorm_1p",
+    "swiglu",
+    "squared_relu",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+)
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+LINEAR_SCALING = "rotary_seq_len_interpolation_factor"
+POSITIONS = ("learned_absolute", "rope", "none")
+LLAMA3 = {"rope_original_max_positions": 8192, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+LARGEST = 2**40  # elements of a tensor, more than any model has
+ADDS_A_TOKEN = ("NullTokenizer", "NullMultimodalTokenizer")  # their vocab_size leaves out the end of a document
+
+# Whatever changes the model and has no counterpart here, with the values that change nothing beside None, False and 0.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "activation_func_clamp_value": (),
+    "apply_residual_connection_post_layernorm": (),
+    "attention_output_gate": (),
+    "experimental_attention_variant": (),
+    "expert_model_parallel_size": (1,),
+    "glu_linear_offset": (),
+    "heterogeneous_layers_config_path": (),
+    "hybrid_layer_pattern": (),
+    "hybrid_override_pattern": (),
+    "mtp_num_layers": (),
+    "multi_latent_attention": (),
+    "no_rope_freq": (),
+    "num_experts": (),
+    "onnx_safe": (),
+    "qk_l2_norm": (),
+    "quick_geglu": (),
+    "softmax_type": ("vanilla",),
+    "window_attn_skip_freq": (),
+}
+
+
+def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
+    """The model of these arguments, written by a Megatron-LM with or `before_core`. UserError, naming the argument."""
+    _check(args)
+    fields: dict[str, Any] = {name: _value(args, name) for name in SAME if args.get(name) is not None}
+    if _is(args, "group_query_attention"):
+        fields["num_query_groups"] = _value(args, "num_query_groups")
+    epsilon = "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon"
+    if epsilon in args:
+        fields["norm_epsilon"] = _value({"norm_epsilon": args[epsilon]}, "norm_epsilon")
+    bias = _is(args, "add_bias_linear", default=not _is(args, "disable_bias_linear"))
+    fields["disable_bias_linear"] = not bias
+    if not fields.get("swiglu") and not fields.get("squared_relu"):
+        fused = _is(args, "bias_gelu_fusion", default=True) and bias
+        fields["openai_gelu"] = fused or (before_core and _is(args, "openai_gelu"))
+    fields["window_size"] = _window(args)
+    model = ModelConfig(**fields | _positions(args))
+    if model.num_attention_heads % model.num_kv_heads:
+        raise UserError(f"its {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads")
+    rows = max(3 * model.num_attention_heads * model.head_size, 2 * model.ffn_size, model.max_position_embeddings or 0)
+    if max(rows, seq_length_of(args)) * model.hidden_size > LARGEST:
+        raise UserError(
+            f"its arguments, hidden_size={model.hidden_size} among them, ask for a tensor larger than any model has"
+        )
+    return model
+
+
+def seq_length_of(args: Mapping[str, Any]) -> int:
+    """The sequence length that it was trained with."""
+    length = args.get("seq_length")
+    if type(length) is not int or not 0 < length < 2**63:
+        raise UserError(f"its argument seq_length is {told(length)}, and must be a number of at least 1, in 64 bits")
+    return length
+
+
+def told(value: Any) -> str:
+    """A value in a sentence: a pickle may hold anything."""
+    items = value if isinstance(value, list | tuple) and len(value) <= 4 else [value]
+    if not all(item is None or isinstance(item, bool | int | float | str) for item in items):
+        return "no number or word"
+    if any(isinstance(item, int) and abs(item) >= 2**63 for item in items):
+        return "beyond 64 bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _check(args: Mapping[str, Any]) -> None:
+    if absent := [name for name in REQUIRED if args.get(name) is None]:
+        raise UserError(f"its arguments lack {', '.join(absent)}, so it is not known which model it holds")
+    for name, harmless in REFUSED.items():
+        value = args.get(name)
+        if value and value not in harmless:
+            raise UserError(f"it was trained with {name} ({told(value)}), and our model has no such thing")
+
+
+def _value(args: Mapping[str, Any], name: str) -> Any:
+    """The value of an argument, of the type that our field has."""
+    value: Any = args.get(name)
+    hint = get_type_hints(ModelConfig)[name]
+    kinds = get_args(hint) or (hint,)
+    if float in kinds and type(value) is int and abs(value) < 2**63:
+        return float(value)
+    if value is None or (type(value) not in kinds and value not in kinds):
+        raise UserError(f"its argument {name} is {told(value)}, which it cannot be")
+    if int in kinds and not 0 < value < 2**63:
+        raise UserError(f"its argument {name} is {told(value)}, and must be at least 1, in 64 bits")
+    return value
+
+
+def _is(args: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    return bool(args.get(name, default))
+
+
+def _window(args: Mapping[str, Any]) -> int | None:
+    window = args.get("window_size")
+    if window is None:
+        return None
+    match window:
+        case [-1, 0 | -1]:
+            return None
+        case [int(before), 0 | -1] if before >= 0:
+            return before + 1
+    raise UserError(f"its argument window_size is {told(window)}; of a window, (tokens before, 0) is known here")
+
+
+def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
+    kind = args.get("position_embedding_type", "learned_absolute")
+    if _is(args, "use_rotary_position_embeddings"):
+        kind = "rope"
+    elif kind == "learned_absolute" and not _is(args, "add_position_embedding", default=True):
+        kind = "none"
+    if kind not in POSITIONS:
+        raise UserError(f"its argument position_embedding_type is {told(kind)}; known here are {', '.join(POSITIONS)}")
+    fields: dict[str, Any] = {"position_embedding_type": kind}
+    stretch = args.get(LINEAR_SCALING)
+    if kind != "rope":
+        return fields
+    if _is(args, "use_rope_scaling"):
+        if stretch not in (None, 1):
+            raise UserError(f"its arguments have both use_rope_scaling and {LINEAR_SCALING}; one of them is known here")
+        factor = _value({"rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}, "rope_scaling_factor")
+        fields |= {"rope_scaling_type": "llama3", "rope_scaling_factor": factor} | LLAMA3
+    elif stretch not in (None, 1):
+        factor = _value({"rope_scaling_factor": stretch}, "rope_scaling_factor")
+        fields |= {"rope_scaling_type": "linear", "rope_scaling_factor": factor}
+    return fields
+
+
+def true_vocab_size(args: Mapping[str, Any]) -> int | None:
+    """The vocabulary without padding, where the arguments say it."""
+    size = args.get("vocab_size")
+    if type(size) is not int or size < 1:
+        return None
+    return size + (args.get("tokenizer_type") in ADDS_A_TOKEN)
+
+
+def check_counterpart(model: ModelConfig) -> None:
+    """UserError, naming the field, for a model that Megatron-LM's arguments cannot describe."""
+
+    def refuse(what: str) -> UserError:
+        return UserError(f"Megatron-LM has no counterpart for {what}; keep this model in another format")
+
+    if model.openai_gelu and model.disable_bias_linear and not (model.swiglu or model.squared_relu):
+        raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
+    if model.rope_scaling == "yarn":
+        raise refuse("rope_scaling_type=yarn")
+    if model.rope_scaling == "llama3":
+        for name, value in LLAMA3.items():
+            if getattr(model, name) != value:
+                raise refuse(f"{name}={getattr(model, name)} (it has {value} built in)")
+    if model.rope_scaling == "linear" and model.rope_scaling_factor % 1:
+        raise refuse(f"rope_scaling_factor={model.rope_scaling_factor} (a linear one is a whole number there)")
+
+
+def arguments_of(
+    description: Description,
+    *,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    transformer_impl: str,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """The arguments under which Megatron-LM has this model, in this layout, and finds nothing that contradicts it."""
+    model = description.model
+    grouped = model.num_kv_heads != model.num_attention_heads
+    scaling = model.rope_scaling
+    tanh_gelu = model.openai_gelu and not (model.swiglu or model.squared_relu)
+    return {name: _plain(getattr(model, name)) for name in SAME} | {
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_size,
+        "group_query_attention": grouped,
+        "num_query_groups": model.num_kv_heads if grouped else 1,  # Megatron-LM's default, idle
+        "seq_length": description.seq_length,
+        "max_position_embeddings": description.num_positions,
+        "position_embedding_type": model.position_embedding_type,
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "add_position_embedding": True,  # an old flag, which contradicts nothing where it is on
+        "use_rope_scaling": scaling == "llama3",
+        "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
+        LINEAR_SCALING: int(model.rope_scaling_factor) if scaling == "linear" else None,
+        "norm_epsilon": model.norm_epsilon,
+        "layernorm_epsilon": model.norm_epsilon,
+        "squared_relu": model.squared_relu and not model.swiglu,
+        "add_bias_linear": model.linear_bias,
+        "bias_gelu_fusion": tanh_gelu,
+        "openai_gelu": tanh_gelu,
+        "window_size": None if model.window_size is None else (model.window_size - 1, 0),
+        "vocab_size": description.vocab_size,
+        "padded_vocab_size": model.padded_vocab_size(description.vocab_size, tensor_parallel_size),
+        "tokenizer_type": None,
+        "tensor_model_parallel_size": tensor_parallel_size,
+        "pipeline_model_parallel_size": pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "transformer_impl": transformer_impl,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+
+
+def flags_to_type(args: Mapping[str, Any]) -> list[str]:
+    """The flags of this model that Megatron-LM's --use-checkpoint-args does not take from the arguments."""
+    found = []
+    if args["norm_epsilon"] != 1e-5:
+        found.append(f"--norm-epsilon {args['norm_epsilon']}")
+    if args["qk_layernorm"]:
+        found.append("--qk-layernorm")
+    if args["window_size"] is not None:
+        found.append("--window-size {},{}".format(*args["window_size"]))
+    if args["use_rope_scaling"]:
+        found.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
+    if args[LINEAR_SCALING] is not None:
+        found.append(f"--rotary-seq-len-interpolation-factor {args[LINEAR_SCALING]}")
+    if args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]:
+        found.append("--no-bias-gelu-fusion")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Megatron-LM reads a base of wavelengths as a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value

@@ -1,0 +1,167 @@
+"""What are the tensors of a Megatron-LM checkpoint called, how do they become ours, and how are they cut into ranks?
+
+    latest_checkpointed_iteration.txt              a number, or `release`
+    iter_0000100/ or release/
+        mp_rank_TT/model_optim_rng.pt              of tensor rank TT, without pipeline
+        mp_rank_TT_PPP/model_optim_rng.pt          of tensor rank TT and stage PPP
+
+The names are those of megatron-core's layers on Transformer Engine, Megatron-LM's default, with global layer numbers:
+the norms before attention and MLP belong to the linear layers that follow them. Its own layers ("local") and models
+from before megatron-core call the same tensors otherwise; `canonical` knows them.
+
+Queries, keys and values lie by key/value head: the queries that share it, the key, the value. Gated MLPs have the
+gate's rows before the up projection's, on each rank.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatronish.config.model import ModelConfig
+from megatronish.formats.megatron.arguments import check_counterpart
+from megatronish.formats.weights import Description, TensorRule
+from megatronish.sharding import Piece, Sharding
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+FILE = "model_optim_rng.pt"
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+BEFORE_CORE = "language_model."
+NO_WEIGHTS = ("_extra_state", "inv_freq")  # what Transformer Engine and old rotary embeddings keep beside them
+
+# Modules of ours and of theirs; {} is weight or bias.
+IN_A_LAYER = {
+    "attention_norm": "self_attention.linear_qkv.layer_norm_{}",
+    "attention.qkv": "self_attention.linear_qkv.{}",
+    "attention.q_norm": "self_attention.q_layernorm.{}",
+    "attention.k_norm": "self_attention.k_layernorm.{}",
+    "attention.out": "self_attention.linear_proj.{}",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_{}",
+    "mlp.fc1": "mlp.linear_fc1.{}",
+    "mlp.fc2": "mlp.linear_fc2.{}",
+}
+AROUND_LAYERS = {
+    "embedding.tokens": "embedding.word_embeddings.{}",
+    "embedding.positions": "embedding.position_embeddings.{}",
+    "final_norm": "decoder.final_layernorm.{}",
+    "head": "output_layer.{}",
+}
+# How other implementations begin the same names, as patterns.
+RENAMED_IN_A_LAYER = {
+    r"(input_layernorm|input_norm)\.": "self_attention.linear_qkv.layer_norm_",
+    r"(pre_mlp_layernorm|post_attention_layernorm|post_attention_norm)\.": "mlp.linear_fc1.layer_norm_",
+    r"(self_)?attention\.query_key_value\.": "self_attention.linear_qkv.",
+    r"(self_)?attention\.dense\.": "self_attention.linear_proj.",
+    r"(self_)?attention\.([qk])_(layer)?norm\.": r"self_attention.\2_layernorm.",
+    r"mlp\.dense_h_to_4h\.": "mlp.linear_fc1.",
+    r"mlp\.dense_4h_to_h\.": "mlp.linear_fc2.",
+}
+RENAMED = {
+    r"language_model\.(encoder|transformer)\.layers\.": "decoder.layers.",
+    r"language_model\.(encoder|transformer)\.(final_layernorm|final_norm)\.": "decoder.final_layernorm.",
+    r"language_model\.(?=embedding\.|output_layer\.)": "",
+    r"word_embeddings_for_head\.": "output_layer.",
+}
+LOCAL = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def rank_folder(tp: int, pp: int, pp_size: int) -> str:
+    """Where a rank's file lies."""
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "")
+
+
+def canonical(name: str) -> str:
+    """The name that a tensor has in these files, whatever implementation it is from; the layer number stays."""
+    name = _renamed(name, RENAMED)
+    if match := LAYER.fullmatch(name):
+        return f"decoder.layers.{match[1]}.{_renamed(match[2], RENAMED_IN_A_LAYER)}"
+    return name
+
+
+def _renamed(name: str, table: Mapping[str, str]) -> str:
+    for pattern, replacement in table.items():
+        if re.match(pattern, name):
+            return re.sub(pattern, replacement, name, count=1)
+    return name
+
+
+def local(name: str) -> str:
+    """What megatron-core's own layers call it."""
+    for theirs, other in LOCAL.items():
+        name = name.replace(theirs, other)
+    return name
+
+
+def foreign(name: str) -> str:
+    """Their name of a parameter of ours."""
+    module, _, kind = name.rpartition(".")
+    if match := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
+        return f"decoder.layers.{match[1]}." + IN_A_LAYER[match[2]].format(kind)
+    return AROUND_LAYERS[module].format(kind)
+
+
+def rules(description: Description) -> list[TensorRule]:
+    """Which of their tensors makes which of ours. UserError for a model that Megatron-LM cannot have."""
+    check_counterpart(description.model)
+    return [_rule(name, description.model) for name in description.shardings()]
+
+
+def _rule(name: str, model: ModelConfig) -> TensorRule:
+    theirs = (foreign(name),)
+    if ".attention.qkv." in name:
+        return TensorRule(name, theirs, partial(sections_of, model=model), partial(groups_of, model=model))
+    if model.apply_layernorm_1p and name.endswith(("q_norm.weight", "k_norm.weight")):  # theirs are w - 1, ours not
+        return TensorRule(name, theirs, lambda parts: parts[0] + 1, lambda whole: (whole - 1,))
+    return TensorRule(name, theirs)
+
+
+def sections_of(parts: Sequence[Tensor], *, model: ModelConfig) -> Tensor:
+    """Rows by key/value head -> all queries, all keys, all values."""
+    size, shared = model.head_size, model.num_attention_heads // model.num_kv_heads
+    groups = parts[0].unflatten(0, (model.num_kv_heads, (shared + 2) * size))
+    return torch.cat([part.flatten(0, 1) for part in groups.split((shared * size, size, size), dim=1)])
+
+
+def groups_of(whole: Tensor, *, model: ModelConfig) -> tuple[Tensor]:
+    """All queries, all keys, all values -> rows by key/value head."""
+    heads, groups, size = model.num_attention_heads, model.num_kv_heads, model.head_size
+    sections = whole.split((heads * size, groups * size, groups * size))
+    return (torch.cat([part.unflatten(0, (groups, -1)) for part in sections], dim=1).flatten(0, 1),)
+
+
+def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Sharding]:
+    """The true shape of each of their tensors, and how tensor parallelism cuts it."""
+    found = {}
+    for name, sharding in description.shardings().items():
+        theirs = foreign(name)
+        if theirs in (EMBEDDING, HEAD):
+            sharding = dataclasses.replace(sharding, sections=(padded_vocab_size,))
+        elif ".linear_qkv." in theirs:  # groups stay whole
+            sharding = dataclasses.replace(sharding, sections=())
+        found[theirs] = sharding
+    return found
+
+
+def local_shape(cut: Sharding, tp_size: int) -> tuple[int, ...]:
+    """What a rank holds of a tensor, padding included."""
+    if cut.dim is None:
+        return cut.shape
+    length = sum(cut.sections or (cut.shape[cut.dim],))
+    return (*cut.shape[: cut.dim], length // tp_size, *cut.shape[cut.dim + 1 :])
+
+
+def place(piece: Piece, whole: Tensor) -> Tensor:
+    """Where a piece lies in the global tensor."""
+    for dim, (start, size) in enumerate(zip(piece.global_offset, piece.sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole

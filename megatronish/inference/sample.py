@@ -1,0 +1,44 @@
+"""What does the run's model write at the end of `pretrain_gpt.py`?"""
+
+from typing import Any
+
+from megatronish.checkpoint.folder import find_checkpoint
+from megatronish.config.config import Config
+from megatronish.inference.generate import Sampling, generate
+from megatronish.inference.load import load_model
+from megatronish.tokenizer import build_tokenizer, encode_prompt
+from megatronish.train.hooks.save import read_run
+
+
+def print_sample(config: Config) -> int:
+    """Print what the run's newest checkpoint makes of --sample-prompt, if the run is over; the exit status.
+
+    Called by the process that started the ranks, when they are gone: the whole model is put together in it.
+    """
+    prompt = config.log.sample_prompt
+    if prompt is None or config.data.mock_data:
+        return 0
+    checkpoint = find_checkpoint(config.save_dir)
+    if checkpoint is None or not _is_finished(config, read_run(checkpoint)):
+        return 0
+    tokenizer = build_tokenizer(config.data)
+    trained = load_model(checkpoint)
+    tokens = encode_prompt(tokenizer, prompt)
+    following = generate(
+        trained.model,
+        [tokens],
+        num_tokens=config.log.sample_tokens,
+        seq_length=trained.description.seq_length,
+        stops={tokenizer.eod, *trained.description.stops},
+        sampling=Sampling(temperature=0.8, top_p=0.95, seed=config.training.seed),
+    )
+    print(f"\na sample after step {trained.step}, from {prompt!r}:\n")
+    print(tokenizer.decode([*tokens, *(token for _, token in following if token is not None)]))
+    return 0
+
+
+def _is_finished(config: Config, state: dict[str, Any]) -> bool:
+    training = config.training
+    if training.train_iters:
+        return state["step"] >= training.train_iters
+    return state["consumed_samples"] + config.global_batch_size > (training.train_samples or 0)

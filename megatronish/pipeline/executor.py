@@ -1,0 +1,200 @@
+"""How does a rank carry out its part of a plan? One loop over actions, for every schedule.
+
+Activations travel to the next position of the model, gradients to the one before; where that is another chunk of the
+same stage they are handed over on the spot. transfers.py says how they travel, weight_gradients.py what W actions do.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.mesh import Axis
+from megatronish.model.batch import MicroBatch
+from megatronish.pipeline.transfers import Boundary, Line, connect
+from megatronish.schedule.plan import Action, Placement, StageChunk, routes
+from megatronish.schedule.schedules import RECEIVES_AHEAD
+
+
+class ChunkForward(Protocol):
+    """A piece of the model: x [S, B, D] (None where it starts the model) -> the same, or the sum of losses at its end.
+
+    `step` None means evaluation.
+    """
+
+    def __call__(self, x: Tensor | None, micro_batch: MicroBatch, /, *, step: int | None) -> Tensor: ...
+
+
+class SavedForward(NamedTuple):
+    """What a backward needs of its forward.
+
+    Of the output only its place in the graph: the values are freed as soon as they are sent, unless the graph itself
+    has saved them (Megatron-LM empties the tensor's storage to the same end).
+    """
+
+    x: Tensor | None
+    output: GradientEdge
+    loss_gradient: Tensor | None
+
+
+Record = Callable[[Action, float, float], None]
+"""Told each action with its start, once its input is here, and its end, in seconds of time.perf_counter."""
+
+
+def _ignore(_action: Action, _is_last: bool) -> None:
+    """Nobody asked."""
+
+
+class Executor:
+    """Carries out this stage's actions on its chunks of the model.
+
+    `weight_gradients` is what the chunks put their weight gradients off to: needed by plans with W actions, and by no
+    other. `peak_live` is the most activations (of one micro-batch in one chunk) that were held at once in the last
+    run, from their forward until their backward was complete: B, or W in a plan with W.
+
+    Making one connects the stages: every rank of the pipeline does so at the same time.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[ChunkForward],
+        placement: Placement,
+        *,
+        lines: Mapping[tuple[str, bool], Axis],
+        boundary: Boundary,
+        weight_gradients: WeightGradients | None = None,
+    ) -> None:
+        self.chunks, self.boundary, self.weight_gradients = chunks, boundary, weight_gradients
+        self.lines = {direction: Line(axis, boundary) for direction, axis in lines.items()}
+        self.stage = lines["F", True].rank
+        self.peak_live = 0
+        self._routes = routes(placement)
+        self._num_chunks = 1 + max(place.chunk for place in placement)
+        self._forwards: dict[tuple[int, int], SavedForward] = {}
+        self._handed_over: dict[Action, Tensor] = {}
+        connect(self.lines, placement, stage=self.stage)
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int | None,
+        loss_scale: float = 1.0,
+        starting: Callable[[Action, bool], None] = _ignore,
+        record: Record | None = None,
+    ) -> Tensor:
+        """The sum of the losses of the micro-batches, fp32 (zero on ranks that do not end the model).
+
+        Backward starts from `loss_scale` times each loss. `step` None means evaluation. `starting` is told each action
+        before it computes, and whether it is the last one of its kind in its chunk.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=self.boundary.device)
+        last = {(action.kind, action.chunk): action for action in actions}
+        training = any(action.kind == "B" for action in actions)
+        splits = any(action.kind == "W" for action in actions)
+        assert not training or splits == (self.weight_gradients is not None), "a plan has W if its backward is split"
+        self.peak_live = 0
+        for i, action in enumerate(actions):
+            for upcoming in actions[i : i + 1 + RECEIVES_AHEAD]:
+                self._post(upcoming)
+            arrived = self._take(action)
+            starting(action, action == last[action.kind, action.chunk])
+            start = self._now() if record else 0.0
+            output: Tensor | None = None
+            if action.kind == "F":
+                micro_batch = micro_batches[action.micro_batch]
+                output = self._forward(action, arrived, micro_batch, step, loss_scale if training else None)
+            elif action.kind == "B":
+                output = self._backward(action, arrived)
+            else:
+                assert self.weight_gradients is not None
+                self.weight_gradients.compute(chunk=action.chunk, micro_batch=action.micro_batch)
+            if record:
+                record(action, start, self._now())
+            if output is not None and self._target(action) is None:
+                total += output
+            elif output is not None:
+                self._hand_on(action, output)
+            del arrived, output  # so that nothing is held while the next action waits
+            self.peak_live = max(self.peak_live, len(self._live()))
+        for line in self.lines.values():
+            line.flush()
+        assert not self._live(), f"the plan never completes {sorted(self._live())}"
+        return total
+
+    def _forward(
+        self, action: Action, x: Tensor | None, micro_batch: MicroBatch, step: int | None, loss_scale: float | None
+    ) -> Tensor:
+        """The chunk's output; `loss_scale` None keeps nothing for a backward."""
+        if x is not None:
+            x.requires_grad_(loss_scale is not None)
+        y = self.chunks[action.chunk](x, micro_batch, step=step)
+        if loss_scale is not None:
+            loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None
+            self._forwards[_place_in(action)] = SavedForward(x, get_gradient_edge(y), loss_gradient)
+        return y.detach()
+
+    def _backward(self, action: Action, dy: Tensor | None) -> Tensor | None:
+        """The gradient of the chunk's input."""
+        if self.weight_gradients is not None:
+            self.weight_gradients.fill(chunk=action.chunk, micro_batch=action.micro_batch)
+        x, output, loss_gradient = self._forwards.pop(_place_in(action))
+        torch.autograd.backward((output,), (dy if loss_gradient is None else loss_gradient,))
+        return None if x is None else x.grad
+
+    def _post(self, action: Action) -> None:
+        """Be ready for what the action needs from another stage."""
+        source = self._source(action)
+        if source is not None and source.stage != self.stage:
+            line = self.lines[action.kind, self.stage > source.stage]
+            line.post(action, source=source.stage, tag=self._tag(action))
+
+    def _take(self, action: Action) -> Tensor | None:
+        """What the action needs from another place, once it is here."""
+        source = self._source(action)
+        if source is None:
+            return None
+        if source.stage == self.stage:
+            return self._handed_over.pop(action)
+        return self.lines[action.kind, self.stage > source.stage].take(action)
+
+    def _hand_on(self, action: Action, output: Tensor) -> None:
+        """Give what the action computed to the one that needs it."""
+        target = self._target(action)
+        assert target is not None
+        needed_by = action._replace(chunk=target.chunk)
+        if target.stage == self.stage:
+            self._handed_over[needed_by] = output
+        else:
+            line = self.lines[action.kind, target.stage > self.stage]
+            line.send(output, to=target.stage, tag=self._tag(needed_by))
+
+    def _source(self, action: Action) -> StageChunk | None:
+        return self._routes[action.kind, StageChunk(self.stage, action.chunk)].source
+
+    def _target(self, action: Action) -> StageChunk | None:
+        return self._routes[action.kind, StageChunk(self.stage, action.chunk)].target
+
+    def _tag(self, action: Action) -> int:
+        """Of what an action needs: lines tell kinds and directions apart, so this need not."""
+        return action.micro_batch * self._num_chunks + action.chunk
+
+    def _live(self) -> Set[tuple[int, int]]:
+        """Forwards whose backward is not complete."""
+        due = self.weight_gradients.due if self.weight_gradients is not None else set()
+        return self._forwards.keys() | due
+
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self.boundary.device.type == "cuda":
+            torch.cuda.synchronize(self.boundary.device)
+        return time.perf_counter()
+
+
+def _place_in(action: Action) -> tuple[int, int]:
+    return action.chunk, action.micro_batch

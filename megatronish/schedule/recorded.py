@@ -1,0 +1,108 @@
+"""What did a schedule really look like? The recorded times of one step, in a file.
+
+The file is JSON: the schedule's name and, for each stage, its actions in order as
+[kind, chunk, micro-batch, start, end], in seconds of one clock. An action starts once its input is there and ends
+before its output is sent, so waiting is what lies between actions.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatronish.errors import UserError
+from megatronish.schedule.plan import Action, Kind
+from megatronish.schedule.timeline import Timed, TimedPlan, chunks_of, label, measure
+
+Row = tuple[Kind, int, int, float, float]
+"""kind, chunk, micro-batch, start and end in seconds."""
+
+NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
+CHROME_COLOURS = {"F": "rail_response", "B": "good", "W": "rail_animation"}  # blue, green, yellow of chrome://tracing
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step of a run, as it was. `rows[s]` are the actions of stage s."""
+
+    schedule: str
+    rows: Sequence[Sequence[Row]]
+
+    def timed(self) -> TimedPlan:
+        """What a simulated plan is too, in seconds from the first start on."""
+        first = min(row[0][3] for row in self.rows)
+        return measure(
+            [
+                [
+                    Timed(Action(kind, chunk, micro_batch), start - first, end - first)
+                    for kind, chunk, micro_batch, start, end in row
+                ]
+                for row in self.rows
+            ]
+        )
+
+    def write(self, path: Path) -> None:
+        """A line for each stage."""
+        stages = ",\n".join(json.dumps(list(row)) for row in self.rows)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"schedule": {json.dumps(self.schedule)}, "stages": [\n{stages}\n]}}\n', encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "Recorded":
+        """UserError where the file is not a recorded step."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            rows = [[_row(fields) for fields in stage] for stage in content["stages"]]
+            if not rows or not all(rows):
+                raise ValueError("a stage does nothing")
+            for row in rows:
+                for before, after in pairwise(row):
+                    if after[3] < before[4]:
+                        raise ValueError(f"{list(after)} begins before {list(before)} has ended")
+            return cls(str(content["schedule"]), rows)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is not a recorded step ({error}); pretrain_gpt.py writes one with --profile-schedule"
+            ) from error
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """For chrome://tracing or ui.perfetto.dev: a row for each stage."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(chrome_trace(self.timed(), title=self.schedule)), encoding="utf-8")
+
+
+def chrome_trace(timed_plan: TimedPlan, *, title: str) -> dict[str, Any]:
+    """The trace event format: complete events ("X"), times in microseconds, a thread for each stage."""
+    num_chunks = chunks_of(timed_plan.timeline)
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
+    for stage, row in enumerate(timed_plan.timeline):
+        thread: dict[str, Any] = {"pid": 0, "tid": stage}
+        events.append({"name": "thread_name", "ph": "M", **thread, "args": {"name": f"stage {stage}"}})
+        events.append({"name": "thread_sort_index", "ph": "M", **thread, "args": {"sort_index": stage}})
+        for action, start, end in row:
+            events.append(
+                {
+                    "name": label(action, num_chunks=num_chunks),
+                    "cat": NAMES[action.kind],
+                    "ph": "X",
+                    **thread,
+                    "ts": start * 1e6,
+                    "dur": (end - start) * 1e6,
+                    "cname": CHROME_COLOURS[action.kind],
+                    "args": {"chunk": action.chunk, "micro_batch": action.micro_batch},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _row(fields: Any) -> Row:
+    """ValueError unless it is an action with its times."""
+    kind, chunk, micro_batch, start, end = fields
+    whole = type(chunk) is int and type(micro_batch) is int and min(chunk, micro_batch) >= 0
+    if kind not in NAMES or not whole or not 0 <= float(start) <= float(end) < float("inf"):
+        raise ValueError(f"{fields} is not [F, B or W, chunk, micro-batch, start, end]")
+    return kind, chunk, micro_batch, float(start), float(end)

@@ -1,0 +1,77 @@
+"""Which schedules are there? The table of --pipeline-schedule.
+
+A new schedule is a file in schedules/ and a line in `SCHEDULES`: `simulate`, `run`, the drawings and the tests take
+it from here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatronish.errors import UserError
+from megatronish.schedule.gpipe import gpipe
+from megatronish.schedule.interleaved import interleaved
+from megatronish.schedule.one_f_one_b import one_f_one_b
+from megatronish.schedule.plan import Action, Placement, Plan, looped, v_shaped
+from megatronish.schedule.zb_h1 import zb_h1
+from megatronish.schedule.zb_v import zb_v
+
+RECEIVES_AHEAD = 1
+"""How many actions before the one that needs it a receive is posted, so that a tensor can travel while they compute."""
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """An order of work and a placement that belong together."""
+
+    name: str
+    generate: Callable[..., list[Action]]
+    """The actions of one stage, a pure function, so that each rank computes its own."""
+    placement: Callable[..., Placement]
+    num_chunks: int | None
+    """The chunks of a stage; None where any number will do."""
+    has_weight_gradients: bool
+    """Whether its plans have W actions, which need layers that can split their backward."""
+
+    def plan(self, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Plan:
+        """The actions of every stage."""
+        sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+        return [self.row(stage=stage, **sizes) for stage in range(max(num_stages, 1))]  # type: ignore[arg-type]
+
+    def row(self, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> list[Action]:
+        """The actions of one stage."""
+        chunks = self._checked(num_stages, num_chunks)
+        if num_microbatches < 1:
+            raise UserError(f"num_microbatches={num_microbatches} must be at least 1")
+        return self.generate(stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
+
+    def place(self, *, num_stages: int, num_chunks: int | None = None) -> Placement:
+        """The place of every position of the model."""
+        return self.placement(num_stages=num_stages, num_chunks=self._checked(num_stages, num_chunks))
+
+    def _checked(self, num_stages: int, num_chunks: int | None) -> int:
+        """The number of chunks, by default the schedule's own (1 where any will do)."""
+        if num_stages < 1:
+            raise UserError(f"num_stages={num_stages} must be at least 1")
+        chunks = num_chunks if num_chunks is not None else self.num_chunks or 1
+        if self.num_chunks not in (None, chunks):
+            others = ", ".join(name for name, other in SCHEDULES.items() if other.num_chunks in (None, chunks))
+            raise UserError(
+                f"schedule {self.name} has num_chunks={self.num_chunks} a stage, not {chunks}; "
+                f"use {self.num_chunks}, or one of {others} for {chunks}"
+            )
+        if chunks < 1:
+            raise UserError(f"num_chunks={chunks} must be at least 1")
+        return chunks
+
+
+SCHEDULES: dict[str, PipelineSchedule] = {
+    schedule.name: schedule
+    for schedule in (
+        PipelineSchedule("gpipe", gpipe, looped, num_chunks=1, has_weight_gradients=False),
+        PipelineSchedule("1f1b", one_f_one_b, looped, num_chunks=1, has_weight_gradients=False),
+        PipelineSchedule("interleaved", interleaved, looped, num_chunks=None, has_weight_gradients=False),
+        PipelineSchedule("zb-h1", zb_h1, looped, num_chunks=1, has_weight_gradients=True),
+        PipelineSchedule("zb-v", zb_v, v_shaped, num_chunks=2, has_weight_gradients=True),
+    )
+}
+"""The schedules of --pipeline-schedule."""

@@ -1,0 +1,114 @@
+"""Which layers does each model position hold?
+
+Layers are dealt one at a time, each to what costs least so far: first to the stages, then a stage's layers to its
+chunks. That makes the slowest stage as fast as it can be, and equal parts where they can be equal. Of stages that cost
+the same, one in the middle of the model takes the layer, because the ends also carry the embedding and the head.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from megatronish.errors import UserError
+from megatronish.schedule.plan import Placement
+
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+
+class Weights(NamedTuple):
+    """What the ends of the model cost, in layers."""
+
+    embedding: float = 0.0
+    head: float = 0.0
+
+
+def split_layers(
+    *,
+    num_layers: int,
+    placement: Placement,
+    first: int | None = None,
+    last: int | None = None,
+    weights: Weights | None = None,
+) -> list[range]:
+    """The layers of every position, first position first; UserError where a position would have none.
+
+    `first` and `last` are the layers of the first and of the last pipeline stage, all chunks together. `weights` are
+    the costs of embedding and head in units of a layer (`Weights`); without them every layer costs the same and the
+    ends cost nothing.
+    """
+    stages = _positions_of_stages(placement)
+    sizes_asked = {"num_layers": num_layers, "num_stages": len(stages), "num_chunks": len(stages[0])}
+    if problem := stages_problem(**sizes_asked, first=first, last=last):
+        raise UserError(problem)
+    told = {stage: layers for stage, layers in ((0, first), (len(stages) - 1, last)) if layers is not None}
+    extra = _ends(len(placement), *(weights or Weights()))
+    inward = [min(position, len(placement) - 1 - position) for position in range(len(placement))]
+    free = [stage for stage in range(len(stages)) if stage not in told]
+    dealt = _deal(
+        num_layers - sum(told.values()),
+        extra=[sum(extra[position] for position in stages[stage]) for stage in free],
+        inward=[min(inward[position] for position in stages[stage]) for stage in free],
+        at_least=len(stages[0]),
+    )
+    sizes = [0] * len(placement)
+    for stage, size in {**told, **dict(zip(free, dealt, strict=True))}.items():
+        positions = stages[stage]
+        parts = _deal(size, extra=[extra[i] for i in positions], inward=[inward[i] for i in positions], at_least=1)
+        for position, part in zip(positions, parts, strict=True):
+            sizes[position] = part
+    return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def stages_problem(
+    *, num_layers: int, num_stages: int, num_chunks: int, first: int | None, last: int | None
+) -> str | None:
+    """None, or why not: every chunk of every stage needs a layer, and told stages leave the others theirs."""
+    chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
+    if num_layers < num_stages * num_chunks:
+        most = num_layers // num_chunks
+        remedy = f"use --pp {most} or fewer, or more layers" if most else "use fewer chunks a stage, or more layers"
+        return (
+            f"num_layers={num_layers} is less than pipeline_model_parallel_size={num_stages}{chunks}, and each of them "
+            f"needs a layer; {remedy}"
+        )
+    told = {name: layers for name, layers in ((FIRST, first), (LAST, last)) if layers is not None}
+    for name, layers in told.items():
+        if num_stages == 1:
+            return f"{name}={layers} needs pipeline_model_parallel_size > 1; add --pp 2, or leave it out"
+        if layers < num_chunks:
+            return f"{name}={layers} must be at least {num_chunks}, a layer for each chunk of the stage; use more"
+    left, others = num_layers - sum(told.values()), num_stages - len(told)
+    given = " and ".join(f"{name}={layers}" for name, layers in told.items())
+    if others == 0 and left:
+        return f"{given} must add up to num_layers={num_layers}; change one by {left:+d}, or leave one out"
+    if left < others * num_chunks:
+        stages = "stage, which needs" if others == 1 else f"{others} stages, which need"
+        return (
+            f"{given} leave{'s' if len(told) == 1 else ''} {max(left, 0)} of num_layers={num_layers} to the other "
+            f"{stages} {others * num_chunks}; use smaller ones"
+        )
+    return None
+
+
+def _deal(num_layers: int, *, extra: Sequence[float], inward: Sequence[int], at_least: int) -> list[int]:
+    """So many layers to each: the next one to what costs least so far, then to what is farthest from the ends."""
+    sizes = [at_least] * len(extra)
+    for _ in range(num_layers - at_least * len(sizes)):
+        sizes[min(range(len(sizes)), key=lambda i: (extra[i] + sizes[i], -inward[i], i))] += 1
+    return sizes
+
+
+def _positions_of_stages(placement: Placement) -> list[list[int]]:
+    """The positions of each stage, first chunk first."""
+    stages: list[list[int]] = [[] for _ in range(1 + max(place.stage for place in placement))]
+    for position, place in enumerate(placement):
+        stages[place.stage].append(position)
+    return stages
+
+
+def _ends(num_positions: int, embedding: float, head: float) -> list[float]:
+    """What each position costs besides its layers."""
+    costs = [0.0] * num_positions
+    costs[0] += embedding
+    costs[-1] += head
+    return costs

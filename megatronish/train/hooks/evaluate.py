@@ -1,0 +1,84 @@
+"""How good is the model on text it was not trained on? The mean loss over validation sets."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatronish.model.batch import MicroBatch
+from megatronish.train.engine import Engine
+from megatronish.train.folder import add_line
+from megatronish.train.hooks.tensorboard import TensorBoard
+from megatronish.train.trainer import Hook, StepRecord, Trainer
+
+BatchOf = Callable[[int], list[MicroBatch]]
+"""This rank's micro-batches of evaluation batch number i."""
+
+
+def mean_loss(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[float, int]:
+    """The mean over all predictions of `num_batches` global batches, and how many they are."""
+    total, tokens = 0.0, 0
+    for i in range(num_batches):
+        batch_total, batch_tokens = engine.evaluate(batch_of(i))
+        total += batch_total
+        tokens += batch_tokens
+    return total / max(tokens, 1), tokens
+
+
+class Evaluate(Hook):
+    """Evaluates every `interval` steps and at the end, always on the same samples."""
+
+    def __init__(
+        self,
+        valid: dict[str, BatchOf],
+        test: BatchOf | None,
+        *,
+        interval: int,
+        num_batches: int,
+        file: Path | None,
+        board: TensorBoard,
+    ) -> None:
+        self.valid, self.test, self.board = valid, test, board
+        self.interval, self.num_batches, self.file = interval, num_batches, file
+        self.last_step = -1
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """In turn."""
+        if record.step % self.interval == 0:
+            self._evaluate(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """At the end of the run; not where it merely stops for now."""
+        if trainer.progress.step < trainer.num_steps:
+            return
+        if self.last_step != trainer.progress.step:
+            self._evaluate(trainer)
+        if self.test is not None:
+            self._one(trainer, "test", self.test)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        self.last_step = trainer.progress.step
+        for name, batch_of in self.valid.items():
+            self._one(trainer, name, batch_of)
+
+    def _one(self, trainer: Trainer, name: str, batch_of: BatchOf) -> None:
+        loss, tokens = mean_loss(trainer.engine, batch_of, self.num_batches)
+        if self.file is None:
+            return
+        perplexity = math.exp(min(loss, 700.0))
+        line = {
+            "step": trainer.progress.step,
+            "name": name,
+            "loss": loss,
+            "perplexity": perplexity,
+            "tokens": tokens,
+            "consumed_samples": trainer.progress.consumed_samples,
+        }
+        points = {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}
+        self.board.add(points, step=trainer.progress.step, samples=trainer.progress.consumed_samples)
+        add_line(self.file, line)
+        tqdm.write(
+            f" {name} loss at iteration {trainer.progress.step} | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} |"
+        )

@@ -1,0 +1,98 @@
+"""Where does a run begin: at its own newest checkpoint, at that of --load, at a Hugging Face model, or at nothing?"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.checkpoint.all_or_none import all_or_none, same_on_all
+from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
+from megatronish.checkpoint.load import offering_another
+from megatronish.config.run import CheckpointConfig
+from megatronish.config.starting import of_another_format
+from megatronish.errors import UserError
+from megatronish.formats.fill import load_weights, open_hf
+from megatronish.train.engine import Engine
+from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
+from megatronish.train.hooks.save import read_run, resume, tensors_of
+from megatronish.train.job import TrainingJob
+from megatronish.train.trainer import Progress
+
+ANEW = "step, optimizer and data order start anew"
+
+
+class Begun(NamedTuple):
+    """Where a run stands. `origin` is what another format said of the weights it came from, to be kept beside them."""
+
+    progress: Progress
+    origin: dict[str, Any]
+
+
+def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun:
+    """Fill the engine with what the run goes on from; all ranks call this."""
+    keep, own = job.config.checkpoint, job.config.save_dir
+    storage = engine.mesh.checkpoint_axis
+    all_or_none(storage, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
+    has_begun, checkpoint = same_on_all(storage, partial(_look, keep, own), what=f"in {own}")
+    if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
+        return _from_hf(engine, Path(keep.load_hf), say)
+    if checkpoint is None:
+        return Begun(Progress(), {})
+    with offering_another(engine.mesh.checkpoint_axis):
+        saved = all_or_none(engine.mesh.checkpoint_axis, partial(read_run, checkpoint))
+    weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
+    facts = job.facts
+
+    def check(state: dict[str, Any]) -> None:
+        if weights_only:
+            refuse_other_function(state["config"], facts["config"], source=checkpoint)
+            return
+        refuse_other_run(state, facts)
+        changed = differences(state["config"], facts["config"])
+        if changed:
+            say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
+
+    progress = resume(
+        engine,
+        checkpoint=checkpoint,
+        weights_only=weights_only,
+        with_optimizer=not keep.no_load_optim,
+        check=check,
+    )
+    say(f"took the weights of {checkpoint}: {ANEW}" if weights_only else f"continuing from {checkpoint}")
+    return Begun(progress, saved.get("origin", {}))
+
+
+def _look(keep: CheckpointConfig, own: Path) -> tuple[bool, Path | None]:
+    """Whether the run has checkpoints of its own, and that which it goes on from."""
+    has_begun = bool(steps_in(own))
+    from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
+    return has_begun, None if from_hf else _find(keep, own, has_begun=has_begun)
+
+
+def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
+    """The run's own newest checkpoint, else that of --load; UserError if one was asked for and is not there."""
+    source, step = own, keep.ckpt_step
+    if keep.load is not None and folder_of(Path(keep.load)).resolve() != own.resolve():
+        source, step = (own, None) if has_begun else (Path(keep.load), step)
+    elif keep.load is not None:
+        source = Path(keep.load)
+    checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
+    if checkpoint is None and (keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint):
+        told = f"--load {source} holds no checkpoint; correct the path, or leave --load out to start anew"
+        raise UserError(of_another_format(source) or told)
+    return checkpoint
+
+
+def _from_hf(engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
+    into = tensors_of(engine, with_optimizer=False)
+
+    def read() -> Begun:
+        description, tensors = open_hf(load)
+        load_weights(tensors, into, source=load)
+        return Begun(Progress(), dict(description.origin))
+
+    begun = all_or_none(engine.mesh.checkpoint_axis, read)
+    engine.data_parallel.publish(frozen=True)
+    say(f"took the weights of {load}: {ANEW}")
+    return begun

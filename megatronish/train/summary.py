@@ -1,0 +1,114 @@
+"""What does a run say first? What it is about to do, in numbers, before anything is allocated."""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatronish.config.config import Config
+from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
+from megatronish.formats.fill import open_hf
+from megatronish.memory import ZeroSettings, expected_memory, memory_table
+from megatronish.ops.report import kernels_line
+from megatronish.optim.optimizer import optimizer_line
+from megatronish.pipeline.stages import Stages
+from megatronish.tokenizer import build_tokenizer
+
+OVER_CP = {
+    "p2p": "keys and values round a ring over cp, ",
+    "a2a": "sequence traded for heads over cp, ",
+}
+
+
+def dry_run(config: Config, notes: Sequence[str]) -> int:
+    """Print the first lines and start nothing; the exit status. What can be seen to be missing is told."""
+    vocab_size = build_tokenizer(config.data).vocab_size
+    if config.checkpoint.load_hf is not None:
+        open_hf(Path(config.checkpoint.load_hf))
+    uses_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if uses_cuda else "cpu"
+    print(first_lines(config, vocab_size=vocab_size, device=device, notes=notes))
+    return 0
+
+
+def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence[str] = ()) -> str:
+    """Layout, versions, device, kernels, parameters, tokens and FLOPs a step, memory expected."""
+    model, training, parallel, layout = config.model, config.training, config.parallel, config.layout
+    tokens = config.global_batch_size * training.seq_length
+    num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
+    flops = tokens * model_flops_per_token(model, vocab_size=vocab_size, seq_length=training.seq_length)
+    stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
+    on_cpu = device == "cpu" or parallel.optimizer_cpu_offload or parallel.param_cpu_offload
+    masters_on = torch.device("cpu" if on_cpu else "cuda")
+    lines = [
+        f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
+        + (", sequence parallel" if parallel.sequence_parallel else "")
+        + (
+            f", {parallel.schedule} with {num_microbatches} micro-batches"
+            if layout.pp > 1 or stages.schedule.name not in ("gpipe", "1f1b")
+            else ""
+        ),
+        f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
+        f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
+        f"attention: {_attention(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
+        kernels_line("cpu" if device == "cpu" else "cuda"),
+        f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
+        + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
+        + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
+        f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
+        f"{flops:.3g} model FLOPs",
+        "memory expected on a device:",
+        memory_table(
+            expected_memory(
+                model,
+                vocab_size=vocab_size,
+                seq_length=training.seq_length,
+                micro_batch_size=training.micro_batch_size,
+                stages=stages.loads(num_microbatches),
+                layout=layout,
+                sequence_parallel=parallel.sequence_parallel,
+                bf16=training.precision != "fp32",
+                optimizer=config.optimizer.optimizer,
+                cp_comm_type=parallel.cp_comm_type,
+                attention_backend=training.attention_backend,
+                recompute=config.recompute,
+                sharing=ZeroSettings.of(parallel, layout),
+            )
+        ),
+        *(f"note: {note}" for note in notes),
+    ]
+    return "\n".join(lines)
+
+
+def _attention(config: Config) -> str:
+    """What computes it, and why."""
+    parallel, backend = config.parallel, config.training.attention_backend
+    over_cp, is_ring = "", False
+    if config.layout.cp > 1:
+        over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
+    if backend == "auto" and config.model.attention_dropout > 0:
+        how = "block by block" if is_ring else "by the fused softmax"
+        why = "because attention dropout is above 0 and its masks must not depend on the layout"
+        return f"{over_cp}explicit probabilities {how}, {why}"
+    if backend in ("auto", "flash"):
+        sdpa = "scaled_dot_product_attention"
+        return over_cp + (f"{sdpa}'s flash operations" if is_ring else f"{sdpa} (flash where the device has it)")
+    softmax = "the fused" if backend == "fused_softmax" else "torch's"
+    return f"{over_cp}explicit probabilities by {softmax} softmax, as asked"
+
+
+def _stages(config: Config, stages: Stages, vocab_size: int) -> str:
+    counts = []
+    for stage, load in enumerate(stages.loads(1)):
+        held = parameters_of_stage(
+            config.model,
+            vocab_size=vocab_size,
+            seq_length=config.training.seq_length,
+            num_layers=sum(load.layers),
+            is_first=load.is_first,
+            is_last=load.is_last,
+        )
+        layers = " + ".join(map(str, load.layers))
+        counts.append(f"stage {stage}: {layers} layers, {held.total:,}")
+    return ", ".join(counts)

@@ -1,0 +1,61 @@
+"""A sequence too long to be held by one rank trains on several, each of which keeps its share of the activations."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from saved import saved_by
+
+from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.data.loader import micro_batches
+from megatronish.data.mock import MockSamples
+from megatronish.launch.place import Place
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
+from megatronish.train.engine import Engine
+
+S, VOCABULARY = 32_768, 64
+MODEL = ModelConfig(
+    num_layers=1,
+    hidden_size=16,
+    num_attention_heads=1,
+    ffn_hidden_size=32,
+    hidden_dropout=0.1,
+    attention_dropout=0.0,
+    position_embedding_type="rope",
+)
+
+
+def train(place: Place, cp: int) -> tuple[list[float], int]:
+    """The losses of two steps, and the bytes that the first one kept for its backward."""
+    mesh = Mesh.start(Layout(cp=cp), rank=place.rank, init_method=place.rendezvous)
+    engine = Engine.build(
+        mesh,
+        model=MODEL,
+        parallel=ParallelConfig(context_parallel_size=cp),
+        training=TrainingConfig(seq_length=S, micro_batch_size=1, global_batch_size=1),
+        optimizer=OptimizerConfig(),
+        vocab_size=VOCABULARY,
+    )
+    dataset = MockSamples(name="train", seq_length=S, seed=1, vocab_size=VOCABULARY, eod=0)
+    losses, kept = [], 0
+    for step in range(2):
+        batch = micro_batches(
+            dataset, consumed_samples=step, global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1, eod=0
+        )
+        with saved_by(engine.model) as saved:
+            losses.append(engine.step(batch, step=step, learning_rate=1e-2, weight_decay=0.0).loss)
+        kept = kept or saved.num_bytes
+    return losses, kept
+
+
+def test_32768_tokens_on_four_ranks_take_a_quarter_of_the_activations() -> None:
+    losses, whole = train(Place(), 1)
+    ranks = run_ranks(4, train, 4, timeout=240)
+    assert losses[1] < losses[0]
+    for others, kept in ranks:
+        assert others == pytest.approx(losses, rel=1e-5)
+        assert kept <= 0.30 * whole
+    assert torch.tensor([kept for _, kept in ranks]).float().std() < 0.01 * whole

@@ -1,0 +1,323 @@
+"""Gradient buckets: summed over the right ranks, in fp32, and on their way before backward has ended."""
+
+import gc
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megatronish.data_parallel.gradients import GradientBuckets
+from megatronish.data_parallel.plan import WHOLE_BACKWARD, BucketPlan, Source, plan_buckets
+from megatronish.launch.place import Place
+from megatronish.layout import Layout
+from megatronish.mesh import Axis, Mesh
+from megatronish.sharding import Sharding
+
+ALONE = Axis("alone")
+NUM_LAYERS = 4
+
+
+def chain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Four matrices of six by six in a row: backward finishes them last first."""
+    layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(NUM_LAYERS)))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layers.to(dtype)
+
+
+def plans_of(
+    parameters: dict[str, nn.Parameter],
+    shardings: dict[str, Sharding] | None = None,
+    *,
+    tp: Axis = ALONE,
+    embedding_axis: Axis = ALONE,
+    shard_axis: Axis = ALONE,
+    bucket_size: int = 36,
+    sources: dict[str, frozenset[Source]] | None = None,
+) -> list[BucketPlan]:
+    plain = {name: Sharding(tuple(parameter.shape), dim=0) for name, parameter in parameters.items()}
+    return plan_buckets(
+        parameters,
+        plain | (shardings or {}),
+        tp=tp,
+        embedding_axis=embedding_axis,
+        shard_axis=shard_axis,
+        bucket_size=bucket_size,
+        sources=sources or dict.fromkeys(parameters, WHOLE_BACKWARD),
+    )
+
+
+def buckets_of(
+    parameters: dict[str, nn.Parameter],
+    shardings: dict[str, Sharding] | None = None,
+    *,
+    data: Axis = ALONE,
+    overlap: bool = True,
+    **settings: Any,
+) -> GradientBuckets:
+    """Whole copies on all of `data`."""
+    plans = plans_of(parameters, shardings, **settings)
+    return GradientBuckets(parameters, plans, shard_axis=ALONE, replicate_axis=data, overlap=overlap)
+
+
+def views_of(buckets: GradientBuckets) -> dict[str, Tensor]:
+    return {name: view for bucket in buckets.buckets for name, view in bucket.views.items()}
+
+
+def zeros(**sizes: int) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+
+
+def inputs(rank: int, micro_batch: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * rank + micro_batch))
+
+
+class Seen(NamedTuple):
+    """What a rank saw of a step with two micro-batches."""
+
+    launched_during_first: int
+    launched_halfway: int
+    launched_after_last: int
+    gradients: dict[str, Tensor]
+    second_step: dict[str, Tensor]
+
+
+def a_step(place: Place, overlap: bool) -> Seen:
+    mesh = Mesh.start(Layout(dp=place.world_size), rank=place.rank, init_method=place.rendezvous)
+    model = chain()
+    buckets = buckets_of(dict(model.named_parameters()), data=mesh.data, overlap=overlap)
+    assert [bucket.plan.names for bucket in buckets.buckets] == [
+        ("3.weight",),
+        ("2.weight",),
+        ("1.weight",),
+        ("0.weight",),
+    ]
+
+    def launched() -> int:
+        return buckets.num_launched
+
+    halfway: list[int] = []
+
+    def step() -> tuple[int, dict[str, Tensor]]:
+        buckets.zero()
+        for micro_batch in range(2):
+            if micro_batch == 1:
+                during_first = launched()
+                buckets.starting(("B", 0, 1), True)
+            middle = model[:2](inputs(place.rank, micro_batch))
+            middle.register_hook(lambda _: halfway.append(launched()))
+            model[2:](middle).square().sum().backward()
+        after_last = launched()
+        buckets.finish()
+        assert during_first == 0
+        return after_last, {name: view.clone() for name, view in views_of(buckets).items()}
+
+    after_last, gradients = step()
+    seen_halfway = halfway[1]
+    return Seen(halfway[0], seen_halfway, after_last, gradients, step()[1])
+
+
+def expected_gradients(num_ranks: int) -> dict[str, Tensor]:
+    model = chain()
+    for rank in range(num_ranks):
+        for micro_batch in range(2):
+            model(inputs(rank, micro_batch)).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_are_summed_over_micro_batches_and_data_ranks(overlap: bool) -> None:
+    expected = expected_gradients(3)
+    answers = run_ranks(3, a_step, overlap)
+    for seen in answers:
+        for name in expected:
+            torch.testing.assert_close(seen.gradients[name], expected[name], rtol=1e-5, atol=0)
+            assert torch.equal(seen.gradients[name], answers[0].gradients[name])
+            assert torch.equal(seen.second_step[name], seen.gradients[name])  # a step starts from zero
+
+
+def test_reduction_starts_during_the_last_backward() -> None:
+    for seen in run_ranks(2, a_step, True):
+        assert seen.launched_during_first == 0
+        assert seen.launched_halfway == 2  # layers 3 and 2 are on their way while 1 and 0 are still computed
+        assert seen.launched_after_last == NUM_LAYERS
+
+
+def test_without_overlap_reduction_waits_for_the_end() -> None:
+    for seen in run_ranks(2, a_step, False):
+        assert (seen.launched_halfway, seen.launched_after_last) == (0, 0)
+
+
+def ready_in_any_order(place: Place) -> tuple[list[int], dict[str, Tensor]]:
+    """Rank 0 finishes its gradients first to last, rank 1 last to first; one gradient comes never."""
+    mesh = Mesh.start(Layout(dp=2), rank=place.rank, init_method=place.rendezvous)
+    parameters = zeros(a=2, b=2, c=2, unused=2, d=2)
+    buckets = buckets_of(parameters, data=mesh.data, bucket_size=2)
+    buckets.zero()
+    buckets.starting(("B", 0, 0), True)
+    launched = []
+    for name in "abcd" if place.rank == 0 else "dcba":
+        views_of(buckets)[name].fill_(ord(name) + place.rank)
+        buckets.delivered(parameters[name])
+        launched.append(buckets.num_launched)
+    buckets.finish()
+    return launched, views_of(buckets)
+
+
+def test_buckets_are_reduced_in_one_order_whatever_order_they_are_ready_in() -> None:
+    """Another order would add up gradients of different parameters, in silence."""
+    (first, views), (second, same_views) = run_ranks(2, ready_in_any_order)
+    assert first == [0, 0, 0, 1]  # in turn: d, unused, c, b, a
+    assert second == [1, 1, 1, 1]  # the unused one holds up what is behind it, until `finish`
+    for name in "abcd":
+        assert views[name].tolist() == same_views[name].tolist() == [2.0 * ord(name) + 1] * 2
+    assert views["unused"].tolist() == [0, 0]
+
+
+def test_a_bucket_closes_once_it_is_large_enough() -> None:
+    buckets = buckets_of(zeros(a=5, b=1, c=3, d=9, e=2), bucket_size=4)
+    assert [bucket.plan.names for bucket in buckets.buckets] == [("e", "d"), ("c", "b"), ("a",)]
+    assert [bucket.plan.size for bucket in buckets.buckets] == [11, 4, 5]
+    for name, view in views_of(buckets).items():
+        view.fill_(ord(name))
+    assert buckets.buckets[1].part.tolist() == [ord("c")] * 3 + [ord("b")]
+
+
+def kinds(tp: Axis, embedding_axis: Axis) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """Of each parameter: the axes that finish its sum, and whether this rank counts it."""
+    shardings = {
+        "tied": Sharding((4,), dim=0, tied=True),
+        "cut": Sharding((4,), dim=0),
+        "norm": Sharding((4,)),
+        "partial": Sharding((4,), partial=True),
+    }
+    plans = plans_of(
+        zeros(tied=4, cut=4, norm=4, partial=4), shardings, tp=tp, embedding_axis=embedding_axis, bucket_size=100
+    )
+    if embedding_axis.size > 1:
+        assert plans[-1].names == ("tied",)  # middle stages have none, so it comes after all others
+    return {
+        name: (tuple(axis.name for axis in plan.finishing_axes), plan.counted) for plan in plans for name in plan.names
+    }
+
+
+def test_each_element_is_summed_and_counted_where_its_sharding_says() -> None:
+    first, second = (Axis("tp", 2, rank) for rank in (0, 1))
+    start, end = (Axis("embedding_axis", 2, rank) for rank in (0, 1))
+    alone = {"tied": ((), True), "cut": ((), True), "norm": ((), True), "partial": ((), True)}
+    assert kinds(ALONE, ALONE) == alone
+    assert kinds(first, ALONE) == alone | {"partial": (("tp",), True)}
+    assert kinds(second, ALONE) == alone | {"norm": ((), False), "partial": (("tp",), False)}
+    assert kinds(ALONE, start) == alone | {"tied": (("embedding_axis",), True)}
+    assert kinds(ALONE, end) == alone | {"tied": (("embedding_axis",), False)}
+    assert kinds(second, end) == {
+        "tied": (("embedding_axis",), False),
+        "cut": ((), True),
+        "norm": ((), False),
+        "partial": (("tp",), False),
+    }
+
+
+def finish_partial_and_tied(place: Place) -> dict[str, list[float]]:
+    mesh = Mesh.start(Layout(pp=3, tp=2), rank=place.rank, init_method=place.rendezvous)
+    shardings = {"norm": Sharding((2,), partial=True), "tied": Sharding((2,), dim=0, tied=True)}
+    sizes = {"norm": 2} if mesh.pp.rank == 1 else {"norm": 2, "tied": 2}
+    buckets = buckets_of(zeros(**sizes), shardings, data=mesh.data, tp=mesh.tp, embedding_axis=mesh.embedding_axis)
+    buckets.zero()
+    for view in views_of(buckets).values():
+        view.fill_(10.0**place.rank)
+    buckets.finish()
+    return {name: view.tolist() for name, view in views_of(buckets).items()}
+
+
+def test_partial_gradients_are_summed_over_tp_and_tied_ones_over_the_first_and_last_stage() -> None:
+    answers = run_ranks(6, finish_partial_and_tied)
+    norms = [answer["norm"][0] for answer in answers]
+    assert norms == [11, 11, 1100, 1100, 110000, 110000]
+    assert [answer.get("tied", [None])[0] for answer in answers] == [10001, 100010, None, None, 10001, 100010]
+
+
+def accumulate(dtype: torch.dtype) -> Tensor:
+    """One gradient of 1 and a thousand of 1/1024, of a single element."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+    buckets = buckets_of({"w": parameter})
+    buckets.zero()
+    for gradient in [1.0, *[2.0**-10] * 1000]:
+        (parameter * gradient).sum().backward()
+    buckets.finish()
+    return views_of(buckets)["w"]
+
+
+def test_gradients_of_bf16_parameters_add_up_in_fp32() -> None:
+    """In bf16 the sum would stay 1: a thousandth is less than its last bit."""
+    exact = 1 + 1000 / 1024
+    for dtype in (torch.float32, torch.bfloat16):
+        gradient = accumulate(dtype)
+        assert (gradient.dtype, gradient.item()) == (torch.float32, exact)
+
+
+def test_a_bf16_gradient_leaves_nothing_behind_on_its_parameter() -> None:
+    model = chain(torch.bfloat16)
+    buckets = buckets_of(dict(model.named_parameters()))
+    buckets.zero()
+    model(inputs(0, 0).bfloat16()).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(bool(view.any()) for view in views_of(buckets).values())
+
+
+def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied embedding on a single stage."""
+    weight = nn.Parameter(torch.ones(3))
+    buckets = buckets_of({"w": weight}, data=Axis("data", 2, 0))  # hooked as among two ranks
+    ready: list[tuple[str, Source]] = []
+    monkeypatch.setattr(buckets, "mark_ready", lambda name, source: ready.append((name, source)))
+    buckets.zero()
+    buckets.starting(("B", 0, 0), True)
+    (weight * 2 + weight * 3).sum().backward()
+    assert ready == [("w", (0, "B"))]
+    assert views_of(buckets)["w"].tolist() == [5, 5, 5]
+
+
+def test_a_gradient_from_two_places_is_final_when_both_have_delivered_for_the_last_time() -> None:
+    """As a tied embedding's is, in the backward of one chunk and the weight gradients of another."""
+    parameters = zeros(tied=2, plain=2)
+    sources = {"tied": frozenset({(0, "B"), (1, "W")}), "plain": frozenset({(1, "W")})}
+    buckets = buckets_of(parameters, bucket_size=2, sources=sources)
+
+    def delivered(kind: str, chunk: int, *, is_last: bool) -> int:
+        buckets.starting((kind, chunk, 0), is_last)
+        for parameter in parameters.values():
+            buckets.delivered(parameter)
+        return buckets.num_launched
+
+    for _ in range(2):  # steps
+        buckets.zero()
+        assert delivered("W", 1, is_last=False) == 0
+        assert delivered("B", 1, is_last=True) == 0  # autograd reports a weight that was put off as well
+        assert delivered("W", 1, is_last=True) == 1
+        assert delivered("B", 0, is_last=True) == 2
+        buckets.finish()
+
+
+def test_scaling_scales_every_gradient() -> None:
+    buckets = buckets_of(zeros(a=2, b=3), bucket_size=1)
+    for part in buckets.parts:
+        part.fill_(2.0)
+    buckets.scale(0.25)
+    values: list[Any] = [view.tolist() for view in views_of(buckets).values()]
+    assert values == [[0.5] * 3, [0.5] * 2]
+
+
+def test_buckets_go_when_nobody_holds_them() -> None:
+    """A hook that held them would be a cycle through autograd, which Python cannot see."""
+    parameters = zeros(a=2)
+    buckets = buckets_of(parameters, data=Axis("data", 2, 0))
+    seen = weakref.ref(buckets)
+    del buckets
+    gc.collect()
+    assert seen() is None

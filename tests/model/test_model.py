@@ -1,0 +1,365 @@
+"""The model against a plain one in float64, written here from the formulas: loops over heads, no fused operation."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatronish.config.model import ModelConfig
+from megatronish.model.batch import MicroBatch
+from megatronish.model.gpt import GPT, ModelChunk
+from megatronish.model.rope import Rotation, rotate
+from megatronish.sharding import collect_shardings, initialize
+
+VOCABULARY = 37
+S, B = 20, 2
+GPT2 = ModelConfig(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.3,
+    make_vocab_size_divisible_by=8,
+)
+LLAMA = replace(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    ffn_hidden_size=40,
+    disable_bias_linear=True,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=16,
+    rope_scaling_factor=4.0,
+    rope_original_max_positions=64,
+    rotary_base=100.0,  # so that every variant of scaling has wavelengths to keep, to blend and to stretch
+    untie_embeddings_and_output_weights=True,
+)
+VARIANTS = {
+    "gpt2": GPT2,
+    "gpt2 untied": replace(GPT2, untie_embeddings_and_output_weights=True),
+    "gpt2 with the tanh gelu": replace(GPT2, openai_gelu=True),
+    "squared relu": replace(GPT2, squared_relu=True),
+    "layernorm 1p": replace(GPT2, apply_layernorm_1p=True),
+    "no positions": replace(GPT2, position_embedding_type="none"),
+    "one kv head": replace(GPT2, group_query_attention=True),
+    "own head size": replace(GPT2, kv_channels=10),
+    "llama": LLAMA,
+    "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
+    "rms 1p": replace(LLAMA, apply_layernorm_1p=True),
+    "rope linear": replace(LLAMA, rope_scaling_type="linear"),
+    "rope llama3": replace(LLAMA, rope_scaling_type="llama3"),
+    "rope yarn": replace(LLAMA, rope_scaling_type="yarn", rope_beta_fast=8.0),
+    "rope interleaved": replace(LLAMA, rotary_interleaved=True),
+    "rope on half of a head": replace(LLAMA, rotary_percent=0.5),
+    "mistral": replace(LLAMA, window_size=6),
+    "qwen": replace(LLAMA, add_qkv_bias=True, qk_layernorm=True),
+    "gpt2 with rope and qk layernorm": replace(GPT2, position_embedding_type="rope", qk_layernorm=True),
+}
+
+
+def model_of(config: ModelConfig) -> GPT:
+    """With every parameter far from zero and one, so that none can be forgotten."""
+    model = GPT(config, vocab_size=VOCABULARY, num_positions=S, seed=5)
+    initialize(model, collect_shardings(model), seed=5, tp=model.tp)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def batch_of(*, documents: bool = False, seed: int = 0) -> MicroBatch:
+    """Random tokens; with documents, they end after 7 and 12 tokens in one sample, after 1 in the other."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (B, S + 1), generator=generator)
+    position_ids, document_ids = torch.arange(S).repeat(B, 1), None
+    if documents:
+        document_ids = torch.tensor([[0] * 7 + [1] * 5 + [2] * 8, [0] + [1] * 19])
+        position_ids = torch.tensor([[*range(7), *range(5), *range(8)], [0, *range(19)]])
+    return MicroBatch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:].contiguous(),
+        loss_mask=torch.rand(B, S, generator=generator) < 0.7,
+        position_ids=position_ids,
+        sample_ids=torch.arange(B) + 10,
+        document_ids=document_ids,
+    )
+
+
+@torch.no_grad()
+def logits_of(model: GPT, batch: MicroBatch) -> Tensor:
+    """[B, S, V], padding cut off."""
+    x = model.hidden(None, batch, step=None)
+    return model.logits(x).transpose(0, 1)[..., :VOCABULARY]
+
+
+# The plain model, one sample at a time: x is [S, D], float64
+
+
+def plain_logits(config: ModelConfig, model: nn.Module, batch: MicroBatch) -> Tensor:
+    weights = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    return torch.stack([_plain_sample(config, weights, batch, sample) for sample in range(len(batch.tokens))])
+
+
+def _plain_sample(config: ModelConfig, w: dict[str, Tensor], batch: MicroBatch, sample: int) -> Tensor:
+    positions = batch.position_ids[sample]
+    documents = torch.zeros(S) if batch.document_ids is None else batch.document_ids[sample]
+    x = w["embedding.tokens.weight"][batch.tokens[sample]]
+    if config.position_embedding_type == "learned_absolute":
+        x = x + w["embedding.positions.weight"][positions]
+    for layer in range(config.num_layers):
+        here = {name.removeprefix(f"layers.{layer}."): value for name, value in w.items()}
+        normed = _plain_norm(config, here, "attention_norm", x)
+        x = x + _plain_attention(config, here, normed, positions, documents)
+        x = x + _plain_mlp(config, here, _plain_norm(config, here, "mlp_norm", x))
+    head = w["embedding.tokens.weight"] if config.tied else w["head.weight"]
+    return _plain_norm(config, w, "final_norm", x) @ head[:VOCABULARY].T
+
+
+def _plain_norm(config: ModelConfig, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    one_plus = config.apply_layernorm_1p and "q_norm" not in name and "k_norm" not in name
+    weight = w[f"{name}.weight"] + (1 if one_plus else 0)
+    if config.normalization == "RMSNorm":
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight + w[f"{name}.bias"]
+
+
+def _plain_linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", torch.zeros(()))
+
+
+def _plain_mlp(config: ModelConfig, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = _plain_linear(w, "mlp.fc1", x)
+    if config.swiglu:
+        gate, up = h[:, : config.ffn_size], h[:, config.ffn_size :]
+        h = gate / (1 + (-gate).exp()) * up
+    elif config.squared_relu:
+        h = h.clamp(min=0) ** 2
+    elif config.openai_gelu:
+        h = 0.5 * h * (1 + (math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)).tanh())
+    else:
+        h = 0.5 * h * (1 + torch.erf(h / math.sqrt(2)))
+    return _plain_linear(w, "mlp.fc2", h)
+
+
+def _plain_attention(
+    config: ModelConfig, w: dict[str, Tensor], x: Tensor, positions: Tensor, documents: Tensor
+) -> Tensor:
+    heads, kv_heads, size = config.num_attention_heads, config.num_kv_heads, config.head_size
+    qkv = _plain_linear(w, "attention.qkv", x).view(S, heads + 2 * kv_heads, size)
+    outputs = []
+    for head in range(heads):
+        kv_head = head // (heads // kv_heads)
+        q, k, v = qkv[:, head], qkv[:, heads + kv_head], qkv[:, heads + kv_heads + kv_head]
+        if config.qk_layernorm:
+            q, k = (_plain_norm(config, w, f"attention.{name}", part) for name, part in (("q_norm", q), ("k_norm", k)))
+        if config.position_embedding_type == "rope":
+            q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)
+        rows = []
+        for i in range(S):
+            seen = [j for j in range(i + 1) if documents[i] == documents[j]]
+            if config.window_size is not None:
+                seen = [j for j in seen if i - j < config.window_size]
+            scores = (k[seen] @ q[i]) / math.sqrt(size)
+            rows.append((scores - scores.max()).exp() / (scores - scores.max()).exp().sum() @ v[seen])
+        outputs.append(torch.stack(rows))
+    return _plain_linear(w, "attention.out", torch.cat(outputs, -1))
+
+
+def _plain_rope(config: ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
+    """Pair (a, b) as the complex number a + ib, times exp(i angle)."""
+    size = int(config.head_size * config.rotary_percent)
+    x = x.clone()
+    for pair in range(size // 2):
+        a, b = (2 * pair, 2 * pair + 1) if config.rotary_interleaved else (pair, pair + size // 2)
+        angle = positions * _plain_frequency(config, pair, size)
+        turned = torch.complex(x[:, a], x[:, b]) * torch.polar(torch.ones(S).double(), angle.double())
+        if config.rope_scaling_type == "yarn":
+            turned = turned * (1 + 0.1 * math.log(config.rope_scaling_factor))
+        x[:, a], x[:, b] = turned.real, turned.imag
+    return x
+
+
+def _plain_frequency(config: ModelConfig, pair: int, size: int) -> float:
+    """Radians a position, as the papers and the models' own descriptions have it."""
+    plain = config.rotary_base ** (-2 * pair / size)
+    stretched, context = plain / config.rope_scaling_factor, config.rope_original_max_positions
+    if config.rope_scaling_type == "linear":
+        return stretched
+    if config.rope_scaling_type == "llama3":
+        wavelength = 2 * math.pi / plain
+        if wavelength > context / config.rope_low_freq_factor:
+            return stretched
+        if wavelength < context / config.rope_high_freq_factor:
+            return plain
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        smooth = (context / wavelength - low) / (high - low)
+        return (1 - smooth) * stretched + smooth * plain
+    if config.rope_scaling_type == "yarn":
+
+        def pair_that_turns(times: float) -> float:
+            return size * math.log(context / (times * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+        first = max(math.floor(pair_that_turns(config.rope_beta_fast)), 0)
+        last = min(math.ceil(pair_that_turns(config.rope_beta_slow)), size - 1)
+        ramp = min(max((pair - first) / (last - first), 0), 1)
+        return ramp * stretched + (1 - ramp) * plain
+    return plain
+
+
+# The tests
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_a_plain_model(name: str, documents: bool) -> None:
+    config, batch = VARIANTS[name], batch_of(documents=documents)
+    model = model_of(config)
+    expected = plain_logits(config, model, batch)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits_of(model, batch).double(), expected, rtol=0, atol=2e-5 * float(expected.std()))
+
+
+def test_every_parameter_of_every_variant_matters() -> None:
+    """Else the comparison with the plain model would be blind to it."""
+    for name, config in VARIANTS.items():
+        model = model_of(config)
+        model(None, batch_of(documents=True), step=0).backward()
+        idle = {key for key, parameter in model.named_parameters() if not bool(parameter.grad.abs().sum() > 1e-4)}  # type: ignore[union-attr]
+        assert idle == set(), name
+
+
+def test_scaled_ropes_keep_blend_and_stretch_their_wavelengths() -> None:
+    """Else the comparison would try one branch of each formula alone."""
+    size = LLAMA.head_size
+    plain = [_plain_frequency(LLAMA, pair, size) for pair in range(size // 2)]
+    for name in ("rope llama3", "rope yarn"):
+        ratios = [plain[pair] / _plain_frequency(VARIANTS[name], pair, size) for pair in range(size // 2)]
+        assert ratios[0] == 1
+        assert ratios[-1] == pytest.approx(4)
+        assert any(1.01 < ratio < 3.99 for ratio in ratios)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_loss_is_the_sum_of_what_counts_over_the_true_vocabulary(name: str) -> None:
+    config, batch = VARIANTS[name], batch_of()
+    model = model_of(config)
+    losses = -plain_logits(config, model, batch).log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
+    expected = float((losses * batch.loss_mask).sum())
+    assert float(model(None, batch, step=None).detach()) == pytest.approx(expected, rel=1e-6)
+
+
+def changed(batch: MicroBatch, places: slice) -> MicroBatch:
+    """With other tokens at these places of both samples."""
+    tokens = batch.tokens.clone()
+    tokens[:, places] = (tokens[:, places] + 1) % VOCABULARY
+    return replace(batch, tokens=tokens)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen"])
+def test_a_later_token_never_changes_an_earlier_prediction(name: str) -> None:
+    model, batch = model_of(VARIANTS[name]), batch_of()
+    before = logits_of(model, batch)
+    for place in (1, 7, S - 1):
+        after = logits_of(model, changed(batch, slice(place, None)))
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.isclose(after[:, place], before[:, place]).all()
+
+
+def test_a_window_ends_what_a_token_sees() -> None:
+    model, batch = model_of(replace(VARIANTS["mistral"], num_layers=1)), batch_of()
+    before, after = logits_of(model, batch), logits_of(model, changed(batch, slice(3, 4)))
+    moved = ~torch.isclose(before, after).all(-1).all(0)
+    assert moved.nonzero().flatten().tolist() == list(range(3, 3 + 6))
+
+
+def test_a_document_does_not_see_the_one_before_it() -> None:
+    model, batch = model_of(VARIANTS["llama"]), batch_of(documents=True)
+    before, after = logits_of(model, batch), logits_of(model, changed(batch, slice(0, 7)))
+    assert torch.equal(before[0, 7:], after[0, 7:])
+    assert not torch.isclose(before[1, 7:], after[1, 7:]).all()
+
+
+def test_a_document_reads_as_if_it_stood_alone() -> None:
+    model, batch = model_of(VARIANTS["gpt2"]), batch_of(documents=True)
+    tokens = batch.tokens[:1, 7:12]
+    alone = MicroBatch(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=tokens > -1,
+        position_ids=torch.arange(5)[None],
+        sample_ids=torch.tensor([0]),
+    )
+    torch.testing.assert_close(logits_of(model, alone)[0], logits_of(model, batch)[0, 7:12], rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_as_long_as_the_sequence_is_none() -> None:
+    model = model_of(replace(LLAMA, window_size=S))
+    assert torch.equal(logits_of(model, batch_of()), logits_of(model_of(LLAMA), batch_of()))
+
+
+def loss_of(config: ModelConfig, *, step: int | None, **changes: Any) -> float:
+    return float(model_of(config)(None, replace(batch_of(), **changes), step=step).detach())
+
+
+@pytest.mark.parametrize("rates", [(0.5, 0.0), (0.0, 0.5), (0.3, 0.3)])
+def test_evaluation_drops_nothing_and_every_step_something_else(rates: tuple[float, float]) -> None:
+    dropping = replace(LLAMA, hidden_dropout=rates[0], attention_dropout=rates[1])
+    assert loss_of(dropping, step=None) == loss_of(LLAMA, step=None) == loss_of(LLAMA, step=3)
+    assert loss_of(dropping, step=3) == loss_of(dropping, step=3)
+    seen = {
+        loss_of(dropping, step=None),
+        loss_of(dropping, step=3),
+        loss_of(dropping, step=4),
+        loss_of(dropping, step=3, sample_ids=torch.tensor([10, 12])),
+    }
+    assert len(seen) == 4
+
+
+def test_a_hardly_dropping_model_is_nearly_the_plain_one() -> None:
+    dropping = replace(LLAMA, hidden_dropout=1e-9, attention_dropout=1e-9)
+    assert loss_of(dropping, step=0) == pytest.approx(loss_of(LLAMA, step=0), rel=1e-6)
+
+
+def test_a_turn_keeps_lengths_and_depends_on_the_distance_alone() -> None:
+    angles = torch.arange(S)[:, None, None, None] * torch.tensor([1.0, 0.1, 0.01])
+    turn = Rotation(angles.cos(), angles.sin())
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 6, generator=generator).expand(S, 1, 1, 6) for _ in range(2))
+    for interleaved in (False, True):
+        turned_q, turned_k = rotate(q, turn, interleaved=interleaved), rotate(k, turn, interleaved=interleaved)
+        torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
+        scores = (turned_q[:, 0, 0] @ turned_k[:, 0, 0].T).diagonal(-3)
+        torch.testing.assert_close(scores, scores[:1].expand_as(scores))
+
+
+def test_pieces_of_a_model_in_a_row_are_the_model() -> None:
+    batch = batch_of()
+    whole = model_of(GPT2)
+    values = dict(whole.named_parameters())
+    x: Tensor | None = None
+    for layers, is_first, is_last in (([0], True, False), ([1], False, True)):
+        chunks = [ModelChunk(layers, is_first, is_last)]
+        piece = GPT(GPT2, vocab_size=VOCABULARY, num_positions=S, chunks=chunks, seed=5)
+        piece.load_state_dict({name: values[name] for name, _ in piece.named_parameters()})
+        x = piece(x, batch, step=None)
+    assert x is not None
+    assert torch.equal(x, whole(None, batch, step=None))
+
+
+def test_in_bf16_the_model_is_the_same_to_its_precision() -> None:
+    config = VARIANTS["qwen"]
+    model, batch = model_of(config), batch_of()
+    exact = logits_of(model, batch)
+    rounded = logits_of(model.bfloat16(), batch)
+    assert rounded.dtype == torch.bfloat16
+    # A value keeps 8 bits, 2^-9 of it lost on average; some twenty roundings in a row add up to about 2^-7.
+    assert float((rounded.float() - exact).std() / exact.std()) < 2**-5

@@ -1,0 +1,204 @@
+"""What does a layer keep for its backward? Measured, and held against Korthikanti et al. 2022 (arXiv:2205.05198).
+
+The paper counts bytes of a bf16 layer, s tokens, micro-batch b, width h, a heads, t tensor-parallel ranks, with
+dropout: sbh(34 + 5 a s / h), of which the 34 are
+
+    attention   norm's input 2, qkv's input 2, q k v 6, core's output 2, dropout mask 1
+    MLP         norm's input 2, fc1's input 2, its output 8, fc2's input 8, dropout mask 1
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from ranks import run_ranks
+from saved import saved_by
+
+from megatronish.config.model import ModelConfig
+from megatronish.config.training import AttentionBackend
+from megatronish.launch.place import Place
+from megatronish.layout import Layout
+from megatronish.memory import bytes_per_score
+from megatronish.mesh import Axis, Mesh
+from megatronish.model.batch import MicroBatch
+from megatronish.model.gpt import GPT
+from megatronish.model.recompute import Recompute
+from megatronish.sharding import collect_shardings, initialize
+
+S, B, H, HEADS = 128, 2, 64, 4
+SBH = S * B * H
+SCORES = HEADS * S * S * B
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=H,
+    num_attention_heads=HEADS,
+    hidden_dropout=0.1,
+    attention_dropout=0.0,
+    make_vocab_size_divisible_by=8,
+)
+SMALL = 0.03  # of the formula: means and deviations of norms, log-sum-exps of attention
+
+
+def batch() -> MicroBatch:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 50, (B, S + 1), generator=generator)
+    mask = torch.ones(B, S, dtype=torch.bool)
+    positions = torch.arange(S).repeat(B, 1)
+    return MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous(), mask, positions, torch.arange(B))
+
+
+def model_of(
+    config: ModelConfig,
+    *,
+    recompute: Recompute,
+    tp: Axis | None = None,
+    sequence_parallel: bool = False,
+    attention_backend: AttentionBackend = "auto",
+) -> GPT:
+    model = GPT(
+        config,
+        vocab_size=50,
+        num_positions=S,
+        tp=tp,
+        attention_backend=attention_backend,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+    )
+    initialize(model, collect_shardings(model), seed=1, tp=model.tp)
+    return model.bfloat16()
+
+
+def bytes_of(model: GPT) -> int:
+    """What a whole forward keeps."""
+    with saved_by(model) as saved:
+        loss = model(None, batch(), step=0)
+    loss.backward()
+    return saved.num_bytes
+
+
+def bytes_per_layer(config: ModelConfig, **settings: object) -> float:
+    """From the difference that layers make: two groups of those that are computed again together."""
+    size = max(1, getattr(settings["recompute"], "num_layers", 1))
+    few, many = (
+        bytes_of(model_of(replace(config, num_layers=num_layers), **settings))  # type: ignore[arg-type]
+        for num_layers in (size, 3 * size)
+    )
+    return (many - few) / (2 * size)
+
+
+def on_rank(place: Place, sequence_parallel: bool, granularity: str | None, shared: bool) -> float:
+    mesh = Mesh.start(Layout(tp=place.world_size), rank=place.rank, init_method=place.rendezvous)
+    recompute = Recompute(granularity, shard_axis=mesh.tp if shared else Axis("tp"))  # type: ignore[arg-type]
+    return bytes_per_layer(MODEL, recompute=recompute, tp=mesh.tp, sequence_parallel=sequence_parallel)
+
+
+def test_a_layer_keeps_34_sbh_bytes_with_flash_attention() -> None:
+    assert bytes_per_layer(MODEL, recompute=Recompute()) == pytest.approx(34 * SBH, rel=SMALL)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("backend", ["auto", "fused_softmax", "unfused"])
+def test_the_fused_softmax_keeps_5_bytes_a_score_as_the_paper_and_torchs_7(
+    backend: AttentionBackend, dropout: float
+) -> None:
+    """Softmax's output (2, or 4 in fp32), dropout's mask (1), and what dropout left (2)."""
+    config = replace(MODEL, attention_dropout=dropout)
+    kept = {"auto": (0, 5), "fused_softmax": (2, 5), "unfused": (6, 7)}[backend][dropout > 0]
+    assert bytes_per_score(config, backend, 2) == kept
+    measured = bytes_per_layer(config, recompute=Recompute(), attention_backend=backend)
+    assert measured == pytest.approx(34 * SBH + kept * SCORES, rel=SMALL)
+
+
+def test_selective_recomputation_keeps_34_sbh_bytes_whatever_the_softmax() -> None:
+    """With flash attention it saves nothing: the scores are not kept in any case."""
+    backends: tuple[AttentionBackend, ...] = ("auto", "fused_softmax")
+    for rate, backend in product((0.0, 0.1), backends):
+        config = replace(MODEL, attention_dropout=rate)
+        measured = bytes_per_layer(config, recompute=Recompute("selective"), attention_backend=backend)
+        assert measured == pytest.approx(34 * SBH, rel=SMALL)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_selective_recomputation_and_sequence_parallelism_divide_all_by_tp(tp: int) -> None:
+    for granularity in (None, "selective"):
+        for measured in run_ranks(tp, on_rank, True, granularity, False):
+            assert measured == pytest.approx(34 * SBH / tp, rel=SMALL)
+
+
+def test_tensor_parallelism_alone_divides_24_of_the_34() -> None:
+    for measured in run_ranks(2, on_rank, False, None, False):
+        assert measured == pytest.approx((10 + 24 / 2) * SBH, rel=SMALL)
+
+
+def test_full_recomputation_keeps_2_sbh_bytes() -> None:
+    """An input a layer, or one for several layers that are computed again together."""
+    assert bytes_per_layer(MODEL, recompute=Recompute("full")) == 2 * SBH
+    assert bytes_per_layer(MODEL, recompute=Recompute("full", num_layers=3)) == pytest.approx(2 * SBH / 3)
+
+
+def test_the_kept_input_can_be_shared_over_tp() -> None:
+    assert run_ranks(2, on_rank, False, "full", True) == [SBH, SBH]
+    assert run_ranks(2, on_rank, False, "full", False) == [2 * SBH, 2 * SBH]
+    assert run_ranks(2, on_rank, True, "full", False) == [SBH, SBH]
+
+
+def test_block_recomputes_the_first_layers_and_keeps_the_others() -> None:
+    config = replace(MODEL, num_layers=4)
+    whole, block, full = (
+        bytes_of(model_of(config, recompute=how))
+        for how in (Recompute(), Recompute("full", "block", 1), Recompute("full", "block", 9))
+    )
+    one = bytes_per_layer(MODEL, recompute=Recompute())
+    assert whole - block == pytest.approx(one - 2 * SBH, rel=1e-3)
+    assert whole - full == pytest.approx(4 * (one - 2 * SBH), rel=1e-3)
+
+
+GROUPS: list[tuple[Recompute, list[tuple[str, bool]]]] = [
+    (Recompute(), [("abcde", False)]),
+    (Recompute("selective"), [("abcde", False)]),
+    (Recompute("full"), [(layer, True) for layer in "abcde"]),
+    (Recompute("full", "uniform", 2), [("ab", True), ("cd", True), ("e", True)]),
+    (Recompute("full", "block", 2), [("a", True), ("b", True), ("cde", False)]),
+]
+
+
+@pytest.mark.parametrize(("how", "groups"), GROUPS)
+def test_layers_are_grouped_as_the_method_says(how: Recompute, groups: Sequence[tuple[str, bool]]) -> None:
+    assert [("".join(layers), again) for layers, again in how.groups(list("abcde")) if layers] == list(groups)
+
+
+HOWS = [Recompute("selective"), Recompute("full"), Recompute("full", "uniform", 3), Recompute("full", "block", 1)]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_is_computed_again_is_the_same_in_every_bit_dropout_and_all(how: Recompute) -> None:
+    config = replace(MODEL, attention_dropout=0.1)
+    found = []
+    for recompute in (Recompute(), how):
+        model = model_of(config, recompute=recompute).float()
+        loss = model(None, batch(), step=0)
+        loss.backward()
+        found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_an_evaluation_recomputes_nothing() -> None:
+    model = model_of(MODEL, recompute=Recompute("full")).float()
+    plain = model_of(MODEL, recompute=Recompute()).float()
+    with torch.no_grad():
+        assert torch.equal(model(None, batch(), step=None), plain(None, batch(), step=None))
+
+
+@pytest.mark.gpu
+def test_inputs_that_wait_in_the_cpus_memory_come_back() -> None:
+    found = []
+    for recompute in (Recompute(), Recompute("full", offload=True)):
+        model = model_of(MODEL, recompute=recompute).cuda()
+        with saved_by(model) as saved:
+            loss = model(None, batch().to(torch.device("cuda")), step=0)
+        loss.backward()
+        found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
+        assert saved.num_bytes > 0
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

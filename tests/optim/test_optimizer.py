@@ -1,0 +1,210 @@
+"""The optimizer: torch's own steps, or apex's where it is there; decay on matrices alone; norms of all elements."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.mesh import Axis
+from megatronish.optim.adam import FusedAdamChoice, adamw, find_fused_adam
+from megatronish.optim.clip import global_norm, num_zeros
+from megatronish.optim.optimizer import Optimizer, optimizer_line
+from megatronish.sharding import Shard, Sharding
+
+SHAPES = {"matrix": (4, 3), "bias": (4,), "norm": (3,)}
+STATE_NAMES = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
+ALONE: dict[str, Any] = {
+    "device": torch.device("cpu"),
+    "tp": Axis("tp"),
+    "shard_axis": Axis("shared"),
+    "replicate_axis": Axis("copied"),
+}
+
+
+def parameters_of() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def optimizer_of(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> tuple[Optimizer, dict[str, Tensor]]:
+    gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    shardings = {name: Sharding(shape) for name, shape in SHAPES.items()}
+    shards = {name: Shard(parameter.detach(), ()) for name, parameter in parameters.items()}
+    return Optimizer(shards, gradients, shardings, config, **ALONE), gradients
+
+
+def fill(gradients: dict[str, Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for gradient in gradients.values():
+        gradient.copy_(torch.randn(gradient.shape, generator=generator))
+
+
+ADAM = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
+SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.7)
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
+    ours, theirs = parameters_of(), parameters_of()
+    optimizer, gradients = optimizer_of(ours, config)
+    groups = [
+        {"params": [theirs["matrix"]], "weight_decay": 0.1},
+        {"params": [theirs["bias"], theirs["norm"]], "weight_decay": 0.0},
+    ]
+    reference: torch.optim.Optimizer = (
+        torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-3)
+        if config is ADAM
+        else torch.optim.SGD(groups, momentum=0.7)
+    )
+    for step, learning_rate in enumerate([0.1, 0.05, 0.2, 0.0]):
+        fill(gradients, step)
+        optimizer.step(learning_rate=learning_rate, weight_decay=0.1)
+        for group in reference.param_groups:
+            group["lr"] = learning_rate
+        for name, parameter in theirs.items():
+            parameter.grad = gradients[name].clone()
+        reference.step()
+        for name in SHAPES:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
+    assert optimizer.num_steps == 4
+
+
+def test_only_matrices_decay() -> None:
+    parameters = parameters_of()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    optimizer, _ = optimizer_of(parameters, ADAM)
+    optimizer.step(learning_rate=0.1, weight_decay=0.5)  # gradients are zero
+    torch.testing.assert_close(parameters["matrix"].detach(), before["matrix"] * (1 - 0.1 * 0.5))
+    assert all(torch.equal(parameters[name], before[name]) for name in ("bias", "norm"))
+
+
+def test_the_values_of_the_shards_are_what_is_stepped() -> None:
+    parameters = parameters_of()
+    optimizer, gradients = optimizer_of(parameters, ADAM)
+    fill(gradients, 0)
+    before = parameters["matrix"].detach().clone()
+    optimizer.step(learning_rate=0.1, weight_decay=0.0)
+    assert optimizer.masters["matrix"].data_ptr() == parameters["matrix"].data_ptr()
+    assert not torch.equal(parameters["matrix"], before)
+
+
+def test_a_rank_that_keeps_nothing_steps_nothing() -> None:
+    optimizer = Optimizer({}, {}, {"matrix": Sharding((4, 3))}, ADAM, **ALONE)
+    optimizer.step(learning_rate=0.1, weight_decay=0.1)
+    assert (optimizer.num_steps, optimizer.state) == (1, {})
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+def test_a_state_put_back_goes_on_as_if_never_stopped(config: OptimizerConfig) -> None:
+    parameters = parameters_of()
+    optimizer, gradients = optimizer_of(parameters, config)
+    for step in range(3):
+        fill(gradients, step)
+        optimizer.step(learning_rate=0.1, weight_decay=0.1)
+
+    copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    resumed, same_gradients = optimizer_of(copies, config)
+    for name, tensors in optimizer.state.items():
+        assert set(tensors) == STATE_NAMES[config.optimizer]
+        for key, tensor in tensors.items():
+            resumed.state[name][key].copy_(tensor)
+    resumed.num_steps = optimizer.num_steps
+    for each, grads in ((optimizer, gradients), (resumed, same_gradients)):
+        fill(grads, 3)
+        each.step(learning_rate=0.1, weight_decay=0.1)
+    assert all(torch.equal(parameters[name], copies[name]) for name in SHAPES)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Stands in for apex's, whose kernels need CUDA: the same arguments, and steps counted by group as it counts."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
+        self.given = {"lr": lr, "betas": betas, "eps": eps, "adam_w_mode": adam_w_mode}
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+
+
+def install_apex(monkeypatch: pytest.MonkeyPatch, fused_adam: object) -> None:
+    for name in ("apex", "apex.optimizers", "amp_C"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    if fused_adam is not None:
+        sys.modules["apex.optimizers"].FusedAdam = fused_adam  # type: ignore[attr-defined]
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_apex_steps_masters_on_cuda_and_is_told_what_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_apex(monkeypatch, FusedAdam)
+    parameters = parameters_of()
+    groups = [{"params": list(parameters.values()), "decays": True}]
+    stepping = adamw(groups, config=ADAM, masters_on=CUDA)
+    assert isinstance(stepping, FusedAdam)
+    assert stepping.given == {"lr": 0.0, "betas": (0.8, 0.9), "eps": 1e-3, "adam_w_mode": True}
+    assert isinstance(adamw(groups, config=ADAM, masters_on=CPU), torch.optim.AdamW)
+    assert optimizer_line(ADAM, CUDA) == "apex's fused AdamW (masters are on CUDA)"
+    assert optimizer_line(ADAM, CPU) == "torch's fused AdamW (masters are on the CPU)"
+    assert optimizer_line(SGD, CUDA) == "torch's fused SGD"
+
+
+def test_apex_finds_our_state_and_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronish.optim.adam.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
+    optimizer, _ = optimizer_of(parameters_of(), ADAM)
+    optimizer.num_steps = 6
+    inner = optimizer.update.inner
+    optimizer.step(learning_rate=0.1, weight_decay=0.2)
+    assert [(group["step"], group["lr"], group["weight_decay"]) for group in inner.param_groups] == [
+        (7, 0.1, 0.2),
+        (7, 0.1, 0.0),
+    ]
+    for name, master in optimizer.masters.items():
+        assert all(inner.state[master][state] is tensor for state, tensor in optimizer.state[name].items())
+
+
+@pytest.mark.parametrize(
+    ("fused_adam", "reason"),
+    [
+        (None, "NVIDIA apex does not import: AttributeError: module 'apex.optimizers' has no attribute 'FusedAdam'"),
+        (len, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex"),
+        (dict, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex"),
+    ],
+)
+def test_another_package_called_apex_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, fused_adam: object, reason: str
+) -> None:
+    install_apex(monkeypatch, fused_adam)
+    assert find_fused_adam(CUDA) == (None, reason)
+    assert optimizer_line(ADAM, CUDA) == f"torch's fused AdamW ({reason})"
+
+
+def test_no_apex_or_apex_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_apex(monkeypatch, FusedAdam)
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    assert find_fused_adam(CUDA) == (None, "there is no module amp_C of NVIDIA apex")
+    monkeypatch.setitem(sys.modules, "apex", None)
+    monkeypatch.delitem(sys.modules, "apex.optimizers")
+    assert find_fused_adam(CUDA) == (None, "there is no module apex.optimizers of NVIDIA apex")
+
+
+def test_the_norm_and_the_zeros_are_of_all_elements() -> None:
+    alone = Axis("alone")
+    flats = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [0.0], [12.0]])]
+    assert global_norm(flats, over=(alone, alone), device=torch.device("cpu")) == pytest.approx(13.0)
+    assert num_zeros(flats, over=(alone, alone), device=torch.device("cpu")) == 2
+    assert global_norm([], over=(alone, alone), device=torch.device("cpu")) == 0.0
+
+
+def test_the_norm_does_not_depend_on_how_a_long_gradient_is_cut() -> None:
+    """Summed in fp32 all along, three million elements on one rank would differ from seven parts by 1e-5 and more."""
+    alone = Axis("alone")
+    flat = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0)) * 1e-3
+    exact = float(flat.double().square().sum().sqrt())
+    for parts in ([flat], list(flat.chunk(7)), [flat[:5], flat[5:5], flat[5:]]):
+        assert global_norm(parts, over=(alone, alone), device=flat.device) == pytest.approx(exact, rel=1e-7)

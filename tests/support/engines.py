@@ -1,0 +1,78 @@
+"""What does one rank of a run hold and do? An engine and its batches, made from the flags of a tiny run."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jobs import tiny
+
+from megatronish.config.read import read_config
+from megatronish.data_parallel.zero import Zero
+from megatronish.launch.place import Place
+from megatronish.train.engine import Engine
+from megatronish.train.job import TrainingJob
+from megatronish.train.run import start_mesh
+
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+def world_size_of(flags: str) -> int:
+    """The ranks that a run with these flags has."""
+    return read_config(tiny(Path("never-written"), flags))[0].layout.world_size
+
+
+def open_job(place: Place, flags: str) -> TrainingJob:
+    """This rank joins the others of a run with these flags."""
+    config, _ = read_config(tiny(Path("never-written"), flags))
+    return TrainingJob.open(config, start_mesh(config, place))
+
+
+def take_step(job: TrainingJob, engine: Engine, step: int) -> None:
+    """Step number `step` on its batch."""
+    batch = job.config.global_batch_size
+    micro_batches = job.batches_of(job.datasets.train)(step * batch, batch)
+    engine.step(micro_batches, step=step, learning_rate=1e-3, weight_decay=0.1)
+
+
+class Shape(NamedTuple):
+    """What the formulas of sharing count on this rank, in elements.
+
+    `held` is what the model has, `padded` what buckets or rows take on all ranks that share them, `padded_share` on
+    this one, and `kept` is what the optimizer reads there, padding left out.
+    """
+
+    held: int
+    padded: int
+    padded_share: int
+    kept: int
+
+
+def shape_of(engine: Engine) -> Shape:
+    """As the padding is stated in docs/SHARDING.md."""
+    sharing = engine.data_parallel
+    return _shape_of_buckets(engine, sharing) if isinstance(sharing, Zero) else _shape_of_rows(engine)
+
+
+def _shape_of_buckets(engine: Engine, sharing: Zero) -> Shape:
+    """Of stages 0 to 2: each bucket is padded to a multiple of the ranks that share it."""
+    ranks, rank = sharing.shard_axis.size, sharing.shard_axis.rank
+    sizes = [sum(bucket.plan.sizes) for bucket in sharing.buckets.buckets]
+    shares = [-(-size // ranks) for size in sizes]
+    kept = sum(min(max(size - rank * share, 0), share) for size, share in zip(sizes, shares, strict=True))
+    held = sum(parameter.numel() for parameter in engine.model.parameters())
+    assert sum(sizes) == held
+    return Shape(held, ranks * sum(shares), sum(shares), kept)
+
+
+def _shape_of_rows(engine: Engine) -> Shape:
+    """Of stage 3: every rank has room for as many rows of a parameter, the last ones may have fewer."""
+    axis = engine.data_parallel.shard_axis
+    shapes = [(parameter.shape[0], parameter.shape[1:].numel()) for parameter in engine.model.parameters()]
+    room = [-(-rows // axis.size) for rows, _ in shapes]
+    kept = [min(max(rows - axis.rank * most, 0), most) for (rows, _), most in zip(shapes, room, strict=True)]
+    share = sum(most * row for most, (_, row) in zip(room, shapes, strict=True))
+    return Shape(
+        held=sum(rows * row for rows, row in shapes),
+        padded=axis.size * share,
+        padded_share=share,
+        kept=sum(mine * row for mine, (_, row) in zip(kept, shapes, strict=True)),
+    )

@@ -1,0 +1,92 @@
+"""What a step's lines say when not all goes well. (The rest of them: in test_train.py.)"""
+
+import json
+import math
+import re
+import resource
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatronish.train.folder import add_line
+from megatronish.train.hooks.log import Log, Speed
+from megatronish.train.hooks.tensorboard import TensorBoard
+from megatronish.train.trainer import Progress, StepRecord, Trainer
+
+COUNTS = re.compile(
+    r"loss scale: ([\d.]+) \| grad norm: (\S+) \|.* "
+    r"skipped iterations: ([ \d]+) \| number of nan iterations: ([ \d]+) \|"
+)
+
+
+def lines_of(steps: list[dict[str, Any]], folder: Path, *, interval: int) -> list[dict[str, Any]]:
+    """What metrics.jsonl has after these steps, of which the overflows before them skipped seven."""
+    log = Log(
+        speed=Speed(seq_length=8, model_flops_per_token=1.0, num_devices=1, peak_tflops=None),
+        interval=interval,
+        board_interval=100,
+        file=folder / "metrics.jsonl",
+        board=TensorBoard(None),
+        device=torch.device("cpu"),
+        extras={"params_norm": lambda: math.nan},
+    )
+    trainer = SimpleNamespace(num_steps=100, progress=Progress(skipped_steps=7))
+    usual = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "global_batch_size": 1, "consumed_samples": 1}
+    for number, step in enumerate(steps, start=1):
+        record = StepRecord(**(usual | {"step": number, "seconds": 1.0} | step))
+        trainer.progress.skipped_steps += record.skipped
+        log.after_step(cast(Trainer, trainer), record)
+    text = (folder / "metrics.jsonl").read_text()
+    assert not re.search("NaN|Infinity", text), "that is no JSON"
+    return [json.loads(line) for line in text.splitlines()]
+
+
+OVERFLOW = {"grad_norm": math.inf, "skipped": True, "loss_scale": 65536.0}
+NO_NUMBER = {"grad_norm": math.nan, "loss": math.nan, "skipped": True, "loss_scale": 32768.0}
+GOOD = {"loss_scale": 16384.0}
+
+
+def test_skipped_steps_are_counted_from_line_to_line_and_over_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = lines_of([OVERFLOW, NO_NUMBER, GOOD, OVERFLOW, GOOD, GOOD, GOOD], tmp_path, interval=3)
+    assert [(line["step"], line["skipped_iterations"]) for line in lines] == [(3, 9), (6, 10)]
+    told = [match.groups() for match in map(COUNTS.search, capsys.readouterr().out.splitlines()) if match]
+    assert told == [("16384.0", "1.000", "  2", "  1"), ("16384.0", "1.000", "  1", "  0")]
+
+
+def test_the_line_of_a_skipped_step_has_its_scale_and_null_for_what_is_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overflow, no_number = lines_of([OVERFLOW, NO_NUMBER], tmp_path, interval=1)
+    assert (overflow["loss"], overflow["grad_norm"], overflow["loss_scale"]) == (2.0, None, 65536.0)
+    assert (no_number["loss"], no_number["grad_norm"], no_number["params_norm"]) == (None, None, None)
+    assert "loss scale: 65536.0 | grad norm: inf |" in capsys.readouterr().out
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
+def test_a_line_that_finds_no_room_is_told_and_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    add_line(FULL, {"step": 3})
+    assert capsys.readouterr().err == "/dev/full lacks the line of step 3: No space left on device\n"
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "metrics.jsonl"
+    add_line(file, {"step": 1})
+    whole = file.read_bytes()
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 4, before[1]))
+    try:
+        add_line(file, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "lacks the line of step 2: No space left on device" in capsys.readouterr().err
+    assert file.read_bytes() == whole
