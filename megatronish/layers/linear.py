@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, TensorParallel
 from megatronish.sharding import Sharding
 
-ALONE = Axis("alone")
+ALONE = TensorParallel(Axis("alone"))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -36,8 +36,7 @@ class ColumnParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        tp: Axis,
-        sequence_parallel: bool,
+        tp: TensorParallel,
         bias: bool,
         init_std: float,
         sections: tuple[int, ...] = (),
@@ -45,7 +44,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         sections = sections or (out_features,)
         assert sum(sections) == out_features and all(section % tp.size == 0 for section in sections)
-        self.tp, self.sequence_parallel, self.init_std, self.sections = tp, sequence_parallel, init_std, sections
+        self.tp, self.init_std, self.sections = tp, init_std, sections
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
         self.bias = nn.Parameter(torch.empty(out_features // tp.size)) if bias else None
@@ -65,7 +64,6 @@ class ColumnParallelLinear(nn.Module):
             self.weight,
             None if leaves_bias else self.bias,
             tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
             weight_gradients=self.weight_gradients,
         )
 
@@ -80,14 +78,13 @@ class RowParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        tp: Axis,
-        sequence_parallel: bool,
+        tp: TensorParallel,
         bias: bool,
         init_std: float,
     ) -> None:
         super().__init__()
         assert in_features % tp.size == 0
-        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel, init_std
+        self.tp, self.init_std = tp, init_std
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features // tp.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
@@ -96,7 +93,7 @@ class RowParallelLinear(nn.Module):
         """The weight is cut along the input features; the bias is whole, its gradient partial over a cut sequence."""
         found = {"weight": Sharding((self.out_features, self.in_features), dim=1, init_std=self.init_std)}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,), partial=self.sequence_parallel)
+            found["bias"] = Sharding((self.out_features,), partial=self.tp.cuts_sequence)
         return found
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +101,8 @@ class RowParallelLinear(nn.Module):
         if self.tp.size == 1:
             return product(x, self.weight, self.bias, self.weight_gradients)
         y = product(x, self.weight, None, self.weight_gradients)
-        y = comm.reduce_scatter_to_sequence(y, self.tp) if self.sequence_parallel else comm.reduce_from(y, self.tp)
+        reduce = comm.reduce_scatter_to_sequence if self.tp.cuts_sequence else comm.reduce_from
+        y = reduce(y, self.tp.axis)
         return y if self.bias is None else y + self.bias
 
 
@@ -113,21 +111,20 @@ def column_parallel(
     weight: nn.Parameter,
     bias: Tensor | None,
     *,
-    tp: Axis,
-    sequence_parallel: bool,
+    tp: TensorParallel,
     weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
     """[S, B, in] (sequence parallel: [S/tp, B, in]), [out/tp, in] -> [S, B, out/tp]."""
     if tp.size == 1 and weight_gradients is None:
         return F.linear(x, weight, bias)
-    return _ColumnParallel.apply(x, weight, bias, tp, sequence_parallel, weight_gradients)
+    return _ColumnParallel.apply(x, weight, bias, tp, weight_gradients)
 
 
 def product(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_gradients: WeightGradients | None = None
 ) -> Tensor:
     """[..., in], [out, in] -> [..., out], of what this rank holds: shared by nobody."""
-    return column_parallel(x, weight, bias, tp=ALONE, sequence_parallel=False, weight_gradients=weight_gradients)
+    return column_parallel(x, weight, bias, tp=ALONE, weight_gradients=weight_gradients)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -144,32 +141,31 @@ class _ColumnParallel(torch.autograd.Function):
         x: Tensor,
         weight: nn.Parameter,
         bias: Tensor | None,
-        tp: Axis,
-        sequence_parallel: bool,
+        tp: TensorParallel,
         weight_gradients: WeightGradients | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.sequence_parallel, ctx.has_bias = tp, sequence_parallel, bias is not None
+        ctx.tp, ctx.has_bias = tp, bias is not None
         # The sum is found by the Parameter itself, which under checkpointing the saved tensor is not.
         ctx.weight_gradients, ctx.parameter = weight_gradients, None if weight_gradients is None else weight
-        whole = comm.start_all_gather(x, tp).wait() if sequence_parallel else x
+        whole = comm.start_all_gather(x, tp.sequence_axis).wait()
         return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         dy = grads[0].contiguous()
-        gathered_over = ctx.tp if ctx.sequence_parallel else ALONE
+        gathered_over = ctx.tp.sequence_axis
         at_once = ctx.weight_gradients is None
         learns = ctx.needs_input_grad[1]
         gathering = comm.start_all_gather(x, gathered_over) if at_once and learns else None
         dx = dy @ weight
         whole = gathering.wait() if gathering else None
-        start_reduction = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
-        reducing = start_reduction(dx, ctx.tp)
+        start_reduction = comm.start_reduce_scatter if ctx.tp.cuts_sequence else comm.start_all_reduce
+        reducing = start_reduction(dx, ctx.tp.axis)
         flat_dy = dy.flatten(0, -2)
         dweight = None if whole is None else flat_dy.t() @ whole.flatten(0, -2)
         dbias = flat_dy.sum(0) if ctx.has_bias else None
         if learns and not at_once:
             ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=gathered_over)
-        return reducing.wait(), dweight, dbias, None, None, None
+        return reducing.wait(), dweight, dbias, None, None

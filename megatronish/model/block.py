@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatronish.config.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
-from megatronish.mesh import Axis
+from megatronish.mesh import TensorParallel
 from megatronish.model.context import Context
 from megatronish.model.mlp import MLP
 from megatronish.model.rope import rotate
@@ -17,19 +17,16 @@ from megatronish.model.rope import rotate
 class Attention(nn.Module):
     """[S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]): N/tp query and K/tp kv heads a rank."""
 
-    def __init__(
-        self, config: ModelConfig, *, layer: int, tp: Axis, sequence_parallel: bool, output_std: float
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, output_std: float) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         heads, kv_heads, size = config.num_attention_heads, config.num_kv_heads, config.head_size
         self.num_local_heads, self.num_local_kv_heads = heads // tp.size, kv_heads // tp.size
-        self.first_head = tp.rank * self.num_local_heads
+        self.first_head = tp.axis.rank * self.num_local_heads
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             (heads + 2 * kv_heads) * size,
             tp=tp,
-            sequence_parallel=sequence_parallel,
             bias=config.qkv_bias,
             init_std=config.init_method_std,
             sections=(heads * size, kv_heads * size, kv_heads * size),
@@ -38,7 +35,6 @@ class Attention(nn.Module):
             heads * size,
             config.hidden_size,
             tp=tp,
-            sequence_parallel=sequence_parallel,
             bias=config.linear_bias,
             init_std=output_std,
         )
@@ -67,7 +63,7 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """[S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]): layer number `layer` of the whole model."""
 
-    def __init__(self, config: ModelConfig, *, layer: int, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         make_norm = partial(
@@ -75,17 +71,15 @@ class TransformerBlock(nn.Module):
             config.hidden_size,
             kind=config.normalization,
             epsilon=config.norm_epsilon,
-            partial=sequence_parallel,
+            partial=tp.cuts_sequence,
             one_plus=config.apply_layernorm_1p,
         )
         # Residual outputs start smaller, so that their sum over the depth does not grow (Radford et al. 2019).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
         self.attention_norm = make_norm()
-        self.attention = Attention(
-            config, layer=layer, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std
-        )
+        self.attention = Attention(config, layer=layer, tp=tp, output_std=output_std)
         self.mlp_norm = make_norm()
-        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std)
+        self.mlp = MLP(config, tp=tp, output_std=output_std)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """See the class."""

@@ -14,7 +14,7 @@ from megatronish.attention.zigzag import places_of
 from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import Rotation, rotation
@@ -71,18 +71,17 @@ def make_context(
     config: ModelConfig,
     batch: MicroBatch,
     *,
-    tp: Axis,
+    tp: TensorParallel,
     cp: Axis,
     cp_comm_type: Literal["p2p", "a2a"],
     attention_backend: AttentionBackend,
-    sequence_parallel: bool,
     recompute_attention: bool,
     seed: int,
     step: int | None,
     cache: KeyValueCache | None = None,
 ) -> Context:
     """The context of a micro-batch; `step` None means evaluation, without dropout."""
-    assert cache is None or (step is None and cp.size == 1 and not sequence_parallel), "a cache holds whole sequences"
+    assert cache is None or (step is None and cp.size == 1 and not tp.cuts_sequence), "a cache holds whole sequences"
     device = batch.tokens.device
     num_cached = 0 if cache is None else cache.num_columns
     seq_length = batch.tokens.shape[1] * cp.size
@@ -91,7 +90,7 @@ def make_context(
     return Context(
         config=config,
         batch=batch,
-        positions=comm.piece_of(positions, tp) if sequence_parallel else positions,
+        positions=comm.piece_of(positions, tp.sequence_axis),
         rotation=rotation(config, batch.position_ids) if config.position_embedding_type == "rope" else None,
         visibility=AttentionMask(
             num_cached + seq_length, config.window_size, batch.document_ids, device, first_query=num_cached

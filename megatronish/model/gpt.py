@@ -7,7 +7,7 @@ carry the names they have in the whole model, whatever piece they are in.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbeddi
 from megatronish.layers.linear import ColumnParallelLinear, column_parallel
 from megatronish.layers.norm import Norm
 from megatronish.layers.weight_gradients import WeightGradients, deferrable_weights
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context, make_context
@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
     Chunks that start and end the model on one rank share a tied embedding.
 
-    `make_block(config, layer=…, tp=…, sequence_parallel=…)` makes one layer: a module (x [S, B, D], context) -> x.
+    `make_block(config, layer=…, tp=…)` makes one layer: a module (x [S, B, D], context) -> x.
     """
 
     weight_gradients: WeightGradients | None = None
@@ -78,11 +78,10 @@ class GPT(nn.Module):
         *,
         vocab_size: int,
         num_positions: int,
-        tp: Axis | None = None,
+        tp: TensorParallel | None = None,
         cp: Axis | None = None,
         cp_comm_type: Literal["p2p", "a2a"] = "p2p",
         attention_backend: AttentionBackend = "auto",
-        sequence_parallel: bool = False,
         chunks: Sequence[ModelChunk] | None = None,
         seed: int = 0,
         recompute: Recompute | None = None,
@@ -90,41 +89,36 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.seed = config, vocab_size, seed
-        self.tp = tp = tp or Axis("tp")
+        self.tp = tp = tp or TensorParallel()
         self.cp, self.cp_comm_type = cp or Axis("cp"), cp_comm_type
         self.attention_backend = attention_backend
         self.recompute = recompute or Recompute()
-        # Cutting the sequence over one rank is not cutting it.
-        self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         std = config.init_method_std
         padded = config.padded_vocab_size(vocab_size, tp.size)
-        shared: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel}
         make_tokens = partial(
-            VocabParallelEmbedding, vocab_size, padded, config.hidden_size, init_std=std, tied=config.tied, **shared
+            VocabParallelEmbedding, vocab_size, padded, config.hidden_size, tp=tp, init_std=std, tied=config.tied
         )
         if self.is_first:
             learned = config.position_embedding_type == "learned_absolute"
-            positions = (
-                PositionEmbedding(num_positions, config.hidden_size, init_std=std, **shared) if learned else None
-            )
+            positions = PositionEmbedding(num_positions, config.hidden_size, tp=tp, init_std=std) if learned else None
             self.embedding = Embedding(config, tokens=make_tokens(), positions=positions)
         elif self.is_last and config.tied:
             self.embedding = Embedding(config, tokens=make_tokens(), positions=None)
         self.layers = nn.ModuleDict(
-            {str(n): make_block(config, layer=n, **shared) for chunk in self.chunks for n in chunk.layers}
+            {str(n): make_block(config, layer=n, tp=tp) for chunk in self.chunks for n in chunk.layers}
         )
         if self.is_last:
             self.final_norm = Norm(
                 config.hidden_size,
                 kind=config.normalization,
                 epsilon=config.norm_epsilon,
-                partial=sequence_parallel,
+                partial=tp.cuts_sequence,
                 one_plus=config.apply_layernorm_1p,
             )
             if not config.tied:
-                self.head = Head(config.hidden_size, vocab_size, padded, init_std=std, **shared)
+                self.head = Head(config.hidden_size, vocab_size, padded, tp=tp, init_std=std)
 
     def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None, chunk: int = 0) -> Tensor:
         """x [S, B, D] from the chunk before (None for the first) -> [S, B, D], or the loss of the last chunk.
@@ -135,7 +129,7 @@ class GPT(nn.Module):
         if not self.chunks[chunk].is_last:
             return x
         losses = vocab_parallel_cross_entropy(
-            self.logits(x), batch.labels.t().contiguous(), vocab_size=self.vocab_size, tp=self.tp
+            self.logits(x), batch.labels.t().contiguous(), vocab_size=self.vocab_size, tp=self.tp.axis
         )
         return (losses * batch.loss_mask.t()).sum()
 
@@ -156,7 +150,6 @@ class GPT(nn.Module):
             cp=self.cp,
             cp_comm_type=self.cp_comm_type,
             attention_backend=self.attention_backend,
-            sequence_parallel=self.sequence_parallel,
             recompute_attention=self.recompute.granularity == "selective",
             seed=self.seed,
             step=step,
@@ -182,7 +175,6 @@ class GPT(nn.Module):
             weight,
             None,
             tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
             weight_gradients=self.weight_gradients,
         )
 
@@ -224,15 +216,13 @@ class Head(ColumnParallelLinear):
         vocab_size: int,
         padded_vocab_size: int,
         *,
-        tp: Axis,
-        sequence_parallel: bool,
+        tp: TensorParallel,
         init_std: float,
     ) -> None:
         super().__init__(
             hidden_size,
             padded_vocab_size,
             tp=tp,
-            sequence_parallel=sequence_parallel,
             bias=False,
             init_std=init_std,
         )

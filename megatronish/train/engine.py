@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from megatronish import comm
 from megatronish.attention.zigzag import places_of
@@ -23,7 +22,7 @@ from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
 from megatronish.layers.weight_gradients import WeightGradients, split_backward
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.gpt import GPT, MakeBlock, ModelChunk
@@ -64,7 +63,7 @@ class Engine:
 
     mesh: Mesh
     stages: Stages
-    model: nn.Module
+    model: GPT
     shardings: dict[str, Sharding]
     data_parallel: Zero | FullySharded
     optimizer: Optimizer
@@ -95,7 +94,7 @@ class Engine:
         parameters are for a checkpoint to fill.
         """
         assert parallel.pipeline_model_parallel_size == mesh.pp.size, "the mesh is not that of the config"
-        sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
+        tp = TensorParallel(mesh.tp, parallel.sequence_parallel)
         stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
         places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
         with mesh.device:
@@ -103,11 +102,10 @@ class Engine:
                 model,
                 vocab_size=vocab_size,
                 num_positions=model.max_position_embeddings or training.seq_length,
-                tp=mesh.tp,
+                tp=tp,
                 cp=mesh.cp,
                 cp_comm_type=parallel.cp_comm_type,
                 attention_backend=training.attention_backend,
-                sequence_parallel=sequence_parallel,
                 chunks=[
                     ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place))
                     for place in places
@@ -134,12 +132,12 @@ class Engine:
             assert isinstance(data_parallel, Zero), "fully_shard reduces gradients before a W action computes them"
             weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.delivered)
             split_backward(stage, weight_gradients)
-        local_seq_length = training.seq_length // mesh.cp.size // (mesh.tp.size if sequence_parallel else 1)
+        local_seq_length = training.seq_length // mesh.cp.size // tp.sequence_axis.size
         boundary = Boundary(
             (local_seq_length, training.micro_batch_size, model.hidden_size),
             dtype,
             mesh.device,
-            same_over=Axis("tp") if sequence_parallel else mesh.tp,
+            same_over=Axis("tp") if tp.cuts_sequence else mesh.tp,
         )
         return cls(
             mesh=mesh,

@@ -16,7 +16,7 @@ from megatronish.layers.embedding import VocabParallelEmbedding
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megatronish.layers.weight_gradients import WeightGradients, deferrable_weights, split_backward
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Boundary, Executor
 from megatronish.schedule.draw import label
@@ -46,17 +46,13 @@ class Net(nn.Module):
 
     def __init__(self, tp: Axis, case: Case) -> None:
         super().__init__()
-        self.tp, self.case, self.sequence_parallel = tp, case, case.sequence_parallel
-        self.tokens = VocabParallelEmbedding(
-            VOCABULARY, VOCABULARY, D, tp=tp, sequence_parallel=self.sequence_parallel, init_std=1.0, tied=True
-        )
+        self.tp, self.case = TensorParallel(tp, case.sequence_parallel), case
+        self.tokens = VocabParallelEmbedding(VOCABULARY, VOCABULARY, D, tp=self.tp, init_std=1.0, tied=True)
         self.first, self.second = (self.mlp() for _ in range(2))
 
     def mlp(self) -> nn.Sequential:
-        column = ColumnParallelLinear(
-            D, 2 * D, tp=self.tp, sequence_parallel=self.sequence_parallel, bias=True, init_std=0.5
-        )
-        row = RowParallelLinear(2 * D, D, tp=self.tp, sequence_parallel=self.sequence_parallel, bias=True, init_std=0.5)
+        column = ColumnParallelLinear(D, 2 * D, tp=self.tp, bias=True, init_std=0.5)
+        row = RowParallelLinear(2 * D, D, tp=self.tp, bias=True, init_std=0.5)
         return nn.Sequential(column, nn.GELU(), row)
 
     def residual(self, mlp: nn.Sequential, x: Tensor) -> Tensor:
@@ -73,10 +69,9 @@ class Net(nn.Module):
             self.tokens.weight,
             None,
             tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
             weight_gradients=self.weight_gradients,
         )
-        return vocab_parallel_cross_entropy(logits, batch.labels.t(), vocab_size=VOCABULARY, tp=self.tp).sum()
+        return vocab_parallel_cross_entropy(logits, batch.labels.t(), vocab_size=VOCABULARY, tp=self.tp.axis).sum()
 
     def whole(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> Tensor:
         return self.end(self.start(x, batch, step=step), batch, step=step)

@@ -66,7 +66,7 @@ VARIANTS = {
 def model_of(config: ModelConfig) -> GPT:
     """With every parameter far from zero and one, so that none can be forgotten."""
     model = GPT(config, vocab_size=VOCABULARY, num_positions=S, seed=5)
-    initialize(model, collect_shardings(model), seed=5, tp=model.tp)
+    initialize(model, collect_shardings(model), seed=5, tp=model.tp.axis)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -21,7 +21,7 @@ from megatronish.config.training import AttentionBackend
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.memory import bytes_per_score
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
@@ -53,8 +53,7 @@ def model_of(
     config: ModelConfig,
     *,
     recompute: Recompute,
-    tp: Axis | None = None,
-    sequence_parallel: bool = False,
+    tp: TensorParallel | None = None,
     attention_backend: AttentionBackend = "auto",
 ) -> GPT:
     model = GPT(
@@ -63,10 +62,9 @@ def model_of(
         num_positions=S,
         tp=tp,
         attention_backend=attention_backend,
-        sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
-    initialize(model, collect_shardings(model), seed=1, tp=model.tp)
+    initialize(model, collect_shardings(model), seed=1, tp=model.tp.axis)
     return model.bfloat16()
 
 
@@ -91,7 +89,7 @@ def bytes_per_layer(config: ModelConfig, **settings: object) -> float:
 def on_rank(place: Place, sequence_parallel: bool, granularity: str | None, shared: bool) -> float:
     mesh = Mesh.start(Layout(tp=place.world_size), rank=place.rank, init_method=place.rendezvous)
     recompute = Recompute(granularity, shard_axis=mesh.tp if shared else Axis("tp"))  # type: ignore[arg-type]
-    return bytes_per_layer(MODEL, recompute=recompute, tp=mesh.tp, sequence_parallel=sequence_parallel)
+    return bytes_per_layer(MODEL, recompute=recompute, tp=TensorParallel(mesh.tp, sequence_parallel))
 
 
 def test_a_layer_keeps_34_sbh_bytes_with_flash_attention() -> None:

@@ -15,7 +15,7 @@ from megatronish.launch.place import Place
 from megatronish.layers.linear import ColumnParallelLinear
 from megatronish.layers.weight_gradients import WeightGradients, split_backward
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Boundary, Executor
 from megatronish.schedule.plan import Action, Placement, Plan, StageChunk, looped
@@ -92,7 +92,7 @@ class Piece(nn.Module):
         super().__init__()
         self.is_first, self.is_last = position == 0, position == num_positions - 1
         self.chunk, self.watch = chunk, watch or Watch()
-        self.linear = ColumnParallelLinear(D, D, tp=ALONE, sequence_parallel=False, bias=True, init_std=1.0)
+        self.linear = ColumnParallelLinear(D, D, tp=TensorParallel(), bias=True, init_std=1.0)
         generator = torch.Generator().manual_seed(position)
         with torch.no_grad():
             for parameter in self.parameters():
