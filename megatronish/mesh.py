@@ -1,23 +1,28 @@
-"""Which process groups stand over the grid? The only file that creates them.
+"""Process groups over the grid of ranks: the only file that creates them.
 
 A module is never told the mesh: it is handed the `Axis` it communicates on. An axis of size one has no group, and
 `comm` then issues no collective; that is how one process runs the same code as a thousand.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatronish.config.parallel import ParallelConfig
 from megatronish.errors import UserError
+from megatronish.launch.place import Place
 from megatronish.layout import Coordinates, Layout
+from megatronish.schedule.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One line of ranks through the mesh, and this process's place on it."""
+    """A line of ranks through the mesh, and this process's rank on it."""
 
     name: str
     size: int = 1
@@ -37,13 +42,45 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Domain:
+    """Reduction domain: the groups of ranks that sum the gradients of some parameters. A `Sharding` names its domain.
+
+    The ranks of `shard` share what ZeRO shards (one rank without ZeRO), those of `replicate` hold copies of it;
+    together they are all data ranks of the domain. `model` has the axes that may cut a parameter, by name. `embedding`
+    joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard` as torch's
+    `fully_shard` wants it, with ZeRO-3.
+    """
+
+    name: str = "dense"
+    shard: Axis = field(default_factory=partial(Axis, "shard"))
+    replicate: Axis = field(default_factory=partial(Axis, "replicate"))
+    model: Mapping[str, Axis] = field(default_factory=dict)
+    embedding: Axis = field(default_factory=partial(Axis, "embedding"))
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def counting_axes(self) -> tuple[Axis, ...]:
+        """Axes over which the elements that ranks count differ: those of its shards and cuts."""
+        return self.shard, *self.model.values()
+
+    @property
+    def unsharded(self) -> "Domain":
+        """The domain as it concerns what lies sharded already: each rank by itself."""
+        return replace(self, shard=Axis("shard"), replicate=Axis("replicate"))
+
+
+def dense_domain(tp: Axis) -> dict[str, Domain]:
+    """The only domain of a model without data ranks, whose layers tp cuts."""
+    return {"dense": Domain(model={"tp": tp})}
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The axes of this process.
 
-    `data` flattens dp and cp: gradients reduce over both. `shared` and `copied` are data cut into groups that share
-    what ZeRO shares, neighbours first, and across these groups; `fully_shared` is `shared` as torch's `fully_shard`
-    wants it, where that was asked for. `embedding_axis` joins the first and the last stage, which share a tied
-    embedding. `p2p_axes` are pp four times more, for what travels between stages: by kind (F activations, B their
+    `data` flattens dp and cp: gradients reduce over both. `domains` cut it into the groups that ZeRO shards over and
+    across them, by the name of each reduction domain. `embedding_axis` joins the first and the last position of the
+    pipeline. `p2p_axes` are pp four times more, for what travels between stages: by kind (F activations, B their
     gradients) and whether to a later stage. NCCL matches by order within a group, so no two directions may share one.
     `checkpoint_axis` is the world once more, over gloo: checkpoints are written by a thread beside training, and what
     two threads send through one group would be mixed up.
@@ -59,11 +96,34 @@ class Mesh:
     cp: Axis
     tp: Axis
     data: Axis
-    shared: Axis
-    copied: Axis
     embedding_axis: Axis
     p2p_axes: dict[tuple[str, bool], Axis]
-    fully_shared: DeviceMesh | None = None
+    domains: dict[str, Domain]
+
+    @classmethod
+    def of(
+        cls,
+        parallel: ParallelConfig,
+        place: Place | None = None,
+        *,
+        device: torch.device | None = None,
+        backend: str = "gloo",
+    ) -> "Mesh":
+        """The mesh of a config on the rank at `place`, by default the only one."""
+        place = place or Place()
+        schedule = SCHEDULES[parallel.schedule]
+        placement = schedule.place(num_stages=parallel.layout.pp)
+        return cls.start(
+            parallel.layout,
+            rank=place.rank,
+            init_method=place.rendezvous,
+            device=device,
+            backend=backend,
+            timeout_minutes=parallel.distributed_timeout_minutes,
+            zero_stage=parallel.zero,
+            copies=parallel.num_distributed_optimizer_instances,
+            embedding_stages=(placement[0].stage, placement[-1].stage),
+        )
 
     @classmethod
     def start(
@@ -75,13 +135,14 @@ class Mesh:
         device: torch.device | None = None,
         backend: str = "gloo",
         timeout_minutes: float = 10.0,
+        zero_stage: int = 0,
         copies: int = 1,
-        fully_shared: bool = False,
+        embedding_stages: tuple[int, int] = (0, -1),
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
         `init_method` is `env://` or `file://PATH`, as torch.distributed has it. `copies` is the number of groups that
-        share what ZeRO shares. `fully_shared` is for `fully_shard`, which needs a group even of a single process.
+        shard what ZeRO shards. `embedding_stages` hold the first and the last position of the model.
         """
         layout = layout or Layout()
         device = device or torch.device("cpu")
@@ -90,51 +151,77 @@ class Mesh:
             dist.init_process_group(
                 backend, init_method=init_method, rank=rank, world_size=layout.world_size, timeout=timeout
             )
-        elif fully_shared:
+        elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-        def axis(name: str, groups: list[list[int]], *, at_least: int = 2, over: str | None = None) -> Axis:
-            """Every rank calls this for every group, in the same order: that is how torch keeps their names apart."""
-            mine = Axis(name, 1, 0, (rank,))
-            for ranks in groups:
-                group = dist.new_group(ranks, timeout=timeout, backend=over) if len(ranks) >= at_least else None
-                if rank in ranks:
-                    mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group)
-            return mine
-
-        data = layout.groups("dp", "cp")
-        share = layout.dp * layout.cp // copies
-        last = layout.pp - 1
+        axis = partial(new_axis, rank=rank, timeout=timeout)
         stages = layout.groups("pp")
-        shared = axis(
-            "shared",
-            [each[i : i + share] for each in data for i in range(0, len(each), share)],
-            at_least=1 if fully_shared else 2,
+        ends = [[ranks[stage] for stage in embedding_stages] for ranks in stages]
+        tp = axis("tp", layout.groups("tp"))
+        data = axis("data", layout.groups("dp", "cp"))
+        embedding = axis("embedding", [pair for pair in ends if pair[0] != pair[1]])
+        dense = _dense_domain(layout, data, zero_stage, copies, axis)
+        device_mesh = (
+            DeviceMesh.from_group(dense.shard.group, device.type) if dense.shard.group and zero_stage == 3 else None
         )
         return cls(
             layout=layout,
             coordinates=layout.coordinates(rank),
             device=device,
             world=axis("world", [list(range(layout.world_size))]),
-            checkpoint_axis=axis("checkpoint", [list(range(layout.world_size))], over="gloo"),
+            checkpoint_axis=axis("checkpoint", [list(range(layout.world_size))], backend="gloo"),
             pp=axis("pp", stages),
             dp=axis("dp", layout.groups("dp")),
             cp=axis("cp", layout.groups("cp")),
-            tp=axis("tp", layout.groups("tp")),
-            data=axis("data", data),
-            shared=shared,
-            copied=axis("copied", [each[i::share] for each in data for i in range(share)]),
-            embedding_axis=axis("embedding", [[stage[0], stage[last]] for stage in stages] if layout.pp > 1 else []),
+            tp=tp,
+            data=data,
+            embedding_axis=embedding,
             p2p_axes={
                 (kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind in "FB" for up in (True, False)
             },
-            fully_shared=DeviceMesh.from_group(shared.group, device.type) if fully_shared and shared.group else None,
+            domains={"dense": replace(dense, model={"tp": tp}, embedding=embedding, device_mesh=device_mesh)},
         )
 
     @property
     def is_main(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.world.rank == 0
+
+    def with_domain(self, domain: Domain) -> "Mesh":
+        """The same mesh with one more reduction domain."""
+        return replace(self, domains={**self.domains, domain.name: domain})
+
+
+def new_axis(
+    name: str,
+    groups: Sequence[Sequence[int]],
+    *,
+    rank: int,
+    timeout: timedelta | None = None,
+    at_least: int = 2,
+    backend: str | None = None,
+) -> Axis:
+    """The axis of this rank among `groups`, those of at least so many ranks with a process group.
+
+    Every rank calls this for every group, in the same order: that is how torch keeps their names apart.
+    """
+    mine = Axis(name, 1, 0, (rank,))
+    for ranks in groups:
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend) if len(ranks) >= at_least else None
+        if rank in ranks:
+            mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group)
+    return mine
+
+
+def _dense_domain(layout: Layout, data: Axis, zero_stage: int, copies: int, axis: partial[Axis]) -> Domain:
+    """Data ranks in `copies` groups of neighbours that shard what ZeRO shards; without ZeRO all hold copies."""
+    if zero_stage == 0:
+        return Domain(replicate=data)
+    groups = layout.groups("dp", "cp")
+    size = layout.dp * layout.cp // copies
+    shards = [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
+    replicas = [ranks[i::size] for ranks in groups for i in range(size)]
+    shard = axis("shard", shards, at_least=1 if zero_stage == 3 else 2)
+    return Domain(shard=shard, replicate=axis("replicate", replicas))
 
 
 def choose_backend(wanted: str, device: torch.device) -> str:
@@ -177,6 +264,11 @@ class TensorParallel:
     def cuts_sequence(self) -> bool:
         """Whether a rank holds only a part [S/tp, B, D] of the residual stream."""
         return self.sequence and self.axis.size > 1
+
+    @property
+    def partial_over(self) -> frozenset[str]:
+        """Axes over which a rank sees a part of the tokens, for the `Sharding` of what every rank holds whole."""
+        return frozenset({"tp"} if self.cuts_sequence else ())
 
     @property
     def sequence_axis(self) -> Axis:

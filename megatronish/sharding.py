@@ -1,18 +1,27 @@
-"""Where does each parameter live? Stated once by the layer that owns it, read by everybody else.
+"""Sharding records: where each parameter lives, stated once by the layer that owns it.
 
-Initialisation, gradient reduction, norm clipping, checkpoints, conversion and counting all ask the same record. It is
-keyed by the parameter's full name, never by the Parameter object (wrappers replace those).
+Initialisation, gradient reduction, norms, Muon, checkpoints, conversion and counting all read the same record. It is
+keyed by the parameter's full name, never by the Parameter object (wrappers replace those). A record names axes; a
+`Domain` of the mesh has them. What follows from the two is derived here and nowhere else:
+
+    pieces        the rectangles of the global tensor that a rank holds
+    sums_over     the axes over which a gradient is summed besides those of the data ranks
+    is_counted    the one rule for norms, checkpoints and Muon: of ranks that hold the same elements, one counts them
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from itertools import product
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, Domain
 from megatronish.streams import normal_rectangle
+
+Role = Literal["matrix", "embedding", "head", "vector", "router", "adapter"]
+"""What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone."""
 
 
 class Piece(NamedTuple):
@@ -30,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class FlatPiece(NamedTuple):
-    """A rectangle of the global tensor that lies in one piece in a flat tensor."""
+    """A rectangle of the global tensor whose elements are consecutive in a flat tensor."""
 
     global_offset: tuple[int, ...]
     start: int
@@ -43,7 +52,7 @@ class FlatPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank keeps of a parameter for the optimizer: fp32 values, and where they lie in the global tensor.
+    """The elements of a parameter that this rank keeps for the optimizer, and where they lie in the global tensor.
 
     Elements that no piece covers are padding.
     """
@@ -52,77 +61,143 @@ class Shard:
     pieces: tuple[Piece | FlatPiece, ...]
 
 
+class Cut(NamedTuple):
+    """A dim that the ranks of an axis hold in parts.
+
+    `sections` are parts of the dim that are cut one by one (queries, keys, values; gate, up), padding included: their
+    sum is the axis's size times the local size. Empty: the dim is one section without padding.
+    """
+
+    dim: int
+    axis: str
+    sections: tuple[int, ...] = ()
+
+
+class Init(NamedTuple):
+    """Initial values: normal with standard deviation `std`, or where that is None the constant `value`."""
+
+    std: float | None = None
+    value: float = 0.0
+
+
+ZEROS = Init()
+
+
 @dataclass(frozen=True)
 class Sharding:
-    """How one parameter is spread.
+    """Layout of one parameter over the model axes of its reduction domain.
 
-    `shape` is the true global shape (a vocabulary without its padding). `dim` is the dim that tp cuts, None where every
-    tp rank holds the whole. `sections` are parts of that dim which are cut one by one (queries, keys, values; gate,
-    up), padding included: their sum is tp times the local size. `partial` says that each tp rank computes only a part
-    of the gradient although it holds the whole parameter (norms under sequence parallelism). `tied` says that the
-    first and the last stage both hold it. `init_std` is None for a constant `init_value`.
+    `shape` is the true global shape (a vocabulary without its padding). `cuts` name the axes that cut it; every other
+    model axis of the domain holds copies. `partial_over` names the axes over which each rank computes a part of the
+    gradient although it holds the whole parameter (norms under sequence parallelism). `domain` names the groups of data
+    ranks that sum its gradient. `role` None stands for a matrix, or for a vector where there is one dim. `tied`: the
+    first and the last pipeline stage both hold it.
     """
 
     shape: tuple[int, ...]
-    dim: int | None = None
-    sections: tuple[int, ...] = ()
-    partial: bool = False
+    cuts: tuple[Cut, ...] = ()
+    partial_over: frozenset[str] = frozenset()
+    domain: str = "dense"
+    role: Role | None = None
     tied: bool = False
-    init_std: float | None = None
-    init_value: float = 0.0
+    init: Init = ZEROS
+
+    def __post_init__(self) -> None:
+        if self.role is None:
+            object.__setattr__(self, "role", "matrix" if len(self.shape) > 1 else "vector")
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
-        return len(self.shape) > 1
+        """Whether weight decay applies: to all but norms and biases."""
+        return self.role != "vector"
 
     @property
     def num_elements(self) -> int:
         """Elements of the global tensor, padding left out."""
         return int(torch.Size(self.shape).numel())
 
-    def pieces(self, tp: Axis) -> Iterator[Piece]:
-        """The rectangles that this tp rank holds; rows of padding belong to none."""
-        zeros = (0,) * len(self.shape)
-        if self.dim is None:
-            yield Piece(zeros, zeros, self.shape)
-            return
-        local, start = 0, 0
-        for section in self.sections or (self.shape[self.dim],):
-            size = section // tp.size
-            first = start + tp.rank * size
-            true_size = min(size, self.shape[self.dim] - first)
-            if true_size > 0:
-                yield Piece(
-                    global_offset=_replace(zeros, self.dim, first),
-                    local_offset=_replace(zeros, self.dim, local),
-                    sizes=_replace(self.shape, self.dim, true_size),
-                )
-            local += size
-            start += section
+    @property
+    def cut_axes(self) -> frozenset[str]:
+        """Names of the axes that cut the parameter."""
+        return frozenset(cut.axis for cut in self.cuts)
+
+    def pieces(self, axes: Mapping[str, Axis]) -> Iterator[Piece]:
+        """Rectangles that this rank holds; rows of padding belong to none. `axes` are the model axes by name."""
+        runs = [[(0, 0, size)] for size in self.shape]  # of each dim: (global start, local start, size)
+        for cut in self.cuts:
+            runs[cut.dim] = list(_runs(self.shape[cut.dim], cut.sections, axes[cut.axis]))
+        for rectangle in product(*runs):
+            global_offset, local_offset, sizes = zip(*rectangle, strict=True) if rectangle else ((), (), ())
+            yield Piece(global_offset, local_offset, sizes)
+
+    def sums_over(self, domain: Domain) -> tuple[Axis, ...]:
+        """Axes of more than one rank over which the gradient is summed besides the domain's data ranks."""
+        axes = [axis for name, axis in domain.model.items() if name in self.partial_over]
+        axes += [domain.embedding] if self.tied else []
+        return tuple(axis for axis in axes if axis.size > 1)
+
+    def is_counted(self, domain: Domain) -> bool:
+        """Whether this rank's elements count where every element shall count once over the model axes and stages.
+
+        Of ranks that hold copies the first one counts: of each model axis that does not cut the parameter, and of the
+        two stages that hold a tied embedding.
+        """
+        copies = [axis for name, axis in domain.model.items() if name not in self.cut_axes]
+        copies += [domain.embedding] if self.tied else []
+        return all(axis.is_first for axis in copies)
+
+
+def _runs(size: int, sections: tuple[int, ...], axis: Axis) -> Iterator[tuple[int, int, int]]:
+    """(global start, local start, size) of what a rank of the axis holds of a dim: a run of each section."""
+    local, start = 0, 0
+    for section in sections or (size,):
+        part = section // axis.size
+        first = start + axis.rank * part
+        if (true_size := min(part, size - first)) > 0:
+            yield first, local, true_size
+        local += part
+        start += section
 
 
 def flat_pieces(pieces: Iterable[Piece], shape: Sequence[int], start: int, stop: int) -> tuple[FlatPiece, ...]:
     """Elements `start` to `stop` of a tensor of this local shape, flattened, as rectangles of the global one.
 
-    `pieces` are the rectangles of the whole local tensor; they cut no dim but the first into parts.
+    `pieces` are the rectangles of the whole local tensor. One that does not span the later dims of the local tensor
+    (sections of a dim other than the first) is taken apart, so that each result is consecutive in the flat tensor.
     """
     found = []
     for offset, sizes in _rectangles(tuple(shape), start, stop):
         for piece in pieces:
+            # The overlap of the run's rectangle and the piece, in local coordinates.
             lows = [max(a, b) for a, b in zip(offset, piece.local_offset, strict=True)]
             ends = [
                 min(a + m, b + n) for a, m, b, n in zip(offset, sizes, piece.local_offset, piece.sizes, strict=True)
             ]
             common = tuple(end - low for low, end in zip(lows, ends, strict=True))
-            if min(common, default=1) > 0:
-                moved = zip(lows, piece.local_offset, piece.global_offset, strict=True)
-                found.append(
-                    FlatPiece(
-                        tuple(low - here + there for low, here, there in moved), _index(lows, shape) - start, common
-                    )
-                )
+            if min(common, default=1) <= 0:
+                continue
+            for low, part in _consecutive(tuple(lows), common, shape):
+                moved = zip(low, piece.local_offset, piece.global_offset, strict=True)
+                global_offset = tuple(at - here + there for at, here, there in moved)
+                found.append(FlatPiece(global_offset, _index(low, shape) - start, part))
     return tuple(found)
+
+
+def _consecutive(
+    offset: tuple[int, ...], sizes: tuple[int, ...], shape: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, sizes) of the parts of a rectangle whose elements are consecutive in the flattened tensor.
+
+    That is so if every dim after the first one of more than one element is spanned.
+    """
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    if all(size == whole for size, whole in zip(sizes[dim + 1 :], shape[dim + 1 :], strict=True)):
+        yield offset, sizes
+        return
+    for index in range(sizes[dim]):
+        yield from _consecutive(
+            (*offset[:dim], offset[dim] + index, *offset[dim + 1 :]), (*sizes[:dim], 1, *sizes[dim + 1 :]), shape
+        )
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -159,13 +234,9 @@ def _index(offset: Sequence[int], shape: Sequence[int]) -> int:
     return index
 
 
-def _replace(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])
-
-
 @runtime_checkable
 class HasShardings(Protocol):
-    """A module that owns parameters and says where they live, by their local names."""
+    """A module that owns parameters and states their sharding, by their local names."""
 
     def shardings(self) -> dict[str, Sharding]: ...
 
@@ -182,15 +253,23 @@ def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
 
 
 @torch.no_grad()
-def initialize(module: nn.Module, shardings: dict[str, Sharding], *, seed: int, tp: Axis) -> None:
+def initialize(
+    module: nn.Module, shardings: Mapping[str, Sharding], *, seed: int, domains: Mapping[str, Domain]
+) -> None:
     """Fill every parameter as (seed, its name, its place in the global tensor) says; padding is zero."""
     for name, parameter in module.named_parameters():
         sharding = shardings[name]
         parameter.zero_()
-        for piece in sharding.pieces(tp):
-            target = piece.view(parameter)
-            if sharding.init_std is None:
-                target.fill_(sharding.init_value)
-            else:
-                values = normal_rectangle(sharding.shape, piece.global_offset, piece.sizes, names=(seed, "init", name))
-                target.copy_(values * sharding.init_std)
+        for piece in sharding.pieces(domains[sharding.domain].model):
+            fill_initial(piece.view(parameter), sharding, piece.global_offset, names=(seed, "init", name))
+
+
+def fill_initial(
+    target: Tensor, sharding: Sharding, global_offset: tuple[int, ...], *, names: tuple[str | int, ...]
+) -> None:
+    """Write the initial values of the rectangle of the global tensor that begins at `global_offset`."""
+    if sharding.init.std is None:
+        target.fill_(sharding.init.value)
+        return
+    values = normal_rectangle(sharding.shape, global_offset, tuple(target.shape), names=names)
+    target.copy_(values * sharding.init.std)

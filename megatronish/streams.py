@@ -1,4 +1,4 @@
-"""Where do random values come from? Each is a function of a name, never of the rank that draws it or of the layout.
+"""Named random streams: every random value is a function of a name, never of the rank that draws it or of the layout.
 
 An initial weight is named by (seed, "init", parameter, tile): a tensor is drawn in fixed tiles of the *global* tensor,
 each from a generator of its own, and a rank draws just the tiles that it overlaps. A dropout mask is named by
@@ -9,6 +9,7 @@ it wrongly, recomputation replays it without any saved state, and a resumed run 
 
 import hashlib
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -36,10 +37,25 @@ def torch_stream(*names: str | int) -> torch.Generator:
 def normal_rectangle(
     shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], *, names: tuple[str | int, ...]
 ) -> Tensor:
-    """[*sizes] standard normal values: the rectangle at `offset` of the global matrix `shape` that `names` names.
+    """[*sizes] standard normal values: the rectangle at `offset` of the global tensor of this shape.
 
-    Drawn on the CPU whatever the device, so that a GPU run starts from the same weights.
+    `names` name the tensor. Its last two dims are drawn in tiles; an index of each dim before them is part of a tile's
+    name, so an expert of a stacked [E, 2, F, D] is drawn alone. A vector is a matrix of one row. Drawn on the CPU
+    whatever the device, so that a GPU run starts from the same weights.
     """
+    if len(shape) == 1:
+        return normal_rectangle((1, *shape), (0, *offset), (1, *sizes), names=names)[0]
+    values = torch.empty(*sizes)
+    for index in product(*(range(size) for size in sizes[:-2])):
+        stack = (start + place for start, place in zip(offset[:-2], index, strict=True))
+        values[index] = _normal_matrix(shape[-2:], offset[-2:], sizes[-2:], names=(*names, *stack))
+    return values
+
+
+def _normal_matrix(
+    shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], *, names: tuple[str | int, ...]
+) -> Tensor:
+    """[height, width]: a rectangle of one matrix, put together from the tiles that it overlaps."""
     (rows, columns), (top, left), (height, width) = shape, offset, sizes
     values = torch.empty(height, width)
     for tile_row in range(top // TILE, -(-(top + height) // TILE)):

@@ -35,7 +35,6 @@ from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.optim.muon import is_matrix
 from megatronish.streams import numpy_stream
 from megatronish.train.engine import Engine
 
@@ -165,13 +164,7 @@ class Samples:
 
 def train(place: Place, problem: Problem, spread: Spread) -> Record:
     """SGD steps from the initial values, then Adam or Muon steps from them again."""
-    mesh = Mesh.start(
-        spread.layout,
-        rank=place.rank,
-        init_method=place.rendezvous,
-        copies=spread.copies,
-        fully_shared=spread.zero == 3,
-    )
+    mesh = Mesh.of(spread.parallel, place)
     dataset = Samples(problem.seq_length)
 
     def batches(step: int) -> list[MicroBatch]:
@@ -203,7 +196,7 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
     of_muon = {
         name: held
         for name, held in parts(engine, masters_of(engine)).items()
-        if problem.optimizer == "muon" and is_matrix(name, engine.shardings[name])
+        if problem.optimizer == "muon" and engine.shardings[name].role == "matrix"
     }
     return Record(
         losses=[result.loss for result in results],

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, and when is it safe?
+"""Saving: what goes into a checkpoint, and the order in which it is written.
 
 Tensors are stored in global names, as fp32 masters in the true vocabulary, so neither the layout nor the precision of
 the run that saved them matters to the run that loads them:
@@ -19,27 +19,27 @@ from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import name_of, partial_name_of, publish, remove_leftovers
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.errors import RunError
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Domain, Mesh
 from megatronish.optim.optimizer import Optimizer
 from megatronish.sharding import Shard, Sharding
 
 
 def model_tensors(
-    shards: Mapping[str, Shard], shardings: Mapping[str, Sharding], mesh: Mesh, replicate_axis: Axis
+    shards: Mapping[str, Shard], shardings: Mapping[str, Sharding], domains: Mapping[str, Domain]
 ) -> dict[str, GlobalTensor]:
-    """The parameters as global tensors. Ranks of `replicate_axis` hold the same, and write it in turn."""
+    """The parameters as global tensors. Ranks that hold replicas of a shard write in turn."""
     masters = {name: shard.master for name, shard in shards.items()}
-    return _global_tensors("model", masters, shards, shardings, mesh, replicate_axis)
+    return _global_tensors("model", masters, shards, shardings, domains)
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, shardings: Mapping[str, Sharding], mesh: Mesh, replicate_axis: Axis
+    optimizer: Optimizer, shardings: Mapping[str, Sharding], domains: Mapping[str, Domain]
 ) -> dict[str, GlobalTensor]:
     """The optimizer's tensors as global tensors."""
     found: dict[str, GlobalTensor] = {}
     for state in dict.fromkeys(state for tensors in optimizer.state.values() for state in tensors):
         tensors = {name: tensors[state] for name, tensors in optimizer.state.items() if state in tensors}
-        found |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, mesh, replicate_axis)
+        found |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, domains)
     return found
 
 
@@ -48,19 +48,19 @@ def _global_tensors(
     tensors: Mapping[str, Tensor],
     shards: Mapping[str, Shard],
     shardings: Mapping[str, Sharding],
-    mesh: Mesh,
-    replicate_axis: Axis,
+    domains: Mapping[str, Domain],
 ) -> dict[str, GlobalTensor]:
-    """Of the ranks that hold the same, one writes; copies take turns, so that they share the work."""
+    """Of the ranks that hold the same, one writes; replicas take turns, so that they share the work."""
     found = {}
     for number, (name, local) in enumerate(tensors.items()):
         sharding = shardings[name]
-        first_holder = (sharding.dim is not None or mesh.tp.is_first) and (not sharding.tied or mesh.pp.is_first)
+        domain = domains[sharding.domain]
+        is_turn = number % domain.replicate.size == domain.replicate.rank
         found[f"{prefix}.{name}"] = GlobalTensor(
             shape=sharding.shape,
             pieces=shards[name].pieces,
             local=local.detach(),
-            writes=first_holder and number % replicate_axis.size == replicate_axis.rank,
+            writes=sharding.is_counted(domain) and is_turn,
         )
     return found
 

@@ -28,14 +28,8 @@ class Config:
 
     @property
     def layout(self) -> Layout:
-        """The mesh. `read_config` has set data_parallel_size by the time anybody asks."""
-        parallel = self.parallel
-        return Layout(
-            pp=parallel.pipeline_model_parallel_size,
-            dp=parallel.data_parallel_size or 1,
-            cp=parallel.context_parallel_size,
-            tp=parallel.tensor_model_parallel_size,
-        )
+        """Sizes of the mesh."""
+        return self.parallel.layout
 
     @property
     def global_batch_size(self) -> int:

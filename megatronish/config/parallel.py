@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatronish.layout import Layout
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -58,6 +60,16 @@ class ParallelConfig:
     """A collective that waits longer than this ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the mesh. `read_config` has set data_parallel_size by the time anybody asks."""
+        return Layout(
+            pp=self.pipeline_model_parallel_size,
+            dp=self.data_parallel_size or 1,
+            cp=self.context_parallel_size,
+            tp=self.tensor_model_parallel_size,
+        )
 
     @property
     def model_parallel_size(self) -> int:

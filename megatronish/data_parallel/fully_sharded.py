@@ -1,12 +1,15 @@
-"""How do the ranks of the data axis share the parameters too? ZeRO-3, on torch's `fully_shard`.
+"""ZeRO-3 on torch's `fully_shard`: the data ranks shard parameters, gradients and optimizer states.
 
 Each rank keeps some rows of every parameter, in fp32: they are the optimizer's masters. A layer's parameters are
-gathered, in the precision of the run, when its forward or its backward begins, and freed when it ends; what is left of
-the stage (embedding, final norm, head) is one more such unit around them. After the backward of each micro-batch the
+all-gathered, in the precision of the run, when its forward or its backward begins, and freed when it ends; what is left
+of the stage (embedding, final norm, head) is one more such unit around them. After the backward of each micro-batch the
 gradients are reduce-scattered, as ZeRO-2's are, and add up in fp32 where the optimizer reads them.
 
-What `fully_shard` is not asked to do: groups that are copies of each other (hybrid sharding) sum their gradients once a
-step and not once a micro-batch, before tp ranks with partial gradients and the holders of a tied embedding sum
+The stage comes on the meta device. Rows are allocated once it is sharded, and filled with what their names and places
+say: no rank ever holds more than its share of the model and what one layer is gathered into.
+
+What `fully_shard` is not asked to do: groups that are replicas of each other (hybrid sharding) sum their gradients once
+a step and not once a micro-batch, before tp ranks with partial gradients and the holders of a tied embedding sum
 theirs.
 
 While a layer computes, a GPU gathers the next one's parameters: in a forward because the CPU runs ahead of it, in a
@@ -25,14 +28,16 @@ from torch.distributed.tensor import DTensor
 from megatronish import comm
 from megatronish.data_parallel.offload import OffloadedGradients, memory_on
 from megatronish.data_parallel.plan import BucketPlan, plan_buckets
-from megatronish.mesh import Axis
-from megatronish.sharding import FlatPiece, Piece, Shard, Sharding, flat_pieces
+from megatronish.data_parallel.settings import DataParallelSettings
+from megatronish.mesh import Axis, Domain
+from megatronish.sharding import FlatPiece, Piece, Shard, Sharding, fill_initial, flat_pieces
 
 
 class FullySharded:
-    """Parameters and gradients of one rank's stage, by rows. It takes the place of `Zero`, whose attributes it has.
+    """Parameters and gradients of one rank's stage, by rows: a `DataParallel`.
 
-    `chunks` are the layers of each chunk of the stage. `mesh` is `shard_axis` as torch knows it.
+    `stage` lies on the meta device; `chunks` are the layers of each of its chunks. With `seed` None the rows are zeros,
+    for a checkpoint to fill.
     """
 
     def __init__(
@@ -40,68 +45,70 @@ class FullySharded:
         stage: nn.Module,
         chunks: Sequence[Sequence[nn.Module]],
         shardings: Mapping[str, Sharding],
+        domains: Mapping[str, Domain],
+        settings: DataParallelSettings,
         *,
-        mesh: DeviceMesh,
-        dtype: torch.dtype,
-        shard_axis: Axis,
-        replicate_axis: Axis,
-        tp: Axis,
-        embedding_axis: Axis,
-        bucket_size: int,
-        reduce_dtype: torch.dtype,
-        masters_on: torch.device | None = None,
-        offload_parameters: bool = False,
+        device: torch.device,
+        seed: int | None,
     ) -> None:
-        """`masters_on` is where masters live if not where the parameters do, which is the CPU if these are offloaded.
-
-        What is left to sum after the backwards is summed `bucket_size` elements at a time.
-        """
-        self.shard_axis, self.replicate_axis, self.reduce_dtype = shard_axis, replicate_axis, reduce_dtype
+        (self._domain,) = (domains[name] for name in {each.domain for each in shardings.values()})
+        self.domains, self.reduce_dtype = domains, settings.reduce_dtype
+        # Units, from the last to the first: every layer, and what is left of the stage around them.
         self._stage, *layers = _fully_shard(
-            [stage, *(layer for chunk in chunks for layer in chunk)],
-            mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
-            offload_policy=CPUOffloadPolicy(mesh.device_type == "cuda") if offload_parameters else OffloadPolicy(),
+            [stage, *(layer for chunk in chunks for layer in chunk)], self._domain.device_mesh, settings
         )
         waiting = iter(layers)
         self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
         for before, layer in (pair for chunk in self._chunks for pair in pairwise(chunk)):
             layer.set_modules_to_backward_prefetch([before])
+        stage.to_empty(device=torch.device("cpu") if settings.offload_parameters else device)
 
+        # Rows of this rank, flat, and the rectangles of the global tensors that they are.
         kept = {name: parameter for name, parameter in _sharded(stage) if _rows(parameter).numel()}
         self._rows = {name: _rows(parameter) for name, parameter in kept.items()}
+        pieces = {
+            name: _pieces(parameter, shardings[name].pieces(self._domain.model), self._domain.shard)
+            for name, parameter in kept.items()
+        }
+        for name, rows in self._rows.items():
+            rows.zero_()
+            if seed is not None:
+                for piece in pieces[name]:
+                    fill_initial(piece.view(rows), shardings[name], piece.global_offset, names=(seed, "init", name))
 
-        def plan(learns: bool) -> list[BucketPlan]:
-            names = [name for name, parameter in kept.items() if parameter.requires_grad == learns]
-            return plan_buckets(
-                {name: self._rows[name] for name in names},
-                shardings,
-                tp=tp,
-                embedding_axis=embedding_axis,
-                shard_axis=Axis("shared"),  # what lies here is this rank's already
-                bucket_size=bucket_size,
-                sources=dict.fromkeys(names, frozenset()),
-            )
-
-        self._plans = plan(learns=True)
-        self.counted = {name for each in (*self._plans, *plan(learns=False)) if each.counted for name in each.names}
-        self._sums = [torch.zeros(each.size, device=self._rows[each.names[0]].device) for each in self._plans]
+        # Where gradients add up: buckets of what this rank keeps, which nobody shards any further.
+        self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
+        self.counted = {name for plan in (*self._plans, *frozen) if plan.counted for name in plan.names}
+        self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
         for name, total in self._views(self._sums).items():
             _let_add_up(kept[name], in_=total)
         self._masters: dict[str, Tensor] = {}
-        if masters_on is not None:
-            self._masters = self._views([memory_on(masters_on, each) for each in self._sums])
+        if settings.masters_on is not None:
+            self._masters = self._views([memory_on(settings.masters_on, each) for each in self._sums])
             for name, master in self._masters.items():
                 master.copy_(self._rows[name])
-        self._seen = OffloadedGradients(self._sums, masters_on)
-        self.gradients = self._views(self._seen.tensors)
-        self.shards = {
-            name: Shard(
-                self._masters.get(name, rows),
-                _pieces(kept[name], shardings[name].pieces(tp), shard_axis),
-            )
-            for name, rows in self._rows.items()
-        }
+        self._offloaded = OffloadedGradients(self._sums, settings.masters_on)
+        self.gradients = self._views(self._offloaded.tensors)
+        self.shards = {name: Shard(self._masters.get(name, rows), pieces[name]) for name, rows in self._rows.items()}
+
+    def _plan(
+        self,
+        kept: Mapping[str, DTensor],
+        shardings: Mapping[str, Sharding],
+        settings: DataParallelSettings,
+        *,
+        learns: bool,
+    ) -> list[BucketPlan]:
+        """Buckets of the rows that learn, or of those that are frozen."""
+        names = [name for name, parameter in kept.items() if parameter.requires_grad == learns]
+        return plan_buckets(
+            {name: self._rows[name] for name in names},
+            shardings,
+            {self._domain.name: self._domain.unsharded},
+            bucket_size=settings.bucket_size,
+            alignment=1,
+            sources=dict.fromkeys(names, frozenset()),
+        )
 
     def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Each parameter's elements in the flat tensors of the plans."""
@@ -113,53 +120,69 @@ class FullySharded:
         for total in self._sums:
             total.zero_()
 
-    def starting(self, action: tuple[str, int, int], is_last: bool) -> None:
+    def begin_action(self, action: tuple[str, int, int], is_last: bool) -> None:
         """(kind, chunk, micro-batch) comes next, and is the last of its kind in its chunk or not."""
         kind, chunk, _ = action
         if kind == "B":
             self._stage.set_is_last_backward(is_last)
             self._stage.set_modules_to_backward_prefetch(self._chunks[chunk][-1:])
 
-    def finish(self) -> None:
+    def weight_gradient_ready(self, parameter: nn.Parameter) -> None:
+        """No W actions: `fully_shard` reduces gradients before one could compute them."""
+        raise AssertionError("ZeRO-3 has no deferred weight gradients")
+
+    @property
+    def sums(self) -> dict[nn.Parameter, Tensor]:
+        """Nothing: no gradient is kept whole."""
+        return {}
+
+    def finish_reduction(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
-        if self.replicate_axis.size > 1:
-            sums = [comm.start_all_reduce(total.to(self.reduce_dtype), self.replicate_axis) for total in self._sums]
+        replicate = self._domain.replicate
+        if replicate.size > 1:
+            sums = [comm.start_all_reduce(total.to(self.reduce_dtype), replicate) for total in self._sums]
             for total, pending in zip(self._sums, sums, strict=True):
                 total.copy_(pending.wait())
         for plan, total in zip(self._plans, self._sums, strict=True):
-            for axis in plan.finishing_axes:
+            for axis in plan.sums_over:
                 comm.all_reduce(total, axis)
-        self._seen.start()
+        self._offloaded.start()
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient."""
         for total in self._sums:
             total.mul_(factor)
-        self._seen.scale(factor)
+        self._offloaded.scale(factor)
 
-    def counted_gradients(self) -> list[Tensor]:
-        """Flat tensors with the gradients that this rank counts."""
-        return [total for plan, total in zip(self._plans, self._sums, strict=True) if plan.counted]
+    def counted_gradients(self) -> dict[str, list[Tensor]]:
+        """Flat tensors with the gradients that this rank counts, and zeros, by domain."""
+        counted = [total for plan, total in zip(self._plans, self._sums, strict=True) if plan.counted]
+        return {name: counted if name == self._domain.name else [] for name in self.domains}
 
-    def collect(self) -> None:
+    def wait_for_offload(self) -> None:
         """Returns once the gradients are where the optimizer reads them."""
-        self._seen.finish()
+        self._offloaded.finish()
 
-    def publish(self, *, frozen: bool = False) -> None:
-        """Bring the masters back to where the model is gathered from; the frozen ones never left."""
+    def gather_parameters(self, *, frozen: bool = False) -> None:
+        """Bring the masters back to where the model is gathered from; the frozen parameters never left."""
         for name, master in self._masters.items():
             self._rows[name].copy_(master, non_blocking=True)
 
-    def wait_before(self, module: nn.Module, names: Sequence[str]) -> None:
+    def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
         """A forward waits for what it gathers in any case."""
 
 
 def _fully_shard(
-    modules: Sequence[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy
+    modules: Sequence[nn.Module], mesh: DeviceMesh | None, settings: DataParallelSettings
 ) -> list[FSDPModule]:
     """From the last to the first, as a module takes what those inside it have not taken. Gradients add up as sums."""
+    assert mesh is not None, "the mesh was made for another stage of ZeRO"
+    precision = MixedPrecisionPolicy(
+        param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload_parameters else OffloadPolicy()
     for module in reversed(modules):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=mp_policy, offload_policy=offload_policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_gradient_divide_factor(1)

@@ -1,17 +1,18 @@
-"""When is a gradient final, and who adds it up? Flat gradient buffers, reduced while backward still runs.
+"""Gradient buckets: flat fp32 buffers, reduced while backward still runs.
 
 A gradient is final once each of its sources has delivered for the last time. A source is a kind of action of one of
 the rank's chunks: (0, "B") is the backward of chunk 0, from which autograd's hooks report, (0, "W") its weight
-gradients, which report themselves (`delivered`). A tied embedding can have two: the backward of the chunk that embeds
-and the weight gradients of the one that ends the model. A full bucket's exchange starts at once, in the bucket's turn
-(the order must be the same on every rank), and `finish` waits for what is still under way.
+gradients, which report themselves (`weight_gradient_ready`). A tied embedding can have two: the backward of the chunk
+that embeds and the weight gradients of the chunk that ends the model. The reduction of a full bucket starts at once, in
+the bucket's turn (the order must be the same on every rank), and `finish` waits for what is still under way.
 
-What is exchanged (Rajbhandari et al. 2020, arXiv:1910.02054): over the ranks that *share* a bucket a reduce-scatter,
-after which each holds the sum of its own part; then over the ranks that are *copies* of these an all-reduce of the
-part. Plain data parallelism has copies alone, ZeRO-1 sharing ranks alone, its hybrid both.
+What is reduced (Rajbhandari et al. 2020, arXiv:1910.02054), over the data ranks of the bucket's domain: over the ranks
+that *shard* a bucket a reduce-scatter, after which each holds the sum of its own part; then over the ranks that hold
+*replicas* of these an all-reduce of the part. Plain data parallelism has replicas alone, ZeRO-1 shards alone, its
+hybrid both.
 
 ZeRO-2 keeps no more of the gradients than this rank's part. A bucket's buffer lives from the first gradient that
-arrives in a backward until it is exchanged, after every backward, and the parts add up over the micro-batches.
+arrives in a backward until it is reduced, after every backward, and the parts add up over the micro-batches.
 """
 
 import weakref
@@ -25,10 +26,10 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.data_parallel.plan import BucketPlan, Source
+from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.errors import RunError
-from megatronish.mesh import Axis
 
-MOST_UNDER_WAY = 2  # exchanges of buckets that ZeRO-2 frees afterwards
+MAX_PENDING = 2  # reductions of buckets that ZeRO-2 frees afterwards
 
 
 @dataclass
@@ -45,57 +46,51 @@ class Bucket:
 class GradientBuckets:
     """The gradients of one rank's parameters, accumulated in fp32 over the micro-batches of a step.
 
-    `parts` says of each bucket what this rank keeps of it, [size / shard_axis], summed once `finish` has returned.
-    `reduce_dtype` is that of what is sent. Unless `keeps_whole`, gradients are ZeRO-2's.
+    `parts` says of each bucket what this rank keeps of it, [size / shard], summed once `finish` has returned.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        plans: Sequence[BucketPlan],
-        *,
-        shard_axis: Axis,
-        replicate_axis: Axis,
-        overlap: bool,
-        keeps_whole: bool = True,
-        reduce_dtype: torch.dtype = torch.float32,
+        self, parameters: Mapping[str, nn.Parameter], plans: Sequence[BucketPlan], settings: DataParallelSettings
     ) -> None:
-        self.shard_axis, self.replicate_axis, self.overlap = shard_axis, replicate_axis, overlap
-        self.keeps_whole, self.reduce_dtype = keeps_whole, reduce_dtype
+        self.overlap, self.reduce_dtype = settings.overlap_reduce, settings.reduce_dtype
+        self.keeps_whole = settings.zero_stage < 2
         self._parameters = parameters
         self._name_of = {parameter: name for name, parameter in parameters.items()}
-        self._delivering: Source | None = None
-        self.buckets = [self._bucket(plan, next(iter(parameters.values())).device) for plan in plans]
+        self._source: Source | None = None  # the action at work, if what it adds is final
+        self.buckets = [self._bucket(plan) for plan in plans]
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.plan.names}
-        self._due: deque[Bucket] = deque()
-        self._num_begun = 0  # buckets that were due at first
-        self._under_way: deque[tuple[Bucket, comm.Pending]] = deque()
+        self._queue: deque[Bucket] = deque()  # buckets to be reduced, in this order
+        self._num_queued = 0  # at first
+        self._reducing: deque[tuple[Bucket, comm.Pending]] = deque()
         for name, parameter in parameters.items():
             self._attach(name, parameter)
         self.zero()
 
-    def _bucket(self, plan: BucketPlan, device: torch.device) -> Bucket:
+    def _bucket(self, plan: BucketPlan) -> Bucket:
+        device = self._parameters[plan.names[0]].device
         if not self.keeps_whole:
-            part = torch.zeros(plan.size // self.shard_axis.size, dtype=torch.float32, device=device)
+            part = torch.zeros(plan.size // plan.domain.shard.size, dtype=torch.float32, device=device)
             return Bucket(plan, part, None)
         flat = torch.zeros(plan.size, dtype=torch.float32, device=device)
-        return Bucket(plan, plan.part(flat, self.shard_axis), flat, plan.views(flat, self._parameters))
+        return Bucket(plan, plan.part(flat), flat, plan.views(flat, self._parameters))
 
     def _attach(self, name: str, parameter: nn.Parameter) -> None:
         """Let autograd add into the bucket; where it cannot, a hook adds instead."""
+        bucket = self._bucket_of[name]
+        domain = bucket.plan.domain
         by_hook = parameter.dtype != torch.float32 or not self.keeps_whole
         if not by_hook:
-            parameter.grad = self._bucket_of[name].views[name]
-        if by_hook or (self.overlap and self.shard_axis.size * self.replicate_axis.size > 1):
+            parameter.grad = bucket.views[name]
+        if by_hook or (self.overlap and domain.shard.size * domain.replicate.size > 1):
             # By a weak reference: Python does not see the cycle through autograd, so nothing of it would ever be freed.
             parameter.register_post_accumulate_grad_hook(partial(_report, weakref.ref(self), name, by_hook))
 
     def _accumulated(self, name: str, by_hook: bool, parameter: nn.Parameter) -> None:
-        # A linear layer that puts its weight gradient off hands autograd None, and this is called none the less.
+        # A linear layer that defers its weight gradient hands autograd None, and this is called none the less.
         if by_hook and parameter.grad is not None:
             self._whole(self._bucket_of[name]).views[name].add_(parameter.grad)
             parameter.grad = None
-        self.delivered(parameter)
+        self.weight_gradient_ready(parameter)
 
     def _whole(self, bucket: Bucket) -> Bucket:
         """The bucket with a buffer for all of it."""
@@ -115,36 +110,37 @@ class GradientBuckets:
         return [bucket.part for bucket in self.buckets]
 
     def zero(self) -> None:
-        """Begin a step."""
+        """Begin a step: every gradient is zero."""
         for bucket in self.buckets:
             (bucket.part if bucket.flat is None else bucket.flat).zero_()
-        self._begin(self.buckets if self.keeps_whole else [])
+        self._enqueue(self.buckets if self.keeps_whole else [])
 
-    def _begin(self, buckets: Sequence[Bucket]) -> None:
-        """These are to be exchanged, in this order, each once it is full."""
-        self._due = deque(buckets)
-        self._num_begun = len(buckets)
-        self._delivering = None
+    def _enqueue(self, buckets: Sequence[Bucket]) -> None:
+        """These are to be reduced, in this order, each once it is full."""
+        self._queue = deque(buckets)
+        self._num_queued = len(buckets)
+        self._source = None
         for bucket in buckets:
             bucket.waiting_for = {(name, source) for name in bucket.plan.names for source in bucket.plan.sources}
 
-    def starting(self, action: tuple[str, int, int], is_last: bool) -> None:
+    def begin_action(self, action: tuple[str, int, int], is_last: bool) -> None:
         """(kind, chunk, micro-batch) comes next: if it is the last of its kind in its chunk, what it adds is final."""
         kind, chunk, _ = action
         if self.keeps_whole:
-            self._delivering = (chunk, kind) if is_last and self.overlap else None
+            self._source = (chunk, kind) if is_last and self.overlap else None
             return
-        self._exchange_all()
+        # ZeRO-2: every backward is reduced by itself. What the one before has left is reduced now.
+        self._reduce_all()
         if kind == "B":
-            self._begin([bucket for bucket in self.buckets if (chunk, kind) in bucket.plan.sources])
-            for bucket in self._due:
+            self._enqueue([bucket for bucket in self.buckets if (chunk, kind) in bucket.plan.sources])
+            for bucket in self._queue:
                 bucket.waiting_for = {(name, (chunk, kind)) for name in bucket.plan.names}
-            self._delivering = (chunk, kind) if self.overlap else None
+            self._source = (chunk, kind) if self.overlap else None
 
-    def delivered(self, parameter: nn.Parameter) -> None:
+    def weight_gradient_ready(self, parameter: nn.Parameter) -> None:
         """The action at work has added all that it adds to this gradient."""
-        if self._delivering is not None:
-            self.mark_ready(self._name_of[parameter], self._delivering)
+        if self._source is not None:
+            self.mark_ready(self._name_of[parameter], self._source)
 
     def mark_ready(self, name: str, source: Source) -> None:
         """Nothing more comes to the gradient of `name` from there. What is none of its sources changes nothing."""
@@ -157,37 +153,38 @@ class GradientBuckets:
                     "--recompute-granularity full out"
                 )
             bucket.waiting_for.remove((name, source))
-        while self._due and not self._due[0].waiting_for:
-            self._exchange_next()
+        while self._queue and not self._queue[0].waiting_for:
+            self._reduce_next()
 
-    def _exchange_all(self) -> None:
-        while self._due:
-            self._exchange_next()
+    def _reduce_all(self) -> None:
+        while self._queue:
+            self._reduce_next()
 
-    def _exchange_next(self) -> None:
-        bucket = self._whole(self._due.popleft())
+    def _reduce_next(self) -> None:
+        """Start the reduction of the bucket whose turn it is."""
+        bucket = self._whole(self._queue.popleft())
+        domain = bucket.plan.domain
         assert bucket.flat is not None
         sent = bucket.flat.to(self.reduce_dtype)
-        into = bucket.plan.part(sent, self.shard_axis)
-        if self._copies_at_once:
-            pending = comm.start_all_reduce(sent, self.replicate_axis)
+        if self._is_one_all_reduce(bucket):
+            pending = comm.start_all_reduce(sent, domain.replicate)
         else:
-            pending = comm.start_reduce_scatter(sent, self.shard_axis, into=into)
+            # [size] -> [size / shard], into the place of this rank's part
+            pending = comm.start_reduce_scatter(sent, domain.shard, into=bucket.plan.part(sent))
         if not self.keeps_whole:
             bucket.flat, bucket.views = None, {}
-            while len(self._under_way) >= MOST_UNDER_WAY:
-                self._add_up(*self._under_way.popleft())
-        self._under_way.append((bucket, pending))
+            while len(self._reducing) >= MAX_PENDING:
+                self._add_up(*self._reducing.popleft())
+        self._reducing.append((bucket, pending))
 
-    @property
-    def _copies_at_once(self) -> bool:
-        """Whether a bucket's exchange is all there is to exchange: it is shared with nobody, and kept until the end."""
-        return self.keeps_whole and self.shard_axis.size == 1
+    def _is_one_all_reduce(self, bucket: Bucket) -> bool:
+        """Whether a bucket is sharded over nobody and kept until the end of the step."""
+        return self.keeps_whole and bucket.plan.domain.shard.size == 1
 
     @property
     def num_launched(self) -> int:
-        """Buckets of this step (ZeRO-2: of this backward) whose exchange has begun."""
-        return self._num_begun - len(self._due)
+        """Buckets of this step (ZeRO-2: of this backward) whose reduction has begun."""
+        return self._num_queued - len(self._queue)
 
     def _add_up(self, bucket: Bucket, pending: comm.Pending) -> None:
         """Take what has arrived into the part."""
@@ -199,15 +196,25 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Returns once every part is summed over all that it must be summed over."""
-        self._exchange_all()
-        while self._under_way:
-            self._add_up(*self._under_way.popleft())
-        if not self._copies_at_once and self.replicate_axis.size > 1:
-            sums = [comm.start_all_reduce(part.to(self.reduce_dtype), self.replicate_axis) for part in self.parts]
-            for part, pending in zip(self.parts, sums, strict=True):
-                part.copy_(pending.wait())
+        # 1. Over the ranks that shard a bucket (or, not sharded, over all replicas).
+        self._reduce_all()
+        while self._reducing:
+            self._add_up(*self._reducing.popleft())
+        # 2. Over the replicas of a shard, all buckets at once.
+        replicated = [
+            bucket
+            for bucket in self.buckets
+            if bucket.plan.domain.replicate.size > 1 and not self._is_one_all_reduce(bucket)
+        ]
+        sums = [
+            comm.start_all_reduce(bucket.part.to(self.reduce_dtype), bucket.plan.domain.replicate)
+            for bucket in replicated
+        ]
+        for bucket, pending in zip(replicated, sums, strict=True):
+            bucket.part.copy_(pending.wait())
+        # 3. Over tp where each rank has a part of the gradient, and over both holders of a tied embedding.
         for bucket in self.buckets:
-            for axis in bucket.plan.finishing_axes:
+            for axis in bucket.plan.sums_over:
                 comm.all_reduce(bucket.part, axis)
 
     def scale(self, factor: float) -> None:
@@ -217,6 +224,6 @@ class GradientBuckets:
 
 
 def _report(buckets: "weakref.ref[GradientBuckets]", name: str, by_hook: bool, parameter: nn.Parameter) -> None:
-    """A gradient has arrived."""
+    """Tell the buckets, if they are still there, that a gradient has arrived."""
     if (alive := buckets()) is not None:
         alive._accumulated(name, by_hook, parameter)

@@ -1,4 +1,4 @@
-"""Where does the optimizer read gradients whose masters live in the CPU's memory? In copies beside them.
+"""Offloaded gradients: copies in the CPU's memory, where masters live and the optimizer steps them.
 
 On CUDA the copies go through pinned memory and nobody waits for them one by one: they start as soon as gradients are
 summed, run while the norm is taken and agreed upon, and are waited for together. The way back, masters into the model,
@@ -18,30 +18,30 @@ def memory_on(device: torch.device, like: Tensor) -> Tensor:
 
 
 class OffloadedGradients:
-    """What the optimizer reads of some flat gradients: these themselves, or copies of them where masters live."""
+    """Flat gradients as the optimizer reads them: themselves, or copies of them where masters live."""
 
     def __init__(self, gradients: Sequence[Tensor], masters_on: torch.device | None) -> None:
         self._gradients, self._are_apart, self._factor = gradients, masters_on is not None, 1.0
         self.tensors = gradients if masters_on is None else [memory_on(masters_on, each) for each in gradients]
 
     def start(self) -> None:
-        """The gradients are summed: bring them here."""
+        """Start to copy: the gradients are summed."""
         self._factor = 1.0
         if self._are_apart:
-            for gradient, seen in zip(self._gradients, self.tensors, strict=True):
-                seen.copy_(gradient, non_blocking=True)
+            for gradient, copy in zip(self._gradients, self.tensors, strict=True):
+                copy.copy_(gradient, non_blocking=True)
 
     def scale(self, factor: float) -> None:
-        """Multiply them here, too, once they have come."""
+        """Multiply the copies, too, once they have come."""
         self._factor *= factor
 
     def finish(self) -> None:
-        """Returns once they are here."""
+        """Returns once the copies are complete."""
         if not self._are_apart:
             return
         for device in {gradient.device for gradient in self._gradients if gradient.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         if self._factor != 1.0:
-            for seen in self.tensors:
-                seen.mul_(self._factor)
+            for copy in self.tensors:
+                copy.mul_(self._factor)
         self._factor = 1.0

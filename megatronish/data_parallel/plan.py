@@ -1,8 +1,9 @@
-"""Which parameters lie side by side, and which rank keeps which part of them? The layout of flat buffers.
+"""Bucket plans: which parameters lie side by side in flat buffers, and which rank keeps which part of them.
 
-A bucket is a row of parameters whose gradients are summed over the same axes and come from the same actions, padded so
-that every rank that shares it keeps an equal part, wherever that ends inside a parameter. Gradients, parameters and
-what the optimizer keeps all lie in this order.
+A bucket is a row of parameters of one reduction domain whose gradients are summed over the same axes and come from the
+same actions. Gradients, parameters and optimizer states all lie in this order. Each parameter, and the part that each
+rank keeps, begins at a multiple of so many elements that vector loads of GPUs find 16 bytes. A part may end anywhere
+inside a parameter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,13 +13,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, Domain
 from megatronish.sharding import Sharding
 
 Source = tuple[int, str]
 """A chunk, and the kind of its actions from which gradients come."""
-
-WHOLE_BACKWARD: frozenset[Source] = frozenset({(0, "B")})
 
 
 class Segment(NamedTuple):
@@ -35,73 +34,104 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters that lie side by side. `size` counts padding.
+    """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
 
-    `finishing_axes` are those over which gradients are summed besides the data axis. `counted` says whether this rank
-    counts them in a sum over tp and pp in which each element counts once.
+    `sums_over` are the axes over which gradients are summed besides the domain's data ranks. `counted` says whether
+    this rank counts them (`Sharding.is_counted`).
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
     size: int
     sources: frozenset[Source]
-    finishing_axes: tuple[Axis, ...]
+    domain: Domain
+    sums_over: tuple[Axis, ...]
     counted: bool
 
     def views(self, flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """[size] -> each parameter's elements in its shape."""
-        parts = flat.split([*self.sizes, self.size - sum(self.sizes)])
-        return {name: part.view(parameters[name].shape) for name, part in zip(self.names, parts, strict=False)}
+        spans = zip(self.names, self.offsets, self.sizes, strict=True)
+        return {name: flat.narrow(0, offset, size).view(parameters[name].shape) for name, offset, size in spans}
 
-    def part(self, flat: Tensor, axis: Axis) -> Tensor:
-        """[size] -> [size / axis]: what this rank keeps where the bucket is shared over the axis."""
-        share = self.size // axis.size
-        return flat.narrow(0, axis.rank * share, share)
+    def part(self, flat: Tensor) -> Tensor:
+        """[size] -> [size / shard]: what this rank keeps."""
+        share = self.size // self.domain.shard.size
+        return flat.narrow(0, self.domain.shard.rank * share, share)
 
-    def segments(self, axis: Axis) -> dict[str, Segment]:
-        """Of each parameter of which it keeps something, what."""
-        share = self.size // axis.size
-        first = axis.rank * share
-        found, begin = {}, 0
-        for name, size in zip(self.names, self.sizes, strict=True):
+    def segments(self) -> dict[str, Segment]:
+        """Of each parameter of which this rank keeps something, what."""
+        share = self.size // self.domain.shard.size
+        first = self.domain.shard.rank * share
+        found = {}
+        for name, begin, size in zip(self.names, self.offsets, self.sizes, strict=True):
             low, high = max(begin, first), min(begin + size, first + share)
             if low < high:
                 found[name] = Segment(low - begin, high - begin, low - first)
-            begin += size
         return found
 
 
 def plan_buckets(
     parameters: Mapping[str, Tensor],
     shardings: Mapping[str, Sharding],
+    domains: Mapping[str, Domain],
     *,
-    tp: Axis,
-    embedding_axis: Axis,
-    shard_axis: Axis,
     bucket_size: int,
+    alignment: int,
     sources: Mapping[str, frozenset[Source]],
 ) -> list[BucketPlan]:
-    """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward."""
+    """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
-    def kind(name: str) -> tuple[bool, bool, bool]:
-        """Tied last, partial before it: every rank then meets the finishing axes in the same order."""
+    Parameters and parts begin at multiples of `alignment` elements.
+    """
+    order = list(domains)
+
+    def kind(name: str) -> tuple[int, bool, bool, bool, list[str]]:
+        """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
         sharding = shardings[name]
-        return sharding.tied and embedding_axis.size > 1, sharding.partial and tp.size > 1, sharding.dim is None
+        domain = domains[sharding.domain]
+        is_tied = sharding.tied and domain.embedding.size > 1
+        is_partial = any(domain.model[axis].size > 1 for axis in sharding.partial_over)
+        return order.index(domain.name), is_tied, is_partial, not sharding.cuts, sorted(sharding.cut_axes)
 
     plans = []
     last_first = list(parameters)[::-1]
-    for (tied, partial, replicated), of_kind in groupby(sorted(last_first, key=kind), key=kind):
-        axes = ((tp,) if partial else ()) + ((embedding_axis,) if tied else ())
-        counted = (not replicated or tp.is_first) and (not tied or embedding_axis.is_first)
+    for _, of_kind in groupby(sorted(last_first, key=kind), key=kind):
         by_sources: dict[frozenset[Source], list[str]] = {}
         for name in of_kind:
             by_sources.setdefault(sources[name], []).append(name)
         for sources_of, of_sources in by_sources.items():
             for names in _parts(of_sources, parameters, bucket_size):
+                sharding = shardings[names[0]]
+                domain = domains[sharding.domain]
                 sizes = tuple(parameters[name].numel() for name in names)
-                size = -(-sum(sizes) // shard_axis.size) * shard_axis.size
-                plans.append(BucketPlan(tuple(names), sizes, size, sources_of, axes, counted))
+                *offsets, end = _offsets(sizes, alignment)
+                plans.append(
+                    BucketPlan(
+                        names=tuple(names),
+                        sizes=sizes,
+                        offsets=tuple(offsets),
+                        size=_rounded_up(end, alignment * domain.shard.size),
+                        sources=sources_of,
+                        domain=domain,
+                        sums_over=sharding.sums_over(domain),
+                        counted=sharding.is_counted(domain),
+                    )
+                )
     return plans
+
+
+def _offsets(sizes: tuple[int, ...], alignment: int) -> Iterator[int]:
+    """Where each begins, and at last where all end."""
+    offset = 0
+    for size in sizes:
+        yield offset
+        offset += _rounded_up(size, alignment)
+    yield offset
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _parts(names: list[str], parameters: Mapping[str, Tensor], bucket_size: int) -> Iterator[list[str]]:

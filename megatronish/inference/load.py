@@ -120,10 +120,10 @@ def load_model(
         ).to(dtype)
     shardings = collect_shardings(model)
     shards = {
-        name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.tp)))
+        name: Shard(parameter.detach(), tuple(shardings[name].pieces({"tp": mesh.tp})))
         for name, parameter in model.named_parameters()
     }
-    load_tensors(found.checkpoint, model_tensors(shards, shardings, mesh, mesh.copied), mesh=mesh)
+    load_tensors(found.checkpoint, model_tensors(shards, shardings, mesh.domains), mesh=mesh)
     return LoadedModel(model.requires_grad_(False).eval(), description, found.step)
 
 
@@ -139,6 +139,6 @@ def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
         learns=False,
     )
     load_tensors(found.checkpoint, tensors_of(engine, with_optimizer=False), mesh=mesh)
-    engine.data_parallel.publish(frozen=True)
+    engine.data_parallel.gather_parameters(frozen=True)
     engine.model.eval()
     return engine

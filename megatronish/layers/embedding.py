@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.mesh import TensorParallel
-from megatronish.sharding import Sharding
+from megatronish.sharding import Cut, Init, Sharding
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -36,10 +36,10 @@ class VocabParallelEmbedding(nn.Module):
         return {
             "weight": Sharding(
                 (self.vocab_size, self.hidden_size),
-                dim=0,
-                sections=(self.padded_vocab_size,),
+                (Cut(0, "tp", (self.padded_vocab_size,)),),
+                role="embedding",
                 tied=self.tied,
-                init_std=self.init_std,
+                init=Init(self.init_std),
             )
         }
 
@@ -69,7 +69,9 @@ class PositionEmbedding(nn.Module):
     def shardings(self) -> dict[str, Sharding]:
         """Whole on every rank; each sees only its part of a cut sequence, so its gradient is partial."""
         shape = tuple(self.weight.shape)
-        return {"weight": Sharding(shape, partial=self.tp.cuts_sequence, init_std=self.init_std)}
+        return {
+            "weight": Sharding(shape, partial_over=self.tp.partial_over, role="embedding", init=Init(self.init_std))
+        }
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """Rows of this rank's positions: [B, S] -> [S, B, D], or [S/tp, B, D] of a cut sequence."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatronish import comm
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, TensorParallel
-from megatronish.sharding import Sharding
+from megatronish.sharding import Cut, Init, Sharding
 
 ALONE = TensorParallel(Axis("alone"))
 
@@ -52,9 +52,10 @@ class ColumnParallelLinear(nn.Module):
     def shardings(self) -> dict[str, Sharding]:
         """Both parameters are cut along the output features."""
         shape = (self.out_features, self.in_features)
-        found = {"weight": Sharding(shape, dim=0, sections=self.sections, init_std=self.init_std)}
+        cuts = (Cut(0, "tp", self.sections),)
+        found = {"weight": Sharding(shape, cuts, init=Init(self.init_std))}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,), dim=0, sections=self.sections)
+            found["bias"] = Sharding((self.out_features,), cuts)
         return found
 
     def forward(self, x: Tensor, *, leaves_bias: bool = False) -> Tensor:
@@ -91,9 +92,10 @@ class RowParallelLinear(nn.Module):
 
     def shardings(self) -> dict[str, Sharding]:
         """The weight is cut along the input features; the bias is whole, its gradient partial over a cut sequence."""
-        found = {"weight": Sharding((self.out_features, self.in_features), dim=1, init_std=self.init_std)}
+        shape = (self.out_features, self.in_features)
+        found = {"weight": Sharding(shape, (Cut(1, "tp"),), init=Init(self.init_std))}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,), partial=self.tp.cuts_sequence)
+            found["bias"] = Sharding((self.out_features,), partial_over=self.tp.partial_over)
         return found
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megatronish.sharding import Sharding
+from megatronish.sharding import Init, Sharding
 
 
 class Norm(nn.Module):
@@ -32,9 +32,11 @@ class Norm(nn.Module):
 
     def shardings(self) -> dict[str, Sharding]:
         """Whole on every tp rank."""
-        found = {"weight": Sharding((self.size,), partial=self.partial, init_value=0.0 if self.one_plus else 1.0)}
+        partial_over = frozenset({"tp"} if self.partial else ())
+        init = Init(value=0.0 if self.one_plus else 1.0)
+        found = {"weight": Sharding((self.size,), partial_over=partial_over, init=init)}
         if self.bias is not None:
-            found["bias"] = Sharding((self.size,), partial=self.partial)
+            found["bias"] = Sharding((self.size,), partial_over=partial_over)
         return found
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context, make_context
 from megatronish.model.recompute import Recompute, recompute
-from megatronish.sharding import Sharding
+from megatronish.sharding import Cut, Init, Sharding
 
 MakeBlock = Callable[..., nn.Module]
 
@@ -231,4 +231,4 @@ class Head(ColumnParallelLinear):
     def shardings(self) -> dict[str, Sharding]:
         """Rows are cut over tp, like the embedding's."""
         shape = (self.vocab_size, self.in_features)
-        return {"weight": Sharding(shape, dim=0, sections=self.sections, init_std=self.init_std)}
+        return {"weight": Sharding(shape, (Cut(0, "tp", self.sections),), role="head", init=Init(self.init_std))}

@@ -1,27 +1,49 @@
-"""How long is the whole gradient? Its norm over all ranks, each element counted once."""
+"""Norms of the whole gradient and of all parameters: over all ranks, each element counted once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, Domain
 
 ROW = 2048
 
+ByDomain = Mapping[str, Iterable[Tensor]]
+"""Tensors whose elements this rank counts, by the name of their reduction domain."""
 
-def global_norm(counted: Iterable[Tensor], *, over: Sequence[Axis], device: torch.device) -> float:
-    """The 2-norm of all elements over these axes: `counted` are tensors whose elements this rank counts.
 
-    What several ranks hold (tp ranks a norm, both holders a tied embedding, data ranks what is copied), one counts.
+def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> float:
+    """The 2-norm of all elements.
+
+    The squares of a domain are summed over its own axes, then those of all domains together over the stages. What
+    several ranks hold (tp ranks a norm, both holders a tied embedding, data ranks a replica), one of them counts.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in counted:
-        total += sum_of_squares(part).to(device)
-    for axis in over:
-        comm.all_reduce(total, axis)
-    return float(total.sqrt())
+    squares = {name: [sum_of_squares(part).to(device) for part in parts] for name, parts in counted.items()}
+    return float(_total(squares, domains, pp=pp, zero=torch.zeros((), dtype=torch.float64, device=device)).sqrt())
+
+
+def num_zeros(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> int:
+    """Elements that are exactly zero, counted in the same way."""
+    zeros = {
+        name: [(part.numel() - torch.count_nonzero(part)).to(device) for part in parts]
+        for name, parts in counted.items()
+    }
+    return int(_total(zeros, domains, pp=pp, zero=torch.zeros((), dtype=torch.int64, device=device)))
+
+
+def _total(terms: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, zero: Tensor) -> Tensor:
+    """The sum of scalars over the ranks that count them. Every rank has every domain, perhaps without terms."""
+    total = zero.clone()
+    for name, domain in domains.items():
+        of_domain = zero.clone()
+        for term in terms[name]:
+            of_domain += term
+        for axis in domain.counting_axes:
+            comm.all_reduce(of_domain, axis)
+        total += of_domain
+    return comm.all_reduce(total, pp)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -35,13 +57,3 @@ def sum_of_squares(x: Tensor) -> Tensor:
     parts = (flat[:whole].view(-1, ROW), flat[whole:].view(1, -1))
     rows, rest = (torch.linalg.vector_norm(part, dim=1).double().square().sum() for part in parts)
     return rows + rest
-
-
-def num_zeros(counted: Iterable[Tensor], *, over: Sequence[Axis], device: torch.device) -> int:
-    """Elements that are exactly zero, counted in the same way."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for part in counted:
-        total += part.numel() - int(torch.count_nonzero(part))
-    for axis in over:
-        comm.all_reduce(total, axis)
-    return int(total)

@@ -1,10 +1,10 @@
-"""What does an optimizer step, and what must it answer?
+"""Masters, the fp32 values that an optimizer steps, and the protocol of an optimizer.
 
 A new optimizer is a class that has what `Update` asks for, in a file of its own, and a line in `OPTIMIZERS` of
 optimizer.py.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh import Axis
+from megatronish.mesh import Domain
 from megatronish.sharding import Shard, Sharding
 
 
@@ -20,17 +20,15 @@ from megatronish.sharding import Shard, Sharding
 class Masters:
     """The fp32 values that one rank steps, each a parameter with its gradient; of some names this rank has nothing.
 
-    `shardings` are of all parameters that learn in this stage, the same on every rank of `tp`, `shard_axis` and
-    `replicate_axis`. What these axes send lives on `device`; masters themselves may live on the CPU.
+    `shardings` are of all parameters that learn in this stage, the same on every rank of the axes of `domains`. What
+    these axes send lives on `device`; masters themselves may live on the CPU.
     """
 
     parameters: Mapping[str, nn.Parameter]
     shards: Mapping[str, Shard]
     shardings: Mapping[str, Sharding]
+    domains: Mapping[str, Domain]
     device: torch.device
-    tp: Axis
-    shard_axis: Axis
-    replicate_axis: Axis
 
     def only(self, names: Collection[str]) -> "Masters":
         """Those of these names."""
@@ -39,6 +37,13 @@ class Masters:
             parameters={name: each for name, each in self.parameters.items() if name in names},
             shardings={name: each for name, each in self.shardings.items() if name in names},
         )
+
+    def by_domain(self) -> Iterator[tuple["Masters", Domain]]:
+        """The masters of each reduction domain that has any parameter of this stage."""
+        for domain in self.domains.values():
+            names = [name for name, sharding in self.shardings.items() if sharding.domain == domain.name]
+            if names:
+                yield self.only(names), domain
 
 
 class Update(Protocol):

@@ -1,4 +1,4 @@
-"""Who computes with a whole matrix when every rank has but pieces of it? Matrices are dealt to ranks, one at a time.
+"""Matrix distribution: whole matrices for an optimizer, when every rank has but pieces of them.
 
 tp cuts a weight by rows or by columns, ZeRO keeps any run of its elements, `fully_shard` some of its rows; a piece
 knows where it lies in the global tensor, and that is all that is needed:
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatronish import comm
+from megatronish.mesh import Domain
 from megatronish.optim.masters import Masters
 from megatronish.sharding import FlatPiece, Piece, Sharding
 
@@ -53,15 +54,16 @@ class Matrix(NamedTuple):
 def matrices_of(name: str, sharding: Sharding) -> Iterator[Matrix]:
     """What was fused is taken apart again: queries, keys and values; gate and up."""
     rows, columns = sharding.shape
-    if sharding.dim is None or not sharding.sections:
+    cut = next((cut for cut in sharding.cuts if cut.sections), None)
+    if cut is None:
         yield Matrix(name, (0, 0), (rows, columns))
         return
     start = 0
-    for section in sharding.sections:
+    for section in cut.sections:
         yield Matrix(
             name,
-            (start, 0) if sharding.dim == 0 else (0, start),
-            (section, columns) if sharding.dim == 0 else (rows, section),
+            (start, 0) if cut.dim == 0 else (0, start),
+            (section, columns) if cut.dim == 0 else (rows, section),
         )
         start += section
 
@@ -102,13 +104,13 @@ def deal(matrices: Sequence[Matrix], *, num_ranks: int, most: int = MOST_AT_ONCE
 
 
 class MatrixDistribution:
-    """The matrices of some parameters, dealt to the ranks that hold pieces or copies of them."""
+    """The matrices of the parameters of one reduction domain, dealt to the ranks that hold pieces or copies of them."""
 
-    def __init__(self, masters: Masters, *, most: int = MOST_AT_ONCE) -> None:
-        self._device, self._copied_over = masters.device, masters.replicate_axis
-        self._summed_over = (masters.shard_axis, masters.tp)
+    def __init__(self, masters: Masters, domain: Domain, *, most: int = MOST_AT_ONCE) -> None:
+        self._device, self._replicate_axis = masters.device, domain.replicate
+        self._summed_over = domain.counting_axes
         self._num_ranks, self._rank = 1, 0
-        for axis in (*self._summed_over, self._copied_over):
+        for axis in (*self._summed_over, self._replicate_axis):
             self._num_ranks, self._rank = self._num_ranks * axis.size, self._rank * axis.size + axis.rank
         matrices = [each for name, sharding in masters.shardings.items() for each in matrices_of(name, sharding)]
         self.rounds = list(deal(matrices, num_ranks=self._num_ranks, most=most))
@@ -120,10 +122,8 @@ class MatrixDistribution:
             ]
             for matrix in matrices
         }
-        # Of what tp does not cut, its first rank's copy is summed.
-        self._lays_down = {
-            name: sharding.dim is not None or masters.tp.is_first for name, sharding in masters.shardings.items()
-        }
+        # Of what an axis does not cut, its first rank's copy is summed.
+        self._lays_down = {name: sharding.is_counted(domain) for name, sharding in masters.shardings.items()}
 
     def pieces(self, slot: Slot, buffer: Tensor) -> Iterator[tuple[Piece | FlatPiece, Tensor]]:
         """This rank's pieces of a matrix, each with its place in the buffer of the round."""
@@ -143,7 +143,7 @@ class MatrixDistribution:
         """[ranks, width] of pieces -> [1, width]: the matrices dealt to this rank."""
         for axis in self._summed_over:
             buffer = comm.start_reduce_scatter(buffer, axis).wait()
-        return comm.piece_of(buffer, self._copied_over)
+        return comm.piece_of(buffer, self._replicate_axis)
 
     def mine(self, round_: Round, row: Tensor) -> Iterator[Tensor]:
         """[1, width] -> the matrices dealt to this rank."""
@@ -153,6 +153,6 @@ class MatrixDistribution:
 
     def spread(self, row: Tensor) -> Tensor:
         """[1, width] -> [ranks, width]: what all ranks computed."""
-        for axis in (self._copied_over, *reversed(self._summed_over)):
+        for axis in (self._replicate_axis, *reversed(self._summed_over)):
             row = comm.start_all_gather(row, axis).wait()
         return row

@@ -1,10 +1,10 @@
-"""What does Muon do to a matrix? Its momentum, made nearly orthogonal, is the step.
+"""Muon: the step of a matrix is its momentum, made nearly orthogonal.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the scale and the decoupled weight decay of Liu et al. 2025
 (arXiv:2502.16982). A matrix here is what multiplies hidden states: the 2-D weights of the layers, each section of a
 fused one (queries, keys and values; gate and up) by itself. Embeddings, head, norms and biases are AdamW's.
 
-The whole matrix is orthogonalised, however tp and ZeRO cut it: deal.py says how a rank comes to see it. Momentum stays
+The whole matrix is orthogonalised, however tp and ZeRO cut it (matrix_distribution.py). Momentum stays
 in the shape, and in the memory, of the shard; where that is the CPU's while the model is on a GPU, pieces are copied to
 the GPU, which sends, orthogonalises and hands back the steps.
 """
@@ -20,7 +20,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters
 from megatronish.optim.matrix_distribution import MatrixDistribution, Round
-from megatronish.sharding import FlatPiece, Piece, Sharding
+from megatronish.sharding import FlatPiece, Piece
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -44,11 +44,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 SMALLEST_NORM = 1e-7  # of a matrix that is scaled to 1: below it there is nothing but rounding
 
 
-def is_matrix(name: str, sharding: Sharding) -> bool:
-    """Whether a parameter is Muon's: rows of embeddings and of the head belong to tokens, and no product mixes them."""
-    return name.startswith("layers.") and len(sharding.shape) == 2
-
-
 def orthogonalized(matrix: Tensor, *, num_steps: int, kind: str) -> Tensor:
     """[m, n] -> [m, n]: singular values brought near 1, by polynomials, without finding any.
 
@@ -69,11 +64,12 @@ class Muon:
     """Muon for matrices, AdamW for the rest. Both are given the same learning rate and weight decay."""
 
     def __init__(self, masters: Masters, config: OptimizerConfig) -> None:
-        names = {name for name, sharding in masters.shardings.items() if is_matrix(name, sharding)}
+        # Rows of embeddings and of the head belong to tokens: no product mixes them, so they are AdamW's.
+        names = {name for name, sharding in masters.shardings.items() if sharding.role == "matrix"}
         matrices = masters.only(names)
         self._config = config
         self._masters = matrices.parameters
-        self._dealt = MatrixDistribution(matrices)
+        self._distributions = [MatrixDistribution(*of_domain) for of_domain in matrices.by_domain()]
         self._rest = AdamW(masters.only(masters.shardings.keys() - names), config)
         self._momenta = {name: torch.zeros_like(each, requires_grad=False) for name, each in self._masters.items()}
         self.state = self._rest.state | {name: {"momentum_buffer": each} for name, each in self._momenta.items()}
@@ -96,21 +92,22 @@ class Muon:
             assert gradient is not None
             momentum.lerp_(gradient, 1 - self._config.muon_momentum)
             self._masters[name].mul_(1 - learning_rate * weight_decay)
-        for round_ in self._dealt.rounds:
-            self._apply(round_, self._orthogonalized(round_), learning_rate)
+        for distribution in self._distributions:
+            for round_ in distribution.rounds:
+                self._apply(distribution, round_, self._orthogonalized(distribution, round_), learning_rate)
 
-    def _orthogonalized(self, round_: Round) -> Tensor:
+    def _orthogonalized(self, distribution: MatrixDistribution, round_: Round) -> Tensor:
         """The matrices of a round, whole, in its buffer."""
-        config, buffer = self._config, self._dealt.buffer(round_)
+        config, buffer = self._config, distribution.buffer(round_)
         for slot in round_.slots:
-            if self._dealt.lays_down(slot):
-                for piece, place in self._dealt.pieces(slot, buffer):
+            if distribution.lays_down(slot):
+                for piece, place in distribution.pieces(slot, buffer):
                     place.copy_(self._direction(slot.matrix.name, piece))
-        row = self._dealt.collect(buffer)
-        for matrix in self._dealt.mine(round_, row):
+        row = distribution.collect(buffer)
+        for matrix in distribution.mine(round_, row):
             kind = config.muon_coefficient_type
             matrix.copy_(orthogonalized(matrix, num_steps=config.muon_num_ns_steps, kind=kind))
-        return self._dealt.spread(row)
+        return distribution.spread(row)
 
     def _direction(self, name: str, piece: Piece | FlatPiece) -> Tensor:
         """The momentum of a piece; Nesterov's looks one step ahead."""
@@ -120,11 +117,11 @@ class Muon:
             return momentum
         return piece.view(gradient).lerp(momentum, self._config.muon_momentum)
 
-    def _apply(self, round_: Round, buffer: Tensor, learning_rate: float) -> None:
+    def _apply(self, distribution: MatrixDistribution, round_: Round, buffer: Tensor, learning_rate: float) -> None:
         """Take this rank's pieces of the steps out of the buffer of the round."""
         scale = SCALES[self._config.muon_scale_mode]
         for slot in round_.slots:
             factor = learning_rate * self._config.muon_extra_scale_factor * scale(*slot.matrix.shape)
-            for piece, place in self._dealt.pieces(slot, buffer):
+            for piece, place in distribution.pieces(slot, buffer):
                 master = self._masters[slot.matrix.name]
                 piece.view(master).sub_(place.to(master.device), alpha=factor)

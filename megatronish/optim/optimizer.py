@@ -1,4 +1,4 @@
-"""How do gradients move parameters? The optimizer over a rank's fp32 masters, whatever the model computes in."""
+"""The optimizer over a rank's fp32 masters, whatever precision the model computes in."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh import Axis
+from megatronish.mesh import Domain
 from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters, Update
 from megatronish.optim.muon import Muon
@@ -30,12 +30,10 @@ class Optimizer:
         shards: Mapping[str, Shard],
         gradients: Mapping[str, Tensor],
         shardings: Mapping[str, Sharding],
+        domains: Mapping[str, Domain],
         config: OptimizerConfig,
         *,
         device: torch.device,
-        tp: Axis,
-        shard_axis: Axis,
-        replicate_axis: Axis,
     ) -> None:
         """`gradients` are those of the masters that learn, of the same shapes; each step reads them there.
 
@@ -46,9 +44,7 @@ class Optimizer:
         for name, master in masters.items():
             master.grad = gradients[name]
         self.masters = masters
-        self.update = OPTIMIZERS[config.optimizer](
-            Masters(masters, shards, shardings, device, tp, shard_axis, replicate_axis), config
-        )
+        self.update = OPTIMIZERS[config.optimizer](Masters(masters, shards, shardings, domains, device), config)
         self.state = self.update.state
         self._num_steps = 0
 

@@ -5,7 +5,7 @@ a learning rate, and it computes, reduces, clips and updates. The trainer, the t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,9 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import TrainingConfig
+from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.data_parallel.fully_sharded import FullySharded
+from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
 from megatronish.layers.weight_gradients import WeightGradients, split_backward
@@ -34,7 +36,7 @@ from megatronish.pipeline.executor import Executor, Record
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.schedule.plan import Action, StageChunk
-from megatronish.sharding import Sharding, collect_shardings, initialize
+from megatronish.sharding import Shard, Sharding, collect_shardings, initialize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,7 +67,7 @@ class Engine:
     stages: Stages
     model: GPT
     shardings: dict[str, Sharding]
-    data_parallel: Zero | FullySharded
+    data_parallel: DataParallel
     optimizer: Optimizer
     executor: Executor
     loss_scale: LossScale
@@ -97,7 +99,9 @@ class Engine:
         tp = TensorParallel(mesh.tp, parallel.sequence_parallel)
         stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
         places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
-        with mesh.device:
+        settings = DataParallelSettings.of(parallel, DTYPES[training.precision])
+        # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole.
+        with torch.device("meta") if settings.zero_stage == 3 else mesh.device:
             stage = GPT(
                 model,
                 vocab_size=vocab_size,
@@ -115,22 +119,19 @@ class Engine:
                 make_block=make_block,
             )
         shardings = collect_shardings(stage)
-        if learns:
-            initialize(stage, shardings, seed=training.seed, tp=mesh.tp)
-        else:
+        if not learns:
             stage.requires_grad_(False)
         dtype = DTYPES[training.precision]
         splits_backward = stages.schedule.has_weight_gradients
-        data_parallel = _share(stage, shardings, stages, mesh, parallel, dtype)
+        data_parallel = _share(stage, shardings, stages, mesh, settings, seed=training.seed if learns else None)
         for buffer in stage.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.to(dtype)
         for module, names in stage.by_first_use():
-            data_parallel.wait_before(module, names)
+            data_parallel.gather_before(module, names)
         weight_gradients = None
         if splits_backward:
-            assert isinstance(data_parallel, Zero), "fully_shard reduces gradients before a W action computes them"
-            weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.delivered)
+            weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
             split_backward(stage, weight_gradients)
         local_seq_length = training.seq_length // mesh.cp.size // tp.sequence_axis.size
         boundary = Boundary(
@@ -149,11 +150,9 @@ class Engine:
                 data_parallel.shards,
                 data_parallel.gradients,
                 {name: shardings[name] for name, parameter in stage.named_parameters() if parameter.requires_grad},
+                mesh.domains,
                 optimizer,
                 device=mesh.device,
-                tp=mesh.tp,
-                shard_axis=data_parallel.shard_axis,
-                replicate_axis=data_parallel.replicate_axis,
             ),
             executor=Executor(
                 [partial(stage, chunk=chunk) for chunk in range(stages.num_chunks)],
@@ -174,9 +173,9 @@ class Engine:
         result = self.gradients(micro_batches, step=step)
         if not result.skipped:
             self.clip(result.grad_norm)
-            self.data_parallel.collect()
+            self.data_parallel.wait_for_offload()
             self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
-            self.data_parallel.publish()
+            self.data_parallel.gather_parameters()
         self.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
         return result
 
@@ -193,13 +192,12 @@ class Engine:
             micro_batches,
             step=step,
             loss_scale=scale / max(num_tokens, 1),
-            starting=self.data_parallel.starting,
+            starting=self.data_parallel.begin_action,
             record=self.record,
         )
-        self.data_parallel.finish()
+        self.data_parallel.finish_reduction()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)
-        counted = self.data_parallel.counted_gradients()
-        grad_norm = global_norm(counted, over=self._counting_axes, device=self.mesh.device) / scale
+        grad_norm = self._global_norm(self.data_parallel.counted_gradients()) / scale
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         # Where a smaller scale may help, the step is left out and the run goes on.
         if self.check_finite and not is_finite and not self.loss_scale.can_shrink:
@@ -241,20 +239,33 @@ class Engine:
 
     def params_norm(self) -> float:
         """The 2-norm of all parameters."""
-        masters = [self.data_parallel.shards[name].master for name in self.data_parallel.counted]
-        return global_norm(masters, over=self._counting_axes, device=self.mesh.device)
+        return self._global_norm(self._by_domain({name: [shard.master] for name, shard in self._counted_shards()}))
 
     def num_zeros(self) -> int:
         """Gradient elements that are exactly zero, padding of the vocabulary left out."""
-        sharing = self.data_parallel
-        learning = sharing.counted & sharing.gradients.keys()
-        elements = [piece.view(sharing.gradients[name]) for name in learning for piece in sharing.shards[name].pieces]
-        return num_zeros(elements, over=self._counting_axes, device=self.mesh.device)
+        gradients = self.data_parallel.gradients
+        elements = {
+            name: [piece.view(gradients[name]) for piece in shard.pieces]
+            for name, shard in self._counted_shards()
+            if name in gradients
+        }
+        mesh = self.mesh
+        return num_zeros(self._by_domain(elements), mesh.domains, pp=mesh.pp, device=mesh.device)
 
-    @property
-    def _counting_axes(self) -> tuple[Axis, ...]:
-        """Those over which counted elements differ."""
-        return self.data_parallel.shard_axis, self.mesh.tp, self.mesh.pp
+    def _global_norm(self, counted: Mapping[str, Sequence[torch.Tensor]]) -> float:
+        return global_norm(counted, self.mesh.domains, pp=self.mesh.pp, device=self.mesh.device)
+
+    def _counted_shards(self) -> Iterator[tuple[str, Shard]]:
+        """The shards whose elements this rank counts."""
+        sharing = self.data_parallel
+        return ((name, shard) for name, shard in sharing.shards.items() if name in sharing.counted)
+
+    def _by_domain(self, tensors: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+        """Tensors by parameter, grouped by their reduction domain."""
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.mesh.domains}
+        for name, parts in tensors.items():
+            found[self.shardings[name].domain] += parts
+        return found
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stages.actions(self.mesh.pp.rank, num_microbatches)
@@ -269,50 +280,24 @@ def _share(
     shardings: dict[str, Sharding],
     stages: Stages,
     mesh: Mesh,
-    parallel: ParallelConfig,
-    dtype: torch.dtype,
-) -> Zero | FullySharded:
-    """What the data axis makes of this rank's piece of the model."""
-    # Where the model ends on the stage it starts from, nobody else holds its tied embedding.
-    embedding_axis = (
-        mesh.embedding_axis if stages.placement[0].stage != stages.placement[-1].stage else Axis("embedding")
-    )
-    reduce_dtype = torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32
-    masters_on = torch.device("cpu") if parallel.optimizer_cpu_offload and not parallel.param_cpu_offload else None
-    if parallel.zero == 3:
-        assert mesh.fully_shared is not None, "the mesh is not that of the config"
-        return FullySharded(
-            stage,
-            [[stage.layers[str(layer)] for layer in chunk.layers] for chunk in stage.chunks],
-            shardings,
-            mesh=mesh.fully_shared,
-            dtype=dtype,
-            shard_axis=mesh.shared,
-            replicate_axis=mesh.copied,
-            tp=mesh.tp,
-            embedding_axis=embedding_axis,
-            bucket_size=parallel.ddp_bucket_size,
-            reduce_dtype=reduce_dtype,
-            masters_on=masters_on,
-            offload_parameters=parallel.param_cpu_offload,
-        )
-    defer = "W" if stages.schedule.has_weight_gradients else "B"
+    settings: DataParallelSettings,
+    *,
+    seed: int | None,
+) -> DataParallel:
+    """What the data ranks make of this rank's stage of the model."""
+    if settings.zero_stage == 3:
+        chunks = [[stage.layers[str(layer)] for layer in chunk.layers] for chunk in stage.chunks]
+        return FullySharded(stage, chunks, shardings, mesh.domains, settings, device=mesh.device, seed=seed)
+    if seed is not None:
+        initialize(stage, shardings, seed=seed, domains=mesh.domains)
+    deferred = "W" if stages.schedule.has_weight_gradients else "B"
     return Zero(
         dict(stage.named_parameters()),
         shardings,
-        stage=parallel.zero,
-        dtype=dtype,
-        shard_axis=mesh.shared if parallel.zero else Axis("shared"),
-        replicate_axis=mesh.copied if parallel.zero else mesh.data,
-        tp=mesh.tp,
-        embedding_axis=embedding_axis,
-        bucket_size=parallel.ddp_bucket_size,
-        overlap_reduce=parallel.overlap_grad_reduce,
-        overlap_gather=parallel.overlap_param_gather,
-        reduce_dtype=reduce_dtype,
-        masters_on=masters_on,
+        mesh.domains,
+        settings,
         sources={
-            name: frozenset((user.chunk, defer if user.is_linear else "B") for user in users)
+            name: frozenset((user.chunk, deferred if user.is_linear else "B") for user in users)
             for name, users in stage.users().items()
         },
     )

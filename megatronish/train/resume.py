@@ -93,6 +93,6 @@ def _from_hf(engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
         return Begun(Progress(), dict(description.origin))
 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
-    engine.data_parallel.publish(frozen=True)
+    engine.data_parallel.gather_parameters(frozen=True)
     say(f"took the weights of {load}: {ANEW}")
     return begun

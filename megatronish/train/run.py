@@ -51,16 +51,8 @@ def start_mesh(config: Config, place: Place) -> Mesh:
     """The mesh of `config`, on this rank's device."""
     parallel = config.parallel
     device = choose_device(parallel.device, place)
-    return Mesh.start(
-        config.layout,
-        rank=place.rank,
-        init_method=place.rendezvous,
-        device=device,
-        backend=choose_backend(parallel.distributed_backend, device),
-        timeout_minutes=parallel.distributed_timeout_minutes,
-        copies=parallel.num_distributed_optimizer_instances,
-        fully_shared=parallel.zero == 3,
-    )
+    backend = choose_backend(parallel.distributed_backend, device)
+    return Mesh.of(parallel, place, device=device, backend=backend)
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:

@@ -97,16 +97,15 @@ def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> in
 
 
 def _gradient_squares(engine: Engine) -> dict[str, float]:
-    """The sum of squares of every parameter's gradient (after clipping), over tp."""
-    tp = engine.mesh.tp
+    """The sum of squares of every parameter's gradient (after clipping), over the ranks that hold parts."""
     found = {}
     sharing = engine.data_parallel
     for name in engine.shardings:
         part = sharing.gradients.get(name)
         squares = torch.zeros((), dtype=torch.float64) if part is None else part.double().square().sum().cpu()
-        comm.all_reduce(squares, sharing.shard_axis)
-        if engine.shardings[name].dim is not None:
-            comm.all_reduce(squares, tp)
+        domain = sharing.domains[engine.shardings[name].domain]
+        for axis in (domain.shard, *(domain.model[cut.axis] for cut in engine.shardings[name].cuts)):
+            comm.all_reduce(squares, axis)
         found[name] = float(squares)
     return found
 

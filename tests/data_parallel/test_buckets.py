@@ -10,14 +10,16 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatronish.data_parallel.gradients import GradientBuckets
-from megatronish.data_parallel.plan import WHOLE_BACKWARD, BucketPlan, Source, plan_buckets
+from megatronish.data_parallel.plan import BucketPlan, Source, plan_buckets
+from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
-from megatronish.sharding import Sharding
+from megatronish.mesh import Axis, Domain, Mesh
+from megatronish.sharding import Cut, Sharding
 
 ALONE = Axis("alone")
 NUM_LAYERS = 4
+WHOLE_BACKWARD: frozenset[Source] = frozenset({(0, "B")})
 
 
 def chain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -35,19 +37,18 @@ def plans_of(
     shardings: dict[str, Sharding] | None = None,
     *,
     tp: Axis = ALONE,
-    embedding_axis: Axis = ALONE,
-    shard_axis: Axis = ALONE,
+    embedding: Axis = ALONE,
+    data: Axis = ALONE,
     bucket_size: int = 36,
     sources: dict[str, frozenset[Source]] | None = None,
 ) -> list[BucketPlan]:
-    plain = {name: Sharding(tuple(parameter.shape), dim=0) for name, parameter in parameters.items()}
+    plain = {name: Sharding(tuple(parameter.shape), cuts=(Cut(0, "tp"),)) for name, parameter in parameters.items()}
     return plan_buckets(
         parameters,
         plain | (shardings or {}),
-        tp=tp,
-        embedding_axis=embedding_axis,
-        shard_axis=shard_axis,
+        {"dense": Domain(replicate=data, model={"tp": tp}, embedding=embedding)},
         bucket_size=bucket_size,
+        alignment=4,
         sources=sources or dict.fromkeys(parameters, WHOLE_BACKWARD),
     )
 
@@ -61,8 +62,8 @@ def buckets_of(
     **settings: Any,
 ) -> GradientBuckets:
     """Whole copies on all of `data`."""
-    plans = plans_of(parameters, shardings, **settings)
-    return GradientBuckets(parameters, plans, shard_axis=ALONE, replicate_axis=data, overlap=overlap)
+    plans = plans_of(parameters, shardings, data=data, **settings)
+    return GradientBuckets(parameters, plans, DataParallelSettings(overlap_reduce=overlap))
 
 
 def views_of(buckets: GradientBuckets) -> dict[str, Tensor]:
@@ -108,7 +109,7 @@ def a_step(place: Place, overlap: bool) -> Seen:
         for micro_batch in range(2):
             if micro_batch == 1:
                 during_first = launched()
-                buckets.starting(("B", 0, 1), True)
+                buckets.begin_action(("B", 0, 1), True)
             middle = model[:2](inputs(place.rank, micro_batch))
             middle.register_hook(lambda _: halfway.append(launched()))
             model[2:](middle).square().sum().backward()
@@ -159,11 +160,11 @@ def ready_in_any_order(place: Place) -> tuple[list[int], dict[str, Tensor]]:
     parameters = zeros(a=2, b=2, c=2, unused=2, d=2)
     buckets = buckets_of(parameters, data=mesh.data, bucket_size=2)
     buckets.zero()
-    buckets.starting(("B", 0, 0), True)
+    buckets.begin_action(("B", 0, 0), True)
     launched = []
     for name in "abcd" if place.rank == 0 else "dcba":
         views_of(buckets)[name].fill_(ord(name) + place.rank)
-        buckets.delivered(parameters[name])
+        buckets.weight_gradient_ready(parameters[name])
         launched.append(buckets.num_launched)
     buckets.finish()
     return launched, views_of(buckets)
@@ -182,41 +183,43 @@ def test_buckets_are_reduced_in_one_order_whatever_order_they_are_ready_in() -> 
 def test_a_bucket_closes_once_it_is_large_enough() -> None:
     buckets = buckets_of(zeros(a=5, b=1, c=3, d=9, e=2), bucket_size=4)
     assert [bucket.plan.names for bucket in buckets.buckets] == [("e", "d"), ("c", "b"), ("a",)]
-    assert [bucket.plan.size for bucket in buckets.buckets] == [11, 4, 5]
+    assert [bucket.plan.size for bucket in buckets.buckets] == [
+        16,
+        8,
+        8,
+    ]  # each parameter begins at four elements, 16 bytes
     for name, view in views_of(buckets).items():
         view.fill_(ord(name))
-    assert buckets.buckets[1].part.tolist() == [ord("c")] * 3 + [ord("b")]
+    assert buckets.buckets[1].part.tolist() == [ord("c")] * 3 + [0] + [ord("b")] + [0] * 3
 
 
 def kinds(tp: Axis, embedding_axis: Axis) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Of each parameter: the axes that finish its sum, and whether this rank counts it."""
     shardings = {
-        "tied": Sharding((4,), dim=0, tied=True),
-        "cut": Sharding((4,), dim=0),
+        "tied": Sharding((4,), cuts=(Cut(0, "tp"),), tied=True),
+        "cut": Sharding((4,), cuts=(Cut(0, "tp"),)),
         "norm": Sharding((4,)),
-        "partial": Sharding((4,), partial=True),
+        "partial": Sharding((4,), partial_over=frozenset({"tp"})),
     }
     plans = plans_of(
-        zeros(tied=4, cut=4, norm=4, partial=4), shardings, tp=tp, embedding_axis=embedding_axis, bucket_size=100
+        zeros(tied=4, cut=4, norm=4, partial=4), shardings, tp=tp, embedding=embedding_axis, bucket_size=100
     )
     if embedding_axis.size > 1:
         assert plans[-1].names == ("tied",)  # middle stages have none, so it comes after all others
-    return {
-        name: (tuple(axis.name for axis in plan.finishing_axes), plan.counted) for plan in plans for name in plan.names
-    }
+    return {name: (tuple(axis.name for axis in plan.sums_over), plan.counted) for plan in plans for name in plan.names}
 
 
 def test_each_element_is_summed_and_counted_where_its_sharding_says() -> None:
     first, second = (Axis("tp", 2, rank) for rank in (0, 1))
-    start, end = (Axis("embedding_axis", 2, rank) for rank in (0, 1))
+    start, end = (Axis("embedding", 2, rank) for rank in (0, 1))
     alone = {"tied": ((), True), "cut": ((), True), "norm": ((), True), "partial": ((), True)}
     assert kinds(ALONE, ALONE) == alone
     assert kinds(first, ALONE) == alone | {"partial": (("tp",), True)}
     assert kinds(second, ALONE) == alone | {"norm": ((), False), "partial": (("tp",), False)}
-    assert kinds(ALONE, start) == alone | {"tied": (("embedding_axis",), True)}
-    assert kinds(ALONE, end) == alone | {"tied": (("embedding_axis",), False)}
+    assert kinds(ALONE, start) == alone | {"tied": (("embedding",), True)}
+    assert kinds(ALONE, end) == alone | {"tied": (("embedding",), False)}
     assert kinds(second, end) == {
-        "tied": (("embedding_axis",), False),
+        "tied": (("embedding",), False),
         "cut": ((), True),
         "norm": ((), False),
         "partial": (("tp",), False),
@@ -225,9 +228,12 @@ def test_each_element_is_summed_and_counted_where_its_sharding_says() -> None:
 
 def finish_partial_and_tied(place: Place) -> dict[str, list[float]]:
     mesh = Mesh.start(Layout(pp=3, tp=2), rank=place.rank, init_method=place.rendezvous)
-    shardings = {"norm": Sharding((2,), partial=True), "tied": Sharding((2,), dim=0, tied=True)}
+    shardings = {
+        "norm": Sharding((2,), partial_over=frozenset({"tp"})),
+        "tied": Sharding((2,), cuts=(Cut(0, "tp"),), tied=True),
+    }
     sizes = {"norm": 2} if mesh.pp.rank == 1 else {"norm": 2, "tied": 2}
-    buckets = buckets_of(zeros(**sizes), shardings, data=mesh.data, tp=mesh.tp, embedding_axis=mesh.embedding_axis)
+    buckets = buckets_of(zeros(**sizes), shardings, data=mesh.data, tp=mesh.tp, embedding=mesh.embedding_axis)
     buckets.zero()
     for view in views_of(buckets).values():
         view.fill_(10.0**place.rank)
@@ -277,7 +283,7 @@ def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -
     ready: list[tuple[str, Source]] = []
     monkeypatch.setattr(buckets, "mark_ready", lambda name, source: ready.append((name, source)))
     buckets.zero()
-    buckets.starting(("B", 0, 0), True)
+    buckets.begin_action(("B", 0, 0), True)
     (weight * 2 + weight * 3).sum().backward()
     assert ready == [("w", (0, "B"))]
     assert views_of(buckets)["w"].tolist() == [5, 5, 5]
@@ -290,9 +296,9 @@ def test_a_gradient_from_two_places_is_final_when_both_have_delivered_for_the_la
     buckets = buckets_of(parameters, bucket_size=2, sources=sources)
 
     def delivered(kind: str, chunk: int, *, is_last: bool) -> int:
-        buckets.starting((kind, chunk, 0), is_last)
+        buckets.begin_action((kind, chunk, 0), is_last)
         for parameter in parameters.values():
-            buckets.delivered(parameter)
+            buckets.weight_gradient_ready(parameter)
         return buckets.num_launched
 
     for _ in range(2):  # steps

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatronish.config.read import read_config
-from megatronish.data_parallel.gradients import MOST_UNDER_WAY
+from megatronish.data_parallel.gradients import MAX_PENDING
 from megatronish.data_parallel.zero import Zero
 from megatronish.launch.place import Place
 from megatronish.memory import BUCKETS_AT_ONCE, ZeroSettings, format_bytes, model_state
@@ -164,7 +164,7 @@ def watch_buckets(place: Place, flags: str) -> Passing:
 
     def look(_: Tensor) -> None:
         filling = [bucket.plan.size for bucket in buckets.buckets if bucket.flat is not None]
-        moments.append(sum([*filling, *(bucket.plan.size for bucket, _ in buckets._under_way)]))
+        moments.append(sum([*filling, *(bucket.plan.size for bucket, _ in buckets._reducing)]))
 
     for parameter in engine.model.parameters():
         parameter.register_post_accumulate_grad_hook(look)
@@ -202,7 +202,7 @@ def test_zero_2_holds_three_buckets_at_once() -> None:
     for seen in run_ranks(2, watch_buckets, f"{LARGE} --zero-stage 2 --ddp-bucket-size 1500"):
         most = max(seen.moments)
         assert 2 * seen.bucket < most <= BUCKETS_AT_ONCE * seen.bucket + 1500
-    assert BUCKETS_AT_ONCE == MOST_UNDER_WAY + 1
+    assert BUCKETS_AT_ONCE == MAX_PENDING + 1
     for seen in run_ranks(2, watch_buckets, f"{LARGE} --zero-stage 2 --ddp-bucket-size 1500 --no-overlap-grad-reduce"):
         assert max(seen.moments) > 5 * seen.bucket  # all of them, before one is exchanged
 

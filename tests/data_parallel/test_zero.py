@@ -30,7 +30,7 @@ def reduced_in(place: Place, parallel: ParallelConfig, bf16: bool) -> set[torch.
 
     def noting(name: str) -> Any:
         def noted(x: torch.Tensor, axis: Any, *args: Any, **kwargs: Any) -> Any:
-            if axis.size > 1 and axis.name in ("data", "shared", "copied") and x.numel() > 100:
+            if axis.size > 1 and axis.name in ("data", "shard", "replicate") and x.numel() > 100:
                 found.add(x.dtype)
             return originals[name](x, axis, *args, **kwargs)
 

@@ -10,13 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatronish.data_parallel.gradients import GradientBuckets
 from megatronish.data_parallel.plan import Source, plan_buckets
+from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.launch.place import Place
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import VocabParallelEmbedding
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megatronish.layers.weight_gradients import WeightGradients, deferrable_weights, split_backward
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel
+from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Boundary, Executor
 from megatronish.schedule.draw import label
@@ -92,7 +93,7 @@ class Noted(WeightGradients):
 
     def __init__(self, sums: dict[nn.Parameter, Tensor], buckets: GradientBuckets) -> None:
         def delivered(weight: nn.Parameter) -> None:
-            buckets.delivered(weight)
+            buckets.weight_gradient_ready(weight)
             self.launched.append(buckets.num_launched)
 
         super().__init__(sums, delivered=delivered)
@@ -132,22 +133,16 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     """What a step of the case leaves in the buckets; a second step after it leaves the same."""
     schedule, net = SCHEDULES[case.schedule], Net(mesh.tp, case)
     shardings = collect_shardings(net)
-    initialize(net, shardings, seed=1, tp=mesh.tp)
+    initialize(net, shardings, seed=1, domains=dense_domain(mesh.tp))
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     parameters = dict(net.to(dtype).named_parameters())
     if schedule.has_weight_gradients:
         net.weight_gradients = WeightGradients({})  # so that `sources` knows; replaced below
-    alone = Axis("alone")
+    settings = DataParallelSettings(dtype=dtype)
     plans = plan_buckets(
-        parameters,
-        shardings,
-        tp=mesh.tp,
-        embedding_axis=mesh.embedding_axis,
-        shard_axis=alone,
-        bucket_size=1,
-        sources=net.sources(),
+        parameters, shardings, mesh.domains, bucket_size=1, alignment=settings.alignment, sources=net.sources()
     )
-    buckets = GradientBuckets(parameters, plans, shard_axis=alone, replicate_axis=mesh.data, overlap=True)
+    buckets = GradientBuckets(parameters, plans, settings)
     views = {name: buckets.sums[parameter] for name, parameter in parameters.items()}
     queue = Noted(buckets.sums, buckets)
     split_backward(net, queue if schedule.has_weight_gradients else None)
@@ -163,7 +158,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
 
     def starting(action: Action, is_last: bool) -> None:
         launched.append((label(action, num_chunks=case.num_chunks), buckets.num_launched))
-        buckets.starting(action, is_last)
+        buckets.begin_action(action, is_last)
 
     seen: list[Seen] = []
     for _ in range(2):

@@ -11,7 +11,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.launch.place import Place
 from megatronish.layers.weight_gradients import WeightGradients, split_backward
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel
+from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model import mlp
 from megatronish.model.recompute import recompute
 from megatronish.ops import activation
@@ -33,7 +33,7 @@ def results(
 ) -> list[Tensor]:
     """The output, the gradient of the input and those of all parameters."""
     one = mlp.MLP(config, tp=TensorParallel(tp, sequence_parallel), output_std=0.5)
-    initialize(one, collect_shardings(one), seed=3, tp=tp)
+    initialize(one, collect_shardings(one), seed=3, domains=dense_domain(tp))
     with torch.no_grad():
         for name, parameter in one.named_parameters():
             if name.endswith("bias"):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
+from megatronish.mesh import dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.model.rope import Rotation, rotate
@@ -66,7 +67,7 @@ VARIANTS = {
 def model_of(config: ModelConfig) -> GPT:
     """With every parameter far from zero and one, so that none can be forgotten."""
     model = GPT(config, vocab_size=VOCABULARY, num_positions=S, seed=5)
-    initialize(model, collect_shardings(model), seed=5, tp=model.tp.axis)
+    initialize(model, collect_shardings(model), seed=5, domains=dense_domain(model.tp.axis))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -21,7 +21,7 @@ from megatronish.config.training import AttentionBackend
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.memory import bytes_per_score
-from megatronish.mesh import Axis, Mesh, TensorParallel
+from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
@@ -64,7 +64,7 @@ def model_of(
         attention_backend=attention_backend,
         recompute=recompute,
     )
-    initialize(model, collect_shardings(model), seed=1, tp=model.tp.axis)
+    initialize(model, collect_shardings(model), seed=1, domains=dense_domain(model.tp.axis))
     return model.bfloat16()
 
 

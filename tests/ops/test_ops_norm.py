@@ -10,7 +10,7 @@ from kernel_runs import NAMESPACE, kernels, needs_compiler
 from torch import Tensor
 
 from megatronish.layers.norm import Norm
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, dense_domain
 from megatronish.ops import norm
 from megatronish.sharding import collect_shardings, initialize
 
@@ -151,7 +151,7 @@ def test_a_layer_begins_with_a_weight_of_one_however_it_is_stored(kind: str) -> 
     found = []
     for one_plus in (False, True):
         layer = Norm(SIZE, kind=kind, epsilon=1e-3, partial=False, one_plus=one_plus)
-        initialize(layer, collect_shardings(layer), seed=1, tp=Axis("tp"))
+        initialize(layer, collect_shardings(layer), seed=1, domains=dense_domain(Axis("tp")))
         found.append(layer(x))
     weight, bias = torch.ones(SIZE), torch.zeros(SIZE)
     normalised = (

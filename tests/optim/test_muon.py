@@ -11,23 +11,23 @@ from torch import Tensor
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Domain, Mesh, dense_domain
 from megatronish.optim.masters import Masters
 from megatronish.optim.matrix_distribution import Matrix, MatrixDistribution, deal, matrices_of
 from megatronish.optim.muon import COEFFICIENTS, SCALES, Muon, orthogonalized
 from megatronish.optim.optimizer import Optimizer, optimizer_line
-from megatronish.sharding import Piece, Shard, Sharding, flat_pieces
+from megatronish.sharding import Cut, Piece, Shard, Sharding, flat_pieces
 
 CPU = torch.device("cpu")
 MUON = OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_extra_scale_factor=0.2)
-ALONE = (Axis("tp"), Axis("shared"), Axis("copied"))
+ALONE = dense_domain(Axis("tp"))
 SHARDINGS = {
-    "embedding.tokens.weight": Sharding((9, 8), dim=0, sections=(12,)),
-    "layers.0.attention.qkv.weight": Sharding((16, 8), dim=0, sections=(8, 4, 4)),
-    "layers.0.attention.qkv.bias": Sharding((16,), dim=0, sections=(8, 4, 4)),
-    "layers.0.attention.projection.weight": Sharding((8, 8), dim=1),
-    "layers.0.mlp.up.weight": Sharding((24, 8), dim=0, sections=(12, 12)),
-    "layers.0.mlp.down.weight": Sharding((8, 12), dim=1),
+    "embedding.tokens.weight": Sharding((9, 8), cuts=(Cut(0, "tp", (12,)),), role="embedding"),
+    "layers.0.attention.qkv.weight": Sharding((16, 8), cuts=(Cut(0, "tp", (8, 4, 4)),)),
+    "layers.0.attention.qkv.bias": Sharding((16,), cuts=(Cut(0, "tp", (8, 4, 4)),)),
+    "layers.0.attention.projection.weight": Sharding((8, 8), cuts=(Cut(1, "tp"),)),
+    "layers.0.mlp.up.weight": Sharding((24, 8), cuts=(Cut(0, "tp", (12, 12)),)),
+    "layers.0.mlp.down.weight": Sharding((8, 12), cuts=(Cut(1, "tp"),)),
     "layers.0.mlp.whole.weight": Sharding((5, 7)),
     "final_norm.weight": Sharding((8,)),
 }
@@ -87,20 +87,17 @@ def test_rounding_grows_no_more_than_500_times_even_without_full_rank() -> None:
 def muon_of(values: dict[str, Tensor], gradients: dict[str, Tensor], config: OptimizerConfig = MUON) -> Optimizer:
     """The optimizer of one process, which holds everything."""
     tp = Axis("tp")
-    shards = {name: Shard(values[name], tuple(SHARDINGS[name].pieces(tp))) for name in values}
+    shards = {name: Shard(values[name], tuple(SHARDINGS[name].pieces({"tp": tp}))) for name in values}
     return optimizer_of(shards, gradients, ALONE, config)
 
 
 def optimizer_of(
     shards: dict[str, Shard],
     gradients: dict[str, Tensor],
-    axes: tuple[Axis, Axis, Axis],
+    domains: dict[str, Domain],
     config: OptimizerConfig = MUON,
 ) -> Optimizer:
-    tp, shard_axis, replicate_axis = axes
-    return Optimizer(
-        shards, gradients, SHARDINGS, config, device=CPU, tp=tp, shard_axis=shard_axis, replicate_axis=replicate_axis
-    )
+    return Optimizer(shards, gradients, SHARDINGS, domains, config, device=CPU)
 
 
 def test_steps_are_those_of_torchs_muon() -> None:
@@ -188,12 +185,14 @@ def test_matrices_of_one_size_are_dealt_at_once_and_rounds_are_bounded() -> None
 
 
 def test_the_sections_of_a_parameter_are_its_matrices() -> None:
-    assert [(each.offset, each.shape) for each in matrices_of("w", Sharding((16, 8), dim=0, sections=(8, 4, 4)))] == [
+    assert [
+        (each.offset, each.shape) for each in matrices_of("w", Sharding((16, 8), cuts=(Cut(0, "tp", (8, 4, 4)),)))
+    ] == [
         ((0, 0), (8, 8)),
         ((8, 0), (4, 8)),
         ((12, 0), (4, 8)),
     ]
-    assert [each.shape for each in matrices_of("w", Sharding((16, 8), dim=1))] == [(16, 8)]
+    assert [each.shape for each in matrices_of("w", Sharding((16, 8), cuts=(Cut(1, "tp"),)))] == [(16, 8)]
 
 
 def test_a_piece_in_two_matrices_is_our_mistake() -> None:
@@ -208,10 +207,10 @@ def cut(values: dict[str, Tensor], tp: Axis, shard_axis: Axis, rows: bool) -> tu
     """What a rank holds, flat: any run of elements as Zero has it, or whole rows as `fully_shard` has them."""
     held, pieces = {}, {}
     for name, sharding in SHARDINGS.items():
-        whole = list(sharding.pieces(tp))
+        whole = list(sharding.pieces({"tp": tp}))
         shape = list(sharding.shape)
-        if sharding.dim is not None:
-            shape[sharding.dim] = sum(sharding.sections or (shape[sharding.dim],)) // tp.size
+        for dim, _, sections in sharding.cuts:
+            shape[dim] = sum(sections or (shape[dim],)) // tp.size
         local = torch.zeros(shape)
         for piece in whole:
             place = tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.sizes, strict=True))
@@ -227,14 +226,14 @@ def cut(values: dict[str, Tensor], tp: Axis, shard_axis: Axis, rows: bool) -> tu
 
 
 def train(place: Place, layout: Layout, copies: int, rows: bool) -> dict[str, list[tuple[Any, Tensor]]]:
-    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous, copies=copies)
-    axes = (mesh.tp, mesh.shared, mesh.copied)
-    masters, pieces = cut(values_of(0), mesh.tp, mesh.shared, rows)
+    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous, zero_stage=1, copies=copies)
+    shard = mesh.domains["dense"].shard
+    masters, pieces = cut(values_of(0), mesh.tp, shard, rows)
     gradients = {name: torch.zeros_like(each) for name, each in masters.items()}
     shards = {name: Shard(each, pieces[name]) for name, each in masters.items()}
-    optimizer = optimizer_of(shards, gradients, axes)
+    optimizer = optimizer_of(shards, gradients, mesh.domains)
     for step in range(3):
-        found, _ = cut(values_of(10 + step), mesh.tp, mesh.shared, rows)
+        found, _ = cut(values_of(10 + step), mesh.tp, shard, rows)
         for name, each in found.items():
             gradients[name].copy_(each)
         optimizer.step(learning_rate=0.1, weight_decay=0.1)
@@ -269,17 +268,19 @@ def test_each_matrix_is_computed_by_one_rank_alone() -> None:
     matrices = {name: each for name, each in SHARDINGS.items() if name == QKV}
     owned = []
     for shared, copied in [(i, j) for i in range(3) for j in range(2)]:
-        axes = (Axis("tp"), Axis("shared", 3, shared), Axis("copied", 2, copied))
-        dealt = MatrixDistribution(Masters({}, {}, matrices, CPU, *axes))
+        shard, replicate = Axis("shard", 3, shared), Axis("replicate", 2, copied)
+        domain = Domain(shard=shard, replicate=replicate, model={"tp": Axis("tp")})
+        dealt = MatrixDistribution(Masters({}, {}, matrices, {"dense": domain}, CPU), domain)
         (round_,) = dealt.rounds
         owned += [tuple(each.shape) for each in dealt.mine(round_, torch.zeros(1, round_.width))]
     assert sorted(owned) == [(4, 8), (4, 8), (8, 8)]
 
 
 def test_of_what_tp_does_not_cut_one_copy_is_summed() -> None:
-    matrices = {"cut": Sharding((4, 6), dim=1), "whole": Sharding((4, 3))}
+    matrices = {"cut": Sharding((4, 6), cuts=(Cut(1, "tp"),)), "whole": Sharding((4, 3))}
     for rank in range(2):
-        dealt = MatrixDistribution(Masters({}, {}, matrices, CPU, Axis("tp", 2, rank), *ALONE[1:]))
+        domains = dense_domain(Axis("tp", 2, rank))
+        dealt = MatrixDistribution(Masters({}, {}, matrices, domains, CPU), domains["dense"])
         lays_down = {slot.matrix.name: dealt.lays_down(slot) for round_ in dealt.rounds for slot in round_.slots}
         assert lays_down == {"cut": True, "whole": rank == 0}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, dense_domain
 from megatronish.optim.adam import FusedAdamChoice, adamw, find_fused_adam
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer, optimizer_line
@@ -17,12 +17,8 @@ from megatronish.sharding import Shard, Sharding
 
 SHAPES = {"matrix": (4, 3), "bias": (4,), "norm": (3,)}
 STATE_NAMES = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
-ALONE: dict[str, Any] = {
-    "device": torch.device("cpu"),
-    "tp": Axis("tp"),
-    "shard_axis": Axis("shared"),
-    "replicate_axis": Axis("copied"),
-}
+ALONE = dense_domain(Axis("tp"))
+CPU = torch.device("cpu")
 
 
 def parameters_of() -> dict[str, nn.Parameter]:
@@ -34,7 +30,7 @@ def optimizer_of(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -
     gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     shardings = {name: Sharding(shape) for name, shape in SHAPES.items()}
     shards = {name: Shard(parameter.detach(), ()) for name, parameter in parameters.items()}
-    return Optimizer(shards, gradients, shardings, config, **ALONE), gradients
+    return Optimizer(shards, gradients, shardings, ALONE, config, device=CPU), gradients
 
 
 def fill(gradients: dict[str, Tensor], step: int) -> None:
@@ -93,7 +89,7 @@ def test_the_values_of_the_shards_are_what_is_stepped() -> None:
 
 
 def test_a_rank_that_keeps_nothing_steps_nothing() -> None:
-    optimizer = Optimizer({}, {}, {"matrix": Sharding((4, 3))}, ADAM, **ALONE)
+    optimizer = Optimizer({}, {}, {"matrix": Sharding((4, 3))}, ALONE, ADAM, device=CPU)
     optimizer.step(learning_rate=0.1, weight_decay=0.1)
     assert (optimizer.num_steps, optimizer.state) == (1, {})
 
@@ -194,17 +190,16 @@ def test_no_apex_or_apex_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_norm_and_the_zeros_are_of_all_elements() -> None:
-    alone = Axis("alone")
+    axes: dict[str, Any] = {"domains": ALONE, "pp": Axis("pp"), "device": CPU}
     flats = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [0.0], [12.0]])]
-    assert global_norm(flats, over=(alone, alone), device=torch.device("cpu")) == pytest.approx(13.0)
-    assert num_zeros(flats, over=(alone, alone), device=torch.device("cpu")) == 2
-    assert global_norm([], over=(alone, alone), device=torch.device("cpu")) == 0.0
+    assert global_norm({"dense": flats}, **axes) == pytest.approx(13.0)
+    assert num_zeros({"dense": flats}, **axes) == 2
+    assert global_norm({"dense": []}, **axes) == 0.0
 
 
 def test_the_norm_does_not_depend_on_how_a_long_gradient_is_cut() -> None:
     """Summed in fp32 all along, three million elements on one rank would differ from seven parts by 1e-5 and more."""
-    alone = Axis("alone")
     flat = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0)) * 1e-3
     exact = float(flat.double().square().sum().sqrt())
     for parts in ([flat], list(flat.chunk(7)), [flat[:5], flat[5:5], flat[5:]]):
-        assert global_norm(parts, over=(alone, alone), device=flat.device) == pytest.approx(exact, rel=1e-7)
+        assert global_norm({"dense": parts}, ALONE, pp=Axis("pp"), device=CPU) == pytest.approx(exact, rel=1e-7)

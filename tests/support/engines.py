@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from jobs import tiny
 
 from megatronish.config.read import read_config
@@ -53,19 +54,28 @@ def shape_of(engine: Engine) -> Shape:
 
 
 def _shape_of_buckets(engine: Engine, sharing: Zero) -> Shape:
-    """Of stages 0 to 2: each bucket is padded to a multiple of the ranks that share it."""
-    ranks, rank = sharing.shard_axis.size, sharing.shard_axis.rank
-    sizes = [sum(bucket.plan.sizes) for bucket in sharing.buckets.buckets]
-    shares = [-(-size // ranks) for size in sizes]
-    kept = sum(min(max(size - rank * share, 0), share) for size, share in zip(sizes, shares, strict=True))
+    """Of stages 0 to 2: parameters, and the parts of the ranks that share a bucket, begin at multiples of 16 bytes."""
+    shard = engine.mesh.domains["dense"].shard
+    unit = 4 if next(engine.model.parameters()).dtype == torch.float32 else 8
+
+    def rounded(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    shares, kept = [], 0
+    for plan in (bucket.plan for bucket in sharing.buckets.buckets):
+        share = rounded(sum(rounded(size, unit) for size in plan.sizes), unit * shard.size) // shard.size
+        begin = 0
+        for size in plan.sizes:
+            kept += max(min(begin + size, (shard.rank + 1) * share) - max(begin, shard.rank * share), 0)
+            begin += rounded(size, unit)
+        shares.append(share)
     held = sum(parameter.numel() for parameter in engine.model.parameters())
-    assert sum(sizes) == held
-    return Shape(held, ranks * sum(shares), sum(shares), kept)
+    return Shape(held, shard.size * sum(shares), sum(shares), kept)
 
 
 def _shape_of_rows(engine: Engine) -> Shape:
     """Of stage 3: every rank has room for as many rows of a parameter, the last ones may have fewer."""
-    axis = engine.data_parallel.shard_axis
+    axis = engine.mesh.domains["dense"].shard
     shapes = [(parameter.shape[0], parameter.shape[1:].numel()) for parameter in engine.model.parameters()]
     room = [-(-rows // axis.size) for rows, _ in shapes]
     kept = [min(max(rows - axis.rank * most, 0), most) for (rows, _), most in zip(shapes, room, strict=True)]

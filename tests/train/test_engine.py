@@ -20,7 +20,6 @@ from megatronish.data.loader import micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.data_parallel.zero import Zero
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, ModelChunk, User
@@ -50,19 +49,7 @@ def engine_of(
     optimizer: OptimizerConfig | None = None,
     attention_backend: AttentionBackend = "auto",
 ) -> tuple[Engine, list[MicroBatch]]:
-    layout = Layout(
-        pp=parallel.pipeline_model_parallel_size,
-        dp=parallel.data_parallel_size or 1,
-        cp=parallel.context_parallel_size,
-        tp=parallel.tensor_model_parallel_size,
-    )
-    mesh = Mesh.start(
-        layout,
-        rank=place.rank,
-        init_method=place.rendezvous,
-        copies=parallel.num_distributed_optimizer_instances,
-        fully_shared=parallel.zero == 3,
-    )
+    layout, mesh = parallel.layout, Mesh.of(parallel, place)
     batch = B * layout.dp * num_microbatches
     engine = Engine.build(
         mesh,
@@ -171,13 +158,13 @@ def launched(place: Place, parallel: ParallelConfig) -> tuple[int, int]:
     engine, batches = engine_of(place, parallel)
     sharing = engine.data_parallel
     assert isinstance(sharing, Zero)
-    finish, seen = sharing.finish, []
+    finish, seen = sharing.finish_reduction, []
 
     def noted() -> None:
         seen.append(sharing.buckets.num_launched)
         finish()
 
-    sharing.finish = noted
+    sharing.finish_reduction = noted
     engine.gradients(batches, step=0)
     return len(sharing.buckets.buckets), seen[0]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatronish.config.model import ModelConfig
 from megatronish.formats.megatron.arguments import check_counterpart
 from megatronish.formats.weights import Description, TensorRule
-from megatronish.sharding import Piece, Sharding
+from megatronish.sharding import Cut, Piece, Sharding
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -145,19 +145,19 @@ def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Shard
     for name, sharding in description.shardings().items():
         theirs = foreign(name)
         if theirs in (EMBEDDING, HEAD):
-            sharding = dataclasses.replace(sharding, sections=(padded_vocab_size,))
+            sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp", (padded_vocab_size,)),))
         elif ".linear_qkv." in theirs:  # groups stay whole
-            sharding = dataclasses.replace(sharding, sections=())
+            sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp"),))
         found[theirs] = sharding
     return found
 
 
 def local_shape(cut: Sharding, tp_size: int) -> tuple[int, ...]:
     """What a rank holds of a tensor, padding included."""
-    if cut.dim is None:
-        return cut.shape
-    length = sum(cut.sections or (cut.shape[cut.dim],))
-    return (*cut.shape[: cut.dim], length // tp_size, *cut.shape[cut.dim + 1 :])
+    shape = list(cut.shape)
+    for dim, _, sections in cut.cuts:
+        shape[dim] = sum(sections or (shape[dim],)) // tp_size
+    return tuple(shape)
 
 
 def place(piece: Piece, whole: Tensor) -> Tensor:

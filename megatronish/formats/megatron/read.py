@@ -233,12 +233,12 @@ def _merged(folder: Path, name: str, parts: list[LazyTensor], cut: Sharding | No
 
 
 def _merge(parts: Sequence[LazyTensor], cut: Sharding) -> Tensor:
-    if len(parts) == 1 or cut.dim is None:
+    if len(parts) == 1 or not cut.cuts:
         return parts[0].read()[: cut.shape[0]]  # without the padding
     whole = torch.empty(cut.shape, dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
         values = part.read()
-        for piece in cut.pieces(Axis("tp", len(parts), rank)):
+        for piece in cut.pieces({"tp": Axis("tp", len(parts), rank)}):
             place(piece, whole).copy_(piece.view(values))
         del values  # before the next is read
     return whole

@@ -136,6 +136,6 @@ def _write_stage(
 
 def _rows(whole: Tensor, cut: Sharding, tp: Axis) -> list[Tensor]:
     """A rank's part, as rows that follow each other; padding is zero."""
-    found = [place(piece, whole) for piece in cut.pieces(tp)]
+    found = [place(piece, whole) for piece in cut.pieces({"tp": tp})]
     missing = local_shape(cut, tp.size)[0] - sum(len(rows) for rows in found)
     return [*found, whole.new_zeros(missing, *whole.shape[1:])] if missing else found

@@ -169,10 +169,10 @@ class Save(Hook):
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
     """What a checkpoint holds of this rank."""
-    sharing = engine.data_parallel
-    where = (engine.shardings, engine.mesh, sharing.replicate_axis)
-    tensors = model_tensors(sharing.shards, *where)
-    return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
+    tensors = model_tensors(engine.data_parallel.shards, engine.shardings, engine.mesh.domains)
+    return tensors | (
+        optimizer_tensors(engine.optimizer, engine.shardings, engine.mesh.domains) if with_optimizer else {}
+    )
 
 
 def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine) -> None:
@@ -233,7 +233,7 @@ def resume(
     if with_optimizer:
         _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
     load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=mesh)
-    engine.data_parallel.publish(frozen=True)
+    engine.data_parallel.gather_parameters(frozen=True)
     if weights_only:
         return Progress()
     if with_optimizer:
