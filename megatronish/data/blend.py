@@ -7,31 +7,13 @@ the order repeats: a place far into a run is found at once, and the order does n
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.data.sample import Dataset, Sample
+
 PERIOD = 100_000
-
-
-class Samples(Protocol):
-    """Numbered samples of S + 1 tokens, without end."""
-
-    def sample(self, index: int, /) -> NDArray[np.int64]:
-        """int64 [S + 1], for any index >= 0."""
-
-
-class Dataset(Samples, Protocol):
-    """Samples that repeat, or never do."""
-
-    name: str
-    identity: str
-    """Equal for equal samples: a hash of all that determines them."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Samples until they repeat; None if they never do."""
 
 
 class Blend:
@@ -56,8 +38,8 @@ class Blend:
         dataset = int(self._choices[place])
         return dataset, period * int(self._shares[dataset]) + int(self._ranks[place])
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """int64 [S + 1]."""
+    def sample(self, index: int) -> Sample:
+        """Sample `index` of the blend."""
         dataset, number = self.place(index)
         return self._datasets[dataset].sample(number)
 

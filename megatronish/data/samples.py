@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.indexed import IndexedTokens, bin_path
+from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile
 from megatronish.streams import numpy_stream
@@ -79,8 +80,8 @@ class GPTSamples:
         self._epochs: dict[int, Epoch] = {}
         self.sample(0)  # so that data of another tokenizer shows at the start
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """int64 [S + 1]."""
+    def sample(self, index: int) -> Sample:
+        """Tokens from a cut of the shuffled documents on; documents end with the tokens that end them."""
         number, place = divmod(index, self.num_samples)
         epoch = self._epoch(number)
         begin = int(epoch.cuts[place]) * self.seq_length
@@ -92,12 +93,12 @@ class GPTSamples:
         from_ = starts + np.maximum(begin - (ends - lengths), 0)
         to = starts + np.minimum(end - (ends - lengths), lengths)
         tokens = self._file.tokens
-        sample = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
-        self._check_tokens(sample)
-        return sample.astype(np.int64)
+        found = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
+        self._check_tokens(found)
+        return Sample(found.astype(np.int64))
 
-    def _check_tokens(self, sample: NDArray[Any]) -> None:
-        largest, smallest = int(sample.max()), int(sample.min())
+    def _check_tokens(self, tokens: NDArray[Any]) -> None:
+        largest, smallest = int(tokens.max()), int(tokens.min())
         if largest >= self._vocab_size or smallest < 0:
             raise UserError(
                 f"{bin_path(self._file.prefix)} holds token id {largest if smallest >= 0 else smallest}, but the "
@@ -140,6 +141,22 @@ class GPTSamples:
         """A permutation. Sorted raw draws, because numpy promises those, and not `permutation`, over its versions."""
         stream = numpy_stream(self._seed, "data", self._order_identity, of, number)
         return stream.bit_generator.random_raw(size).argsort(kind="stable")
+
+
+def open_gpt_samples(source: DatasetSource, settings: DatasetSettings) -> GPTSamples:
+    """Samples of the .bin/.idx pair with this prefix."""
+    file = IndexedTokens(source.path)
+    first, end = (round(fraction * file.num_documents) for fraction in source.part)
+    return GPTSamples(
+        file,
+        name=source.name,
+        first_document=first,
+        end_document=end,
+        seq_length=settings.seq_length,
+        seed=settings.seed,
+        vocab_size=settings.vocab_size,
+        cache_folder=Path(settings.cache_path) if settings.cache_path else Path(source.path).parent / "cache",
+    )
 
 
 def _hash(facts: object) -> str:

@@ -8,9 +8,10 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
-from megatronish.data.blend import Dataset
+from megatronish.data.collate import Collator
 from megatronish.data.datasets import Datasets, build_datasets
-from megatronish.data.loader import micro_batches
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.sample import Dataset
 from megatronish.errors import RunError
 from megatronish.flops import model_flops_per_token, peak_tflops
 from megatronish.mesh import Mesh
@@ -119,21 +120,20 @@ class TrainingJob:
             ) from error
 
     def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:
-        """(consumed samples, global batch size) -> this rank's micro-batches of that step."""
-        training, data, dp = self.config.training, self.config.data, self.mesh.dp
+        """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
+        dp = self.mesh.dp
+        share = BatchShare(dp.rank, dp.size, self.config.training.micro_batch_size)
+        collate = Collator.of(self.config.data, eod=self.tokenizer.eod)
+        pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
 
         def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
             return micro_batches(
                 dataset,
                 consumed_samples=consumed_samples,
                 global_batch_size=global_batch_size,
-                micro_batch_size=training.micro_batch_size,
-                dp_rank=dp.rank,
-                dp_size=dp.size,
-                eod=self.tokenizer.eod,
-                reset_position_ids=data.reset_position_ids,
-                reset_attention_mask=data.reset_attention_mask,
-                eod_mask_loss=data.eod_mask_loss,
+                share=share,
+                collate=collate,
+                pin_memory=pin_memory,
             )
 
         return prepare

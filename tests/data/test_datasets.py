@@ -29,7 +29,7 @@ def build(**options: object) -> Datasets:
 
 
 def tokens_of(dataset: object, count: int = 200) -> set[int]:
-    return set(np.stack([dataset.sample(index) for index in range(count)]).ravel().tolist())  # type: ignore[attr-defined]
+    return set(np.stack([dataset.sample(index).tokens for index in range(count)]).ravel().tolist())  # type: ignore[attr-defined]
 
 
 def test_the_split_shares_out_documents(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ def test_several_validation_sets_have_their_names(tmp_path: Path) -> None:
 def test_a_blend_follows_its_weights(tmp_path: Path) -> None:
     a, b, c = (write(tmp_path / name, first=100 * number) for number, name in enumerate("abc"))
     train = build(data_path=("0.3", a, "0.7", b, "0", c), split="1").train
-    counts = Counter(int(train.sample(index)[0]) // 100 for index in range(1000))
+    counts = Counter(int(train.sample(index).tokens[0]) // 100 for index in range(1000))
     assert counts == {0: 300, 1: 700}
 
 
 def test_without_weights_each_file_counts_by_its_size(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", first=0, documents=10), write(tmp_path / "b", first=100, documents=30)
     train = build(data_path=(a, b), split="1").train
-    counts = Counter(int(train.sample(index)[0]) // 100 for index in range(1000))
+    counts = Counter(int(train.sample(index).tokens[0]) // 100 for index in range(1000))
     assert counts[1] == pytest.approx(750, abs=5)
 
 
@@ -119,21 +119,22 @@ def test_a_place_far_into_a_blend_is_found_at_once() -> None:
 
 
 def test_mock_samples_are_a_function_of_seed_and_number() -> None:
-    assert np.array_equal(mock("training").sample(7), mock("training").sample(7))
+    expected = mock("training").sample(7).tokens
+    assert np.array_equal(expected, mock("training").sample(7).tokens)
     others = [mock("training").sample(8), mock("validation").sample(7), mock("training", seed=2).sample(7)]
-    assert not any(np.array_equal(other, mock("training").sample(7)) for other in others)
+    assert not any(np.array_equal(other.tokens, expected) for other in others)
 
 
 @pytest.mark.parametrize(("vocab_size", "eod"), [(2, 1), (257, 256), (4096, 0), (50257, 50256)])
 def test_mock_samples_stay_in_the_vocabulary_and_end_documents(vocab_size: int, eod: int) -> None:
     dataset = mock("training", vocab_size=vocab_size, eod=eod)
-    tokens = np.concatenate([dataset.sample(index) for index in range(50)])
+    tokens = np.concatenate([dataset.sample(index).tokens for index in range(50)])
     assert (tokens.dtype, tokens.min() >= 0, tokens.max() < vocab_size) == (np.int64, True, True)
     assert (tokens == eod).mean() == pytest.approx(1 / 64, rel=0.3)
 
 
 def test_mock_samples_can_be_learned() -> None:
-    sample = np.stack([mock("training").sample(index) for index in range(50)])
+    sample = np.stack([mock("training").sample(index).tokens for index in range(50)])
     steps = np.diff(sample, axis=1)
     assert np.mean(steps[:, 1:] == steps[:, :-1]) > 0.75
 
@@ -142,7 +143,7 @@ def test_mock_data_needs_no_file() -> None:
     datasets = build(mock_data=True)
     assert datasets.test is not None
     assert [datasets.train.num_samples, list(datasets.valid)] == [None, ["validation"]]
-    assert datasets.train.sample(3).shape == (S + 1,)
+    assert datasets.train.sample(3).tokens.shape == (S + 1,)
 
 
 def test_the_default_split_leaves_out_what_is_too_small(tmp_path: Path) -> None:
