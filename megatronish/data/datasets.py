@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatronish.config.data import DataConfig, parse_blend, parse_split
-from megatronish.data.blend import Blend
+from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.mock import open_mock_samples
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, OpenDataset
 from megatronish.data.samples import TooSmallError, open_gpt_samples
@@ -52,6 +52,16 @@ class _Reader:
             float(member.num_samples or 0) if weight is None else weight
             for member, (weight, _) in zip(members, pairs, strict=True)
         ]
+        for (_, path), weight in zip(pairs, weights, strict=True):
+            if weight * PERIOD < sum(weights):
+                logger.warning(
+                    "%s has %.2g of the weights of the %s data, less than one sample in %s; it gives one in %s",
+                    path,
+                    weight / sum(weights),
+                    name,
+                    f"{PERIOD:,}",
+                    f"{PERIOD:,}",
+                )
         return Blend(members, weights, name=name)
 
     def each(self, paths: Sequence[str], *, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:

@@ -87,16 +87,53 @@ def mock(name: str, *, seed: int = 1, vocab_size: int = 1000, eod: int = 999) ->
     return MockSamples(name=name, seq_length=256, seed=seed, vocab_size=vocab_size, eod=eod)
 
 
-@pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.5), (0.25, 0.7, 0.05), (3, 1, 2), (1e-9, 1), (0.1,) * 9 + (0.01,)])
-def test_a_blend_is_never_more_than_one_sample_behind(weights: tuple[float, ...]) -> None:
-    blend = Blend([mock(str(number)) for number in range(len(weights))], weights, name="blend")
-    choices, numbers = np.array([blend.place(index) for index in range(PERIOD + 1000)]).T
+# Many small data sets beside few large ones are the worst that was found: 1.62 behind. The last three are random.
+BLENDS: list[tuple[float, ...]] = [
+    (1.0,),
+    (0.5, 0.5),
+    (0.25, 0.7, 0.05),
+    (3, 1, 2),
+    (1e-9, 1),
+    (0.1,) * 9 + (0.01,),
+    (0.49, 0.49, *(0.0005,) * 40),
+    (45744, 34051, 10528, 5118, 3819, *(5,) * 148),
+    *(tuple((np.random.default_rng(size).random(size) ** 4 + 1e-4).tolist()) for size in (3, 4, 20)),
+]
+
+
+@pytest.mark.parametrize("weights", BLENDS)
+def test_a_blend_keeps_the_bounds_it_states(weights: tuple[float, ...]) -> None:
+    """Ahead by at most 1 - 1/n, behind by at most 1/2 + ... + 1/n."""
+    num = len(weights)
+    blend = Blend([mock(str(number)) for number in range(num)], weights, name="blend")
+    choices, numbers = np.array([blend.place(index) for index in range(PERIOD)]).T
+    places, most_behind = np.arange(1, PERIOD + 1), sum(1 / number for number in range(2, num + 1))
     for dataset, weight in enumerate(weights):
-        share = (choices[:PERIOD] == dataset).mean()
-        assert share == pytest.approx(weight / sum(weights), abs=1.01 / PERIOD)
         taken = np.cumsum(choices == dataset)
-        assert np.abs(taken - share * np.arange(1, len(choices) + 1)).max() < 1
+        assert taken[-1] / PERIOD == pytest.approx(weight / sum(weights), abs=1.01 / PERIOD)
+        behind = taken[-1] * places - PERIOD * taken
+        assert behind.min() >= PERIOD * (1 / num - 1)
+        assert behind.max() <= PERIOD * most_behind + 1e-6
         assert numbers[choices == dataset].tolist() == list(range(taken[-1]))
+
+
+def test_a_blend_repeats_its_order_with_the_samples_that_follow() -> None:
+    blend = Blend([mock(name) for name in "abc"], (3, 1, 2), name="blend")
+    for index in range(1000):
+        dataset, number = blend.place(index)
+        share = blend.place(PERIOD + index)[1] - number
+        assert blend.place(PERIOD + index) == (dataset, number + share)
+        assert share == pytest.approx(PERIOD * (3, 1, 2)[dataset] / 6, abs=1)
+
+
+def test_a_share_too_small_for_a_blend_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = write(tmp_path / "a", first=0), write(tmp_path / "b", first=100)
+    build(data_path=("1", a, "0.00002", b), split="1")
+    assert not caplog.messages
+    build(data_path=("1", a, "0.000001", b), split="1")
+    assert caplog.messages == [
+        f"{b} has 1e-06 of the weights of the training data, less than one sample in 100,000; it gives one in 100,000"
+    ]
 
 
 def test_a_blend_chooses_as_megatron_does() -> None:
