@@ -28,7 +28,7 @@ PERIOD = 100_000
 
 
 class Blend:
-    """Samples of several data sets in proportion to positive weights; each goes through its own epochs."""
+    """Dataset that takes from several in proportion to positive weights; each goes through its own epochs."""
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], *, name: str) -> None:
         self.name = name
@@ -44,19 +44,19 @@ class Blend:
         self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def place(self, index: int) -> tuple[int, int]:
-        """(data set, number of its sample) of sample `index`."""
+        """Sample `index` as (data set, number of the sample in it)."""
         period, place = divmod(index, PERIOD)
         dataset = int(self._choices[place])
         return dataset, period * int(self._shares[dataset]) + int(self._ranks[place])
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` of the blend."""
+        """Sample `index` of the blend: the next one of the data set chosen for it."""
         dataset, number = self.place(index)
         return self._datasets[dataset].sample(number)
 
 
 def _shares(weights: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Samples of each data set in a period: at least one, the largest remainders rounded up."""
+    """int64 [n]: samples of each data set in a period, at least one; the largest remainders are rounded up."""
     exact = weights / weights.sum() * PERIOD
     shares = np.maximum(exact.astype(np.int64), 1)
     missing = PERIOD - int(shares.sum())

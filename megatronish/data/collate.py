@@ -30,7 +30,7 @@ class Collator:
 
     @classmethod
     def of(cls, data: DataConfig, *, eod: int | None) -> "Collator":
-        """The rules of a config."""
+        """The rules that a config asks for."""
         return cls(
             eod,
             reset_position_ids=data.reset_position_ids,
@@ -88,5 +88,5 @@ class Collator:
 
 
 def _stack(rows: Sequence[NDArray[Any]]) -> Tensor:
-    """[S] B times -> [B, S]."""
+    """[S] arrays, B of them -> [B, S] on the CPU."""
     return torch.from_numpy(np.stack(rows))

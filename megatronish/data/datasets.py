@@ -82,7 +82,7 @@ class _Reader:
 
 
 def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int) -> Datasets:
-    """Open, or find in the cache, all that `data` asks for. UserError with a remedy for what cannot be read."""
+    """Open all data sets that `data` asks for. UserError with a remedy for what cannot be read."""
     settings = DatasetSettings(
         seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path
     )
@@ -110,7 +110,7 @@ def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: 
 
 
 def _part(make: Callable[[], T], data: DataConfig) -> T | None:
-    """What the user did not ask for, by writing a split, may be left out where it is too small for one sample."""
+    """A part of the default split, or None where it is too small for one sample; a split that was given must fit."""
     try:
         return make()
     except TooSmallError as error:

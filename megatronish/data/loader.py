@@ -89,7 +89,7 @@ class Prefetcher:
         return consumed, size
 
     def close(self) -> None:
-        """Stop the thread; idempotent."""
+        """Stop the thread; a second call does nothing."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 

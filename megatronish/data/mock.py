@@ -18,7 +18,7 @@ MEAN_DOCUMENT = 64
 
 
 class MockSamples:
-    """Endless samples of S + 1 made-up tokens; sample i is a function of (seed, name, i) alone."""
+    """Dataset of made-up tokens without end; sample i is a function of (seed, name, i) alone."""
 
     num_samples: int | None = None
 
@@ -32,7 +32,7 @@ class MockSamples:
         self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def sample(self, index: int) -> Sample:
-        """Made-up documents end to end."""
+        """S + 1 tokens of made-up documents, end to end."""
         stream = numpy_stream(self._seed, "mock", self.name, index)
         place = np.arange(self._length)
         ends = stream.random(self._length) < 1 / MEAN_DOCUMENT

@@ -1,4 +1,4 @@
-"""Which tokens are sample i? Documents shuffled and laid end to end, cut every S tokens, the cuts shuffled again.
+"""GPT samples: documents shuffled and laid end to end, cut every S tokens, the cuts shuffled again.
 
 Epoch e is a function of names alone: the .idx (document lengths, not its path), the range of documents, S, the seed,
 and e. So training longer, moving the data or changing the layout never reorders what came before. An epoch of T
@@ -33,11 +33,11 @@ EPOCHS_IN_MEMORY = 2
 
 
 class TooSmallError(UserError):
-    """Not one sample."""
+    """UserError: the data has fewer tokens than one sample."""
 
 
 class Epoch(NamedTuple):
-    """One pass over the documents."""
+    """One pass over the documents: their order and that of the cuts."""
 
     starts: NDArray[np.int64]  # [documents], token of .bin at which a document starts, in the epoch's order
     ends: NDArray[np.int64]  # [documents], tokens of the epoch up to a document's end
@@ -116,7 +116,7 @@ class GPTSamples:
         return self._epochs[number]
 
     def _cached(self, number: int, *, size: int) -> NDArray[np.int64]:
-        """An epoch's three arrays end to end, from the cache or for it."""
+        """The three arrays of an epoch end to end, read from the cache, or built and written to it."""
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
@@ -138,7 +138,7 @@ class GPTSamples:
         return np.concatenate([bounds[documents], ends, self._order("cuts", number, size=self.num_samples)])
 
     def _order(self, of: str, number: int, *, size: int) -> NDArray[np.int64]:
-        """A permutation. Sorted raw draws, because numpy promises those, and not `permutation`, over its versions."""
+        """Permutation by sorting raw draws: numpy keeps those equal over its versions, but not `permutation`."""
         stream = numpy_stream(self._seed, "data", self._order_identity, of, number)
         return stream.bit_generator.random_raw(size).argsort(kind="stable")
 
@@ -164,7 +164,7 @@ def _hash(facts: object) -> str:
 
 
 def _read(path: Path, *, size: int) -> NDArray[np.int64] | None:
-    """The values that `_write` kept, or None if the file is not there or not whole."""
+    """Values that `_write` wrote; None if the file is missing or not whole."""
     try:
         if path.stat().st_size != 8 * (size + 1):
             return None

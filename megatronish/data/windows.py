@@ -15,7 +15,7 @@ from megatronish.data.sample import Sample
 
 
 class Windows:
-    """Windows over spans of tokens; span d is `tokens[starts[d] : starts[d + 1]]`, and none sees another."""
+    """Windows over spans of tokens; span d is `tokens[starts[d] : starts[d + 1]]`, and no window crosses spans."""
 
     def __init__(self, tokens: NDArray[Any], starts: NDArray[np.int64], *, seq_length: int, stride: int) -> None:
         assert 1 <= stride <= seq_length
@@ -29,7 +29,7 @@ class Windows:
         return int(self._before[-1])
 
     def narrowed(self, *, multiple_of: int) -> "Windows":
-        """The same predictions from windows that are no wider than the longest span needs."""
+        """The same predictions from windows no wider than the longest span, rounded up to a multiple."""
         longest = max(1, int(np.diff(self.starts).max()) - 1)
         width = min(self.seq_length, -(-longest // multiple_of) * multiple_of)
         return Windows(self.tokens, self.starts, seq_length=width, stride=min(self.stride, width))
@@ -48,7 +48,7 @@ class Windows:
         return Sample(tokens, loss_mask)
 
     def _place(self, index: int) -> tuple[int, int, bool]:
-        """The tokens that a window and its labels span, and whether it is the first one of its span."""
+        """First token of a window, the end of its labels, and whether it is the first window of its span."""
         span = int(np.searchsorted(self._before, index, side="right")) - 1
         number = index - int(self._before[span])
         start = int(self.starts[span]) + number * self.stride

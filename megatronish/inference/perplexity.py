@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare
 from megatronish.data.windows import Windows
 from megatronish.train.engine import Engine
 
@@ -43,19 +44,21 @@ def measure(
     num_bytes: int | None = None,
     on_progress: Callable[[int], Any] = lambda _num_windows: None,
 ) -> Perplexity:
-    """Perplexity over all windows, the same on every rank; all call this.
+    """Perplexity over all windows, the same on every rank; a collective call.
 
-    Windows are dealt to the ranks of dp in turn. Where they do not come out even, some get windows of no prediction; a
-    rank that is alone with all layers needs none.
+    Windows are dealt to the data-parallel ranks in turn, as samples of a step are. Where they do not divide evenly, the
+    last ranks get windows of which nothing counts: a pipeline or a collective needs equal micro-batches. One rank alone
+    with all layers gets a shorter last micro-batch instead.
     """
     dp = engine.mesh.dp
+    share = BatchShare(dp.rank, dp.size, micro_batch_size)
     size, most = micro_batch_size * dp.size, MICRO_BATCHES_A_STAGE * engine.mesh.pp.size
     nats, count = 0.0, 0
     for first in range(0, len(windows), size * most):
         num_windows = min(size * most, len(windows) - first)
-        mine = range(first + dp.rank * micro_batch_size, first + num_windows + dp.rank * micro_batch_size, size)
-        end = len(windows) if dp.size == engine.mesh.pp.size == 1 else first + size * most
-        parts = [range(i, min(i + micro_batch_size, end)) for i in mine]
+        parts = share.sample_ids(consumed_samples=first, global_batch_size=-(-num_windows // size) * size)
+        if dp.size == engine.mesh.pp.size == 1:
+            parts = [range(part.start, min(part.stop, len(windows))) for part in parts]
         batches = [collate([windows.sample(number) for number in part], part) for part in parts]
         losses, predictions = engine.evaluate(batches)
         nats, count = nats + losses, count + predictions

@@ -50,7 +50,7 @@ class BatchSizeSchedule:
 
     @property
     def num_increments(self) -> int:
-        """Times that the batch grows."""
+        """How many times the batch grows."""
         return (self.global_batch_size - self.start) // self.increment
 
     def at(self, consumed_samples: int) -> int:

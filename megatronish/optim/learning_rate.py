@@ -29,7 +29,7 @@ DECAYS: dict[str, Curve] = {
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Learning rate and weight decay over a run; lengths in samples."""
+    """Learning rate and weight decay as functions of consumed samples; all lengths are in samples."""
 
     config: OptimizerConfig
     lr: float
@@ -64,7 +64,7 @@ class LearningRateSchedule:
 
     @property
     def start_weight_decay(self) -> float:
-        """Weight decay of the first step."""
+        """Weight decay that the first step uses."""
         start = self.config.start_weight_decay
         return self.config.weight_decay if start is None else start
 

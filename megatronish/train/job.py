@@ -1,4 +1,4 @@
-"""What does a config stand for on one rank? Data, the share of the model and schedules, made from it in one place."""
+"""Training job: a config's data, engine and schedules on one rank, made in one place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from megatronish.train.trainer import Progress
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A config, the mesh it runs on, and what it reads."""
+    """Config of a run, the mesh it runs on, its tokenizer and its data sets."""
 
     config: Config
     mesh: Mesh
@@ -50,7 +50,7 @@ class TrainingJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the run, so that a continuation can be held against it."""
+        """Facts of the run that a checkpoint keeps, so that a continued run can be compared with them."""
         return {
             "config": resolved(self.config),
             "vocab_size": self.vocab_size,
@@ -60,18 +60,18 @@ class TrainingJob:
 
     @property
     def device_name(self) -> str:
-        """The device as its maker calls it."""
+        """Name of the device, as its vendor calls it."""
         return torch.cuda.get_device_name(self.mesh.device) if self.mesh.device.type == "cuda" else "cpu"
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """The global batch size over the run."""
+        """Schedule of the global batch size."""
         return BatchSizeSchedule.of(
             self.config.training.rampup_batch_size, global_batch_size=self.config.global_batch_size
         )
 
     def num_steps(self, progress: Progress) -> int:
-        """The run's last step; of --train-samples counted from where it stands, as batches may have changed."""
+        """Number of the last step; with --train-samples counted from `progress`, as batch sizes may have changed."""
         training = self.config.training
         if training.train_iters:
             return training.train_iters
@@ -80,14 +80,14 @@ class TrainingJob:
 
     @property
     def schedule(self) -> LearningRateSchedule:
-        """Learning rate and weight decay over the run."""
+        """Schedule of learning rate and weight decay."""
         return build_learning_rate_schedule(
             self.config.optimizer, self.config.training, global_batch_size=self.config.global_batch_size
         )
 
     @property
     def speed(self) -> Speed:
-        """What turns the seconds of a step into rates."""
+        """Numbers that turn the seconds of a step into tokens/s and FLOP/s."""
         config = self.config
         return Speed(
             seq_length=config.training.seq_length,
@@ -99,7 +99,7 @@ class TrainingJob:
         )
 
     def build_engine(self) -> Engine:
-        """This rank's share of the model, initialised."""
+        """Engine with this rank's part of the model, initialised."""
         config = self.config
         try:
             return Engine.build(
