@@ -16,7 +16,8 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.data.loader import micro_batches
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
@@ -70,10 +71,8 @@ def train(place: Place) -> int:
             data,
             consumed_samples=(step - 1) * GLOBAL_BATCH_SIZE,
             global_batch_size=GLOBAL_BATCH_SIZE,
-            micro_batch_size=TRAINING.micro_batch_size,
-            dp_rank=mesh.dp.rank,
-            dp_size=mesh.dp.size,
-            eod=0,
+            share=BatchShare(mesh.dp.rank, mesh.dp.size, TRAINING.micro_batch_size),
+            collate=Collator(eod=0),
         )
         result = engine.step(batches, step=step, learning_rate=3e-3, weight_decay=0.01)
         if mesh.is_main and (step == 1 or step % 10 == 0):

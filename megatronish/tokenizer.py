@@ -1,4 +1,4 @@
-"""How does text become token ids, and back? One face over SentencePiece, Hugging Face tokenizers, bytes and numbers.
+"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face tokenizers, bytes, numbers.
 
 Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Only `encode_marked`, for
 prompts that are written so, reads them, and adds what the tokenizer puts around a text: a first token, say. Decoding
@@ -26,7 +26,7 @@ SPACE_MARK = "\u2581"
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. Instances can be pickled, for worker processes."""
+    """Interface of every tokenizer: text to ids and back. Instances can be pickled, for worker processes."""
 
     vocab_size: int
     """The true vocabulary: every id is below it."""
@@ -35,7 +35,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without any special token. ValueError for what is no text (a lone surrogate)."""
+        """Ids of `text`, without any special token. ValueError for a lone surrogate, which is no text."""
 
     def encode_marked(self, text: str) -> list[int]:
         """Ids of `text` with the special tokens that it spells, and those that the tokenizer itself puts around it."""
@@ -43,11 +43,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, without special tokens."""
+        """Text of `ids`, special tokens left out."""
 
 
 class BytesTokenizer(Tokenizer):
-    """A token is a byte of UTF-8; 256 ends a document."""
+    """Bytes of UTF-8 as tokens; 256 ends a document."""
 
     def __init__(self) -> None:
         self.vocab_size = 257
@@ -61,7 +61,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text is numbers already: "5 17 3". The last id of the vocabulary ends a document."""
+    """Tokenizer of text that is token ids already: "5 17 3". The last id of the vocabulary ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -85,7 +85,7 @@ class NullTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece .model file.
+    """Tokenizer of a SentencePiece .model file.
 
     SentencePiece writes spaces as U+2581 and so reads a true U+2581 back as a space. Where the model spells unknown
     characters as bytes and leaves text as it is, that one is spelled so too: then decode(encode(text)) == text.
@@ -119,7 +119,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [*first, *(token for part in others for token in (*self._space_mark, *part))]
 
     def encode_marked(self, text: str) -> list[int]:
-        """Such a file does not say what is put around a text: a first token is, where it has one."""
+        """Ids with a first token (BOS) where the model has one; its file says nothing of other tokens around a text."""
         first = self._model.bos_id()
         ids = [] if first < 0 else [first]
         for place, part in enumerate(self._markup.split(text)):  # in turn text and what marks it
@@ -131,7 +131,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face's `tokenizers`, or GPT-2's vocab.json and merges.txt."""
+    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, or of GPT-2's vocab.json and merges.txt."""
 
     def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
         self._model = model
@@ -141,7 +141,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def from_path(cls, path: Path) -> "HuggingFaceTokenizer":
-        """`path` is a tokenizer.json, or a folder that holds one, or GPT-2's two files."""
+        """Tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's two files."""
         file = path / "tokenizer.json" if path.is_dir() else path
         if path.is_dir() and not file.is_file():
             return cls.from_gpt2(path / "vocab.json", path / "merges.txt")
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def from_gpt2(cls, vocab: Path, merges: Path) -> "HuggingFaceTokenizer":
-        """GPT-2's byte-level BPE."""
+        """Tokenizer of GPT-2's byte-level BPE, from its two files."""
         for path in (vocab, merges):
             if not path.is_file():
                 raise UserError(
@@ -175,7 +175,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._take_text_as_it_is()
 
     def _take_text_as_it_is(self) -> None:
-        """All of it and nothing more, whatever a tokenizer.json says of lengths. Pickling forgets a part of this."""
+        """Turn off truncation, padding and reading special tokens from text. Pickling forgets a part of this."""
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
@@ -197,12 +197,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _check_unicode(text: str) -> None:
-    """UnicodeEncodeError, a ValueError, for half a surrogate pair: JSON can spell one, and the libraries stumble."""
+    """UnicodeEncodeError, a ValueError, for half a surrogate pair: JSON can spell one, and the libraries fail on it."""
     text.encode()
 
 
 def _configured_eod(folder: Path) -> tuple[str, ...]:
-    """The eos_token of the tokenizer_config.json that lies beside a tokenizer.json, if any."""
+    """Name of the eos_token in the tokenizer_config.json beside a tokenizer.json, if any."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return ()
@@ -226,7 +226,7 @@ def _find_eod(id_of: Callable[[str], int | None], path: Path, *, first: tuple[st
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer a config asks for; under --mock-data one that needs no file. A larger --vocab-size widens it."""
+    """Tokenizer of a config; under --mock-data one that needs no file. A larger --vocab-size widens its vocabulary."""
     if data.mock_data:
         return NullTokenizer(data.vocab_size or MOCK_VOCAB_SIZE)
     kind = tokenizer_type(data.tokenizer_type)
@@ -263,7 +263,7 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool = False) -> list[int]:
-    """At least one token: after the end of a document, another begins. UserError for what is no text."""
+    """Ids of a prompt; of an empty one the end-of-document token. UserError for what is no text."""
     encode = tokenizer.encode_marked if add_special_tokens else tokenizer.encode
     try:
         return encode(prompt) or [tokenizer.eod]

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from pairwise import Chosen, covered_pairs, pairwise, possible_pairs
 from ranks import run_ranks
 from torch import Tensor
@@ -30,7 +29,9 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import AttentionBackend, TrainingConfig
-from megatronish.data.loader import micro_batches
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.sample import Sample
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
@@ -152,11 +153,11 @@ class Samples:
     def __init__(self, seq_length: int) -> None:
         self.length = seq_length + 1
 
-    def sample(self, index: int) -> NDArray[np.int64]:
+    def sample(self, index: int) -> Sample:
         stream = numpy_stream(SEED, "samples", index)
         share = 1.0 if index % 5 == 4 else stream.random() * 0.5
         ends = stream.random(self.length) < share
-        return np.where(ends, EOD, stream.integers(1, VOCABULARY, self.length))
+        return Sample(np.where(ends, EOD, stream.integers(1, VOCABULARY, self.length)))
 
 
 # One rank's work
@@ -172,13 +173,13 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
             dataset,
             consumed_samples=step * problem.global_batch_size,
             global_batch_size=problem.global_batch_size,
-            micro_batch_size=spread.micro_batch_size,
-            dp_rank=mesh.dp.rank,
-            dp_size=mesh.dp.size,
-            eod=EOD,
-            reset_position_ids=problem.documents,
-            reset_attention_mask=problem.documents,
-            eod_mask_loss=problem.eod_mask_loss,
+            share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
+            collate=Collator(
+                EOD,
+                reset_position_ids=problem.documents,
+                reset_attention_mask=problem.documents,
+                eod_mask_loss=problem.eod_mask_loss,
+            ),
         )
 
     sgd = build(mesh, problem, spread, OptimizerConfig(optimizer="sgd", clip_grad=CLIP))

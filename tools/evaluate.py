@@ -19,6 +19,7 @@ from tqdm import tqdm
 from megatronish.config.config import Config
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
+from megatronish.data.collate import Collator
 from megatronish.data.text import Text, read_text
 from megatronish.data.windows import Windows
 from megatronish.errors import UserError
@@ -174,10 +175,9 @@ def be_rank(task: Task, place: Place) -> int:
         found = measure(
             engine,
             task.windows,
+            collate=Collator.of(task.found.description.data, eod=task.text.eod),
             micro_batch_size=task.config.training.micro_batch_size,
             num_bytes=task.text.num_bytes,
-            data=task.found.description.data,
-            eod=task.text.eod,
             on_progress=bar.update,
         )
     if mesh.is_main:

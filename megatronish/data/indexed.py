@@ -1,4 +1,4 @@
-"""How do tokens lie on disk? Megatron's .bin/.idx pair, byte for byte: its reader and its writer.
+"""Indexed tokens: reader and writer of Megatron's .bin/.idx pair, byte for byte.
 
 `<prefix>.bin` is all tokens, one after another. `<prefix>.idx` is, little endian and without padding:
 
@@ -41,17 +41,17 @@ REMEDY = "copy both files again or run tools/preprocess_data.py again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 where Megatron takes it (a vocabulary below 65500), else int32."""
+    """Type of the tokens of a vocabulary: uint16 below 65500 ids, as in Megatron, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens are."""
+    """Path of the tokens of a pair."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Where the index is."""
+    """Path of the index of a pair."""
     return Path(f"{prefix}.idx")
 
 
@@ -60,7 +60,7 @@ NUM_PIECES, PIECE_BYTES = 256, 4096
 
 
 class IndexedTokens:
-    """A .bin/.idx pair, mapped into memory. UserError if either file is missing, foreign, truncated or damaged."""
+    """Memory-mapped .bin/.idx pair. UserError if either file is missing, foreign, truncated or damaged."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -125,12 +125,12 @@ class IndexedTokens:
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones included."""
+        """Number of documents, empty ones included."""
         return len(self.document_indices) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
+        """Number of tokens in the file."""
         return len(self.tokens)
 
     @property
@@ -152,21 +152,21 @@ class IndexedTokens:
         return len(self.sequence_lengths)
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
-        """Tokens of one sequence."""
+        """Tokens of one sequence, a view of the file."""
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sequence_lengths[sequence])]
 
     def document_start(self, document: int) -> int:
-        """Tokens before a document; of `num_documents`, all tokens."""
+        """Number of tokens before a document; for `num_documents`, of all tokens."""
         sequence = int(self.document_indices[document])
         return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
 
     def document(self, document: int) -> NDArray[Any]:
-        """Tokens of one document."""
+        """Tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def document_starts(self) -> NDArray[np.int64]:
-        """int64 [documents + 1]: `document_start` of all."""
+        """int64 [documents + 1]: `document_start` of every document, and the number of all tokens."""
         starts = np.append(self.pointers // self.dtype.itemsize, self.num_tokens)
         return starts[self.document_indices]
 
@@ -181,10 +181,10 @@ def _missing_remedy(prefix: str) -> str:
 
 
 class IndexedWriter:
-    """Writes a .bin/.idx pair, a document after another; it has its name only after `finalize`.
+    """Writer of a .bin/.idx pair, a document after another; the files get their names in `finalize`.
 
     Memory: 12 bytes a document. As a context it is finalized at the end, or leaves nothing behind after an exception.
-    RunError if the disk is full or fails; OSError if it cannot even begin.
+    RunError if the disk is full or fails; OSError if the .bin cannot be created.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
@@ -197,18 +197,18 @@ class IndexedWriter:
         self._documents = array("q", [0])
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """One document, of one sequence or of sequences of these `lengths`; it may be empty."""
+        """Add one document, of one sequence or of sequences of these `lengths`; it may be empty."""
         tokens = np.asarray(tokens)
         sequences = np.asarray([len(tokens)] * bool(len(tokens)) if lengths is None else lengths, np.int64)
         self._add(tokens, sequences, np.asarray([len(sequences)]))
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Documents of one sequence each and these `lengths`, end to end in `tokens`; a length of 0 is an empty one."""
+        """Add documents of one sequence each, end to end in `tokens`; a length of 0 is an empty document."""
         sequences = np.asarray(lengths, np.int64)
         self._add(np.asarray(tokens), sequences[sequences > 0], (sequences > 0).astype(np.int64))
 
     def add_prefix(self, prefix: str | Path) -> None:
-        """All documents of another pair, which must have the same dtype."""
+        """Add all documents of another pair, which must have the same dtype."""
         other = IndexedTokens(prefix)
         if other.dtype != self.dtype:
             raise UserError(
@@ -238,7 +238,7 @@ class IndexedWriter:
         self._documents.frombytes((self._documents[-1] + np.cumsum(sequences, dtype=np.int64)).tobytes())
 
     def finalize(self) -> None:
-        """Give both files their names, .idx last."""
+        """Rename both files to their final names, .idx last."""
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], out=pointers[1:])
@@ -252,7 +252,7 @@ class IndexedWriter:
             self._bin.commit()
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Delete what was written; nothing after `finalize`."""
         self._bin.discard()
 
     def __enter__(self) -> "IndexedWriter":
@@ -270,7 +270,7 @@ class IndexedWriter:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """RunError in place of what the disk says, which names no file."""
+    """RunError in place of an OSError, which names no file."""
     try:
         yield
     except OSError as error:

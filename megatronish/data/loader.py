@@ -1,6 +1,6 @@
-"""Which micro-batches does a data-parallel rank get in the step that starts at `consumed_samples`?
+"""Loader: the micro-batches of each step, and a thread that prepares them ahead.
 
-Sample numbers of a step are dealt in turn: micro-batch m of rank d holds the B samples from
+Sample numbers of a step are dealt in turn: micro-batch m of data-parallel rank d holds the B samples from
 consumed_samples + (m * dp_size + d) * B on. So a position in the data is one number, and whatever the layout, the same
 samples make up the same step.
 """
@@ -8,13 +8,30 @@ samples make up the same step.
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
-import torch
-
-from megatronish.data.blend import Dataset, Samples
+from megatronish.data.collate import Collator
+from megatronish.data.sample import Dataset
 from megatronish.model.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """The part of every global batch that one data-parallel rank takes."""
+
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+
+    def sample_ids(self, *, consumed_samples: int, global_batch_size: int) -> list[range]:
+        """Numbers of the samples of each micro-batch of the step that starts at `consumed_samples`."""
+        stride = self.micro_batch_size * self.dp_size
+        num_micro_batches, rest = divmod(global_batch_size, stride)
+        assert rest == 0, f"{global_batch_size=} is not divisible by micro-batch size times dp size = {stride}"
+        begin = consumed_samples + self.dp_rank * self.micro_batch_size
+        firsts = range(begin, begin + num_micro_batches * stride, stride)
+        return [range(first, first + self.micro_batch_size) for first in firsts]
 
 
 def micro_batches(
@@ -22,68 +39,22 @@ def micro_batches(
     *,
     consumed_samples: int,
     global_batch_size: int,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    eod: int,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
+    share: BatchShare,
+    collate: Collator,
+    pin_memory: bool = False,
 ) -> list[MicroBatch]:
-    """All micro-batches of one step for one data-parallel rank."""
-    num_micro_batches, rest = divmod(global_batch_size, micro_batch_size * dp_size)
-    assert rest == 0, f"{global_batch_size=} is not divisible by {micro_batch_size=} times {dp_size=}"
-    firsts = [consumed_samples + (m * dp_size + dp_rank) * micro_batch_size for m in range(num_micro_batches)]
-    return [
-        micro_batch(
-            dataset,
-            range(first, first + micro_batch_size),
-            eod=eod,
-            reset_position_ids=reset_position_ids,
-            reset_attention_mask=reset_attention_mask,
-            eod_mask_loss=eod_mask_loss,
-        )
-        for first in firsts
-    ]
-
-
-def micro_batch(
-    dataset: Samples,
-    sample_ids: range,
-    *,
-    eod: int,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-) -> MicroBatch:
-    """The micro-batch of these samples.
-
-    An end-of-document token belongs to the document it ends. What is predicted from it, the next document's first
-    token, counts in the loss unless `eod_mask_loss`, as in Megatron-LM.
-    """
-    samples = np.stack([dataset.sample(index) for index in sample_ids])
-    tokens, labels = samples[:, :-1], samples[:, 1:]
-    is_end = tokens == eod
-    position_ids = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    if reset_position_ids:
-        follows_end = np.pad(is_end[:, :-1], ((0, 0), (1, 0)))
-        position_ids = position_ids - np.maximum.accumulate(np.where(follows_end, position_ids, 0), axis=1)
-    document_ids = np.cumsum(is_end, axis=1) - is_end if reset_attention_mask else None
-    return MicroBatch(
-        tokens=torch.tensor(tokens),
-        labels=torch.tensor(labels),
-        loss_mask=torch.tensor(~is_end if eod_mask_loss else np.ones_like(is_end)),
-        position_ids=torch.tensor(position_ids),
-        sample_ids=torch.tensor(sample_ids),
-        document_ids=None if document_ids is None else torch.tensor(document_ids),
-    )
+    """All micro-batches of one step for one data-parallel rank, on the CPU; `pin_memory` needs a GPU."""
+    parts = share.sample_ids(consumed_samples=consumed_samples, global_batch_size=global_batch_size)
+    batches = [collate([dataset.sample(index) for index in part], part) for part in parts]
+    return [batch.pinned() for batch in batches] if pin_memory else batches
 
 
 class Prefetcher:
-    """The steps' micro-batches one after another, the next `num_ahead` being prepared by a thread meanwhile.
+    """Iterator over the micro-batches of steps; a thread prepares the next `num_ahead` steps during training.
 
-    `prepare(consumed_samples, global_batch_size)` makes a step's; `global_batch_size(consumed_samples)` says how many
-    samples it takes. What goes wrong in the thread is raised by the `next()` whose step it concerns.
+    `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step;
+    `global_batch_size(consumed_samples)` is the number of its samples. An exception in the thread is raised by the
+    `next()` of the step it belongs to.
     """
 
     def __init__(
@@ -118,7 +89,7 @@ class Prefetcher:
         return consumed, size
 
     def close(self) -> None:
-        """Stop the thread; idempotent."""
+        """Stop the thread; a second call does nothing."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 

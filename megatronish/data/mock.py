@@ -1,4 +1,4 @@
-"""Which tokens are trained on when there is no data? Made-up ones that can be learned, named by seed and sample.
+"""Mock data: made-up tokens that can be learned, a function of seed and sample number.
 
 A sample is a row of documents. A document counts up from a start, low ids being likelier, by its own stride of 1 to 4,
 with one token in twenty replaced by any other, and ends with the end-of-document token. A model first learns which
@@ -10,6 +10,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.streams import numpy_stream
 
 NOISE = 0.05
@@ -17,7 +18,7 @@ MEAN_DOCUMENT = 64
 
 
 class MockSamples:
-    """Endless samples of S + 1 made-up tokens; sample i is a function of (seed, name, i) alone."""
+    """Dataset of made-up tokens without end; sample i is a function of (seed, name, i) alone."""
 
     num_samples: int | None = None
 
@@ -30,8 +31,8 @@ class MockSamples:
         facts = ("mock", name, seq_length, seed, vocab_size, eod)
         self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """int64 [S + 1]."""
+    def sample(self, index: int) -> Sample:
+        """S + 1 tokens of made-up documents, end to end."""
         stream = numpy_stream(self._seed, "mock", self.name, index)
         place = np.arange(self._length)
         ends = stream.random(self._length) < 1 / MEAN_DOCUMENT
@@ -43,4 +44,15 @@ class MockSamples:
         counted = (starts[document] + strides[document] * (place - begins)) % ordinary
         noise = stream.random(self._length) < NOISE
         values = np.where(noise, stream.integers(0, ordinary, self._length), counted)
-        return np.where(ends, self._eod, (self._eod + 1 + values) % self._vocab_size)
+        return Sample(np.where(ends, self._eod, (self._eod + 1 + values) % self._vocab_size))
+
+
+def open_mock_samples(source: DatasetSource, settings: DatasetSettings) -> MockSamples:
+    """Mock samples named by the source, whose path is not read."""
+    return MockSamples(
+        name=source.name,
+        seq_length=settings.seq_length,
+        seed=settings.seed,
+        vocab_size=settings.vocab_size,
+        eod=settings.eod,
+    )

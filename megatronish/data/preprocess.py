@@ -1,4 +1,4 @@
-"""How do JSON lines become .bin/.idx files? Read in order, tokenized by many workers, written in the order read.
+"""Preprocessing: JSON lines to .bin/.idx files, read in order, tokenized by many workers, written in the order read.
 
 The parent reads batches of lines, keeps at most two a worker under way, and writes what comes back in the order it went
 out: the files do not depend on the number of workers, and memory does not grow with the input. A line that is no
@@ -34,7 +34,7 @@ MAX_WORKERS = 1024
 
 
 class Encoder(Protocol):
-    """What preprocessing needs of a tokenizer. It is pickled for the workers."""
+    """Interface of a tokenizer that preprocessing calls. It is pickled for the workers."""
 
     vocab_size: int
     eod: int
@@ -45,7 +45,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """What every worker does to every line."""
+    """Settings by which every worker encodes every line."""
 
     tokenizer: Encoder
     json_keys: tuple[str, ...]
@@ -53,7 +53,7 @@ class EncodingJob:
 
 
 class Batch(NamedTuple):
-    """Lines that travel to a worker together; `num_bytes` of the file were read for them."""
+    """Lines that are sent to a worker together; `num_bytes` of the file were read for them."""
 
     path: str
     first_line: int
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A batch done: for each key the documents' tokens end to end and their lengths; a sentence for each bad line."""
+    """Encoded batch: for each key the documents' tokens end to end and their lengths; a sentence for each bad line."""
 
     tokens: list[NDArray[Any]]
     lengths: list[list[int]]
@@ -72,7 +72,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class Summary:
-    """What has been done so far."""
+    """Counts of documents, tokens and bad lines so far."""
 
     documents: int = 0
     tokens: int = 0
@@ -153,7 +153,7 @@ def _open_writer(output_prefix: str, key: str, *, dtype: np.dtype[Any]) -> Index
 
 
 def read_batches(path: Path) -> Iterator[Batch]:
-    """The lines of a file, plain or .gz, about 256 KiB at a time."""
+    """Batches of the lines of a file, plain or .gz, about 256 KiB each."""
     with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
         line, position = 1, 0
         try:
@@ -203,7 +203,7 @@ def read_line(line: bytes, json_keys: Sequence[str]) -> list[str]:
 
 
 def _encode(text: str, job: EncodingJob) -> NDArray[Any]:
-    """As in Megatron, an empty text is an empty document and gets no end of document."""
+    """Tokens of a text. As in Megatron, an empty text is an empty document without an end-of-document token."""
     ids = job.tokenizer.encode(text)
     if ids and job.append_eod:
         ids.append(job.tokenizer.eod)
@@ -211,7 +211,7 @@ def _encode(text: str, job: EncodingJob) -> NDArray[Any]:
 
 
 def _encode_all(batches: Iterator[Batch], job: EncodingJob, *, workers: int) -> Generator[Encoded]:
-    """Batches encoded, in their order."""
+    """Encoded batches, in the order of `batches`."""
     if workers == 1:
         yield from (encode_batch(batch, job) for batch in batches)
         return
@@ -236,7 +236,7 @@ def _encode_all(batches: Iterator[Batch], job: EncodingJob, *, workers: int) -> 
 
 
 _job: EncodingJob | None = None
-"""A worker process's only job: sent once at its start instead of with every batch."""
+"""Job of a worker process: sent once at its start instead of with every batch."""
 
 
 def _start_worker(job: EncodingJob) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens are sample i? Documents shuffled and laid end to end, cut every S tokens, the cuts shuffled again.
+"""GPT samples: documents shuffled and laid end to end, cut every S tokens, the cuts shuffled again.
 
 Epoch e is a function of names alone: the .idx (document lengths, not its path), the range of documents, S, the seed,
 and e. So training longer, moving the data or changing the layout never reorders what came before. An epoch of T
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.indexed import IndexedTokens, bin_path
+from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile
 from megatronish.streams import numpy_stream
@@ -32,11 +33,11 @@ EPOCHS_IN_MEMORY = 2
 
 
 class TooSmallError(UserError):
-    """Not one sample."""
+    """UserError: the data has fewer tokens than one sample."""
 
 
 class Epoch(NamedTuple):
-    """One pass over the documents."""
+    """One pass over the documents: their order and that of the cuts."""
 
     starts: NDArray[np.int64]  # [documents], token of .bin at which a document starts, in the epoch's order
     ends: NDArray[np.int64]  # [documents], tokens of the epoch up to a document's end
@@ -79,8 +80,8 @@ class GPTSamples:
         self._epochs: dict[int, Epoch] = {}
         self.sample(0)  # so that data of another tokenizer shows at the start
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """int64 [S + 1]."""
+    def sample(self, index: int) -> Sample:
+        """Tokens from a cut of the shuffled documents on; documents end with the tokens that end them."""
         number, place = divmod(index, self.num_samples)
         epoch = self._epoch(number)
         begin = int(epoch.cuts[place]) * self.seq_length
@@ -92,12 +93,12 @@ class GPTSamples:
         from_ = starts + np.maximum(begin - (ends - lengths), 0)
         to = starts + np.minimum(end - (ends - lengths), lengths)
         tokens = self._file.tokens
-        sample = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
-        self._check_tokens(sample)
-        return sample.astype(np.int64)
+        found = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
+        self._check_tokens(found)
+        return Sample(found.astype(np.int64))
 
-    def _check_tokens(self, sample: NDArray[Any]) -> None:
-        largest, smallest = int(sample.max()), int(sample.min())
+    def _check_tokens(self, tokens: NDArray[Any]) -> None:
+        largest, smallest = int(tokens.max()), int(tokens.min())
         if largest >= self._vocab_size or smallest < 0:
             raise UserError(
                 f"{bin_path(self._file.prefix)} holds token id {largest if smallest >= 0 else smallest}, but the "
@@ -115,7 +116,7 @@ class GPTSamples:
         return self._epochs[number]
 
     def _cached(self, number: int, *, size: int) -> NDArray[np.int64]:
-        """An epoch's three arrays end to end, from the cache or for it."""
+        """The three arrays of an epoch end to end, read from the cache, or built and written to it."""
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
@@ -137,9 +138,25 @@ class GPTSamples:
         return np.concatenate([bounds[documents], ends, self._order("cuts", number, size=self.num_samples)])
 
     def _order(self, of: str, number: int, *, size: int) -> NDArray[np.int64]:
-        """A permutation. Sorted raw draws, because numpy promises those, and not `permutation`, over its versions."""
+        """Permutation by sorting raw draws: numpy keeps those equal over its versions, but not `permutation`."""
         stream = numpy_stream(self._seed, "data", self._order_identity, of, number)
         return stream.bit_generator.random_raw(size).argsort(kind="stable")
+
+
+def open_gpt_samples(source: DatasetSource, settings: DatasetSettings) -> GPTSamples:
+    """Samples of the .bin/.idx pair with this prefix."""
+    file = IndexedTokens(source.path)
+    first, end = (round(fraction * file.num_documents) for fraction in source.part)
+    return GPTSamples(
+        file,
+        name=source.name,
+        first_document=first,
+        end_document=end,
+        seq_length=settings.seq_length,
+        seed=settings.seed,
+        vocab_size=settings.vocab_size,
+        cache_folder=Path(settings.cache_path) if settings.cache_path else Path(source.path).parent / "cache",
+    )
 
 
 def _hash(facts: object) -> str:
@@ -147,7 +164,7 @@ def _hash(facts: object) -> str:
 
 
 def _read(path: Path, *, size: int) -> NDArray[np.int64] | None:
-    """The values that `_write` kept, or None if the file is not there or not whole."""
+    """Values that `_write` wrote; None if the file is missing or not whole."""
     try:
         if path.stat().st_size != 8 * (size + 1):
             return None

@@ -1,4 +1,4 @@
-"""Which tokens is a model measured on? Those of a .bin/.idx pair as they are, or of JSON lines, tokenized here."""
+"""Text to measure perplexity on: the tokens of a .bin/.idx pair, or of JSON lines, tokenized here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ PAIR = (".bin", ".idx")
 
 @dataclass(frozen=True)
 class Text:
-    """Documents end to end; document d is `tokens[starts[d] : starts[d + 1]]`.
+    """Tokens of documents end to end; document d is `tokens[starts[d] : starts[d + 1]]`.
 
-    `eod` is the token that ends them, where that is known, `num_bytes` are those of the text, where they are, and
-    `bad_lines` a sentence for each line that held none.
+    `eod` is the token that ends documents, and `num_bytes` the size of the text, where known. `bad_lines` has a
+    sentence for each line without text.
     """
 
     tokens: NDArray[Any]
@@ -34,11 +34,11 @@ class Text:
 def read_text(
     path: str, *, tokenizer: Callable[[], Encoder], json_key: str, vocab_size: int, eod: int | None = None
 ) -> Text:
-    """The .bin/.idx pair of this prefix, or a file of JSON lines, plain or .gz.
+    """Text of the .bin/.idx pair of this prefix, or of a file of JSON lines, plain or .gz.
 
-    Each text of such a file ends with `eod`, the model's, which needs not be what a tokenizer would put there.
+    Documents of JSON lines end with `eod`, the end-of-document token of the model (the tokenizer may have another).
 
-    UserError for what is neither, holds less than two tokens, or tokens that a vocabulary of this size has not.
+    UserError for what is neither, holds less than two tokens, or holds tokens outside the vocabulary.
     """
     is_lines = not path.endswith(PAIR) and (Path(path).is_file() or path.endswith(JSON_LINES))
     text = _read_lines(Path(path), tokenizer(), json_key, eod) if is_lines else _open_pair(path, eod)
@@ -64,7 +64,7 @@ def _open_pair(prefix: str, eod: int | None) -> Text:
 
 
 class _CountingEncoder:
-    """A tokenizer that adds up the bytes of what it is given."""
+    """Tokenizer that adds up the bytes of the texts it encodes."""
 
     def __init__(self, tokenizer: Encoder, eod: int | None) -> None:
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size

@@ -1,6 +1,7 @@
-"""What is one micro-batch? The tensors that data hands to the model."""
+"""Micro-batch: the tensors that data hands to the model for one forward pass."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ class MicroBatch:
 
     `sample_ids` are global: a sample's number in the whole run's order, whatever rank or micro-batch it fell to.
     Dropout masks are named by them, so they do not depend on the layout. `document_ids` is None unless documents
-    packed into one sample must not see each other.
+    packed into one sample must not attend to each other.
+
+    `num_loss_tokens` is counted when a micro-batch is made, on the CPU: to count on a GPU would wait for the GPU.
+    Copies carry the number along (`counted`).
     """
 
     tokens: Tensor  # int64 [B, S]
@@ -21,14 +25,16 @@ class MicroBatch:
     position_ids: Tensor  # int64 [B, S]
     sample_ids: Tensor  # int64 [B]
     document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
+    counted: InitVar[int | None] = None
+    num_loss_tokens: int = field(init=False)
+    """Predictions that count in the loss."""
 
-    @property
-    def num_loss_tokens(self) -> int:
-        """Predictions that count in the loss."""
-        return int(self.loss_mask.sum())
+    def __post_init__(self, counted: int | None) -> None:
+        assert counted is not None or self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
+        object.__setattr__(self, "num_loss_tokens", int(self.loss_mask.sum()) if counted is None else counted)
 
     def at(self, places: Tensor) -> "MicroBatch":
-        """The micro-batch of a cp rank that holds these places [s] of the sequence.
+        """The micro-batch of a cp rank that holds these places [s] of the sequence; its loss tokens are counted anew.
 
         Document ids stay whole: attention needs those of the keys that other ranks hold.
         """
@@ -36,25 +42,31 @@ class MicroBatch:
         def cut(tensor: Tensor) -> Tensor:
             return tensor[:, places]
 
-        return replace(
+        part = replace(
             self,
             tokens=cut(self.tokens),
             labels=cut(self.labels),
             loss_mask=cut(self.loss_mask),
             position_ids=cut(self.position_ids),
         )
+        return part.pinned() if self.tokens.is_pinned() else part
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """A copy on `device`."""
+        """A copy on `device`. From pinned memory it overlaps with what the CPU does next."""
+        return self._copied(lambda tensor: tensor.to(device, non_blocking=True))
 
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+    def pinned(self) -> "MicroBatch":
+        """A copy in page-locked memory, from which a GPU reads without the CPU. It needs a GPU."""
+        return self._copied(Tensor.pin_memory)
 
-        return MicroBatch(
-            tokens=move(self.tokens),
-            labels=move(self.labels),
-            loss_mask=move(self.loss_mask),
-            position_ids=move(self.position_ids),
-            sample_ids=move(self.sample_ids),
-            document_ids=None if self.document_ids is None else move(self.document_ids),
+    def _copied(self, copy: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        return replace(
+            self,
+            tokens=copy(self.tokens),
+            labels=copy(self.labels),
+            loss_mask=copy(self.loss_mask),
+            position_ids=copy(self.position_ids),
+            sample_ids=copy(self.sample_ids),
+            document_ids=None if self.document_ids is None else copy(self.document_ids),
+            counted=self.num_loss_tokens,
         )

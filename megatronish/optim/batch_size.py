@@ -1,4 +1,4 @@
-"""How many samples does a step take, and how many steps do the samples make? --rampup-batch-size as arithmetic.
+"""Global batch size over a run: --rampup-batch-size as arithmetic of steps and samples.
 
 The batch grows from `start` by `increment` each time another equal share of `ramp_samples` is consumed, and is
 `global_batch_size` from then on: Megatron-LM's rule, in exact integers. (Megatron divides floats, and may be one step
@@ -50,7 +50,7 @@ class BatchSizeSchedule:
 
     @property
     def num_increments(self) -> int:
-        """Times that the batch grows."""
+        """How many times the batch grows."""
         return (self.global_batch_size - self.start) // self.increment
 
     def at(self, consumed_samples: int) -> int:

@@ -1,9 +1,10 @@
-"""Which learning rate and weight decay does a step use? Pure functions of the samples consumed before it.
+"""Schedules of learning rate and weight decay: pure functions of the samples consumed before a step.
 
-Progress is counted in samples, as Megatron-LM's scheduler counts it: a length given in steps is that many times the
-global batch size. So a ramp-up of the batch size stretches nothing, and a resumed run needs to know
-`consumed_samples` alone. The first step has consumed none: with warm-up it uses `lr_warmup_init` (0 by default), as
-Megatron's does, and the step that has consumed all of the warm-up is the first to use `lr`.
+Progress is counted in samples, as Megatron-LM's scheduler counts it, so a resumed run needs to know `consumed_samples`
+alone. A length given in steps is the samples that so many first steps consume: steps x global batch size, or fewer
+where --rampup-batch-size begins with smaller batches (Megatron-LM refuses such lengths with a ramp-up). The first step
+has consumed none: with warm-up it uses `lr_warmup_init` (0 by default), as Megatron's does, and the step that has
+consumed all of the warm-up is the first to use `lr`.
 """
 
 import math
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
+from megatronish.optim.batch_size import BatchSizeSchedule
 
 Curve = Callable[[float], float]
-"""From progress 0..1 to what is left, 1..0."""
+"""Function from progress (0 to 1) to the part of the learning rate that is left (1 to 0)."""
 
 DECAYS: dict[str, Curve] = {
     "linear": lambda progress: 1 - progress,
@@ -27,7 +29,7 @@ DECAYS: dict[str, Curve] = {
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Learning rate and weight decay over a run; lengths in samples."""
+    """Learning rate and weight decay as functions of consumed samples; all lengths are in samples."""
 
     config: OptimizerConfig
     lr: float
@@ -62,7 +64,7 @@ class LearningRateSchedule:
 
     @property
     def start_weight_decay(self) -> float:
-        """Weight decay of the first step."""
+        """Weight decay that the first step uses."""
         start = self.config.start_weight_decay
         return self.config.weight_decay if start is None else start
 
@@ -73,7 +75,7 @@ class LearningRateSchedule:
         return self.config.weight_decay if end is None else end
 
     def learning_rate(self, consumed_samples: int) -> float:
-        """Of the step that starts after `consumed_samples`."""
+        """Learning rate of the step that starts after `consumed_samples`."""
         config = self.config
         if 0 < self.warmup_samples >= consumed_samples:
             return config.lr_warmup_init + (self.lr - config.lr_warmup_init) * consumed_samples / self.warmup_samples
@@ -91,7 +93,7 @@ class LearningRateSchedule:
         return config.min_lr + curve(progress) * (self.lr - config.min_lr)
 
     def weight_decay(self, consumed_samples: int) -> float:
-        """Of the step that starts after `consumed_samples`."""
+        """Weight decay of the step that starts after `consumed_samples`."""
         style = self.config.weight_decay_incr_style
         if style == "constant" or consumed_samples > self.train_samples:
             return self.end_weight_decay
@@ -102,30 +104,34 @@ class LearningRateSchedule:
 def build_learning_rate_schedule(
     optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int
 ) -> LearningRateSchedule:
-    """The schedule of a run; UserError where its parts do not fit together.
+    """Schedule of a run; UserError where its parts do not fit together.
 
-    Each length may be given in steps or in samples, whichever the run itself is given in.
+    Each length may be given in steps or in samples, whichever the run itself is given in. Steps become the samples that
+    they consume: while --rampup-batch-size grows the batch, fewer than steps x global batch size.
     """
     if optimizer.lr is None:
         raise UserError("lr is not given; add --lr, 3e-4 for example")
-
-    def in_samples(samples: int | None, steps: int | None) -> int:
-        return samples or (steps or 0) * global_batch_size
-
-    train_samples = in_samples(training.train_samples, training.train_iters)
+    consumed = BatchSizeSchedule.of(training.rampup_batch_size, global_batch_size=global_batch_size).consumed_samples
+    train_samples = training.train_samples or consumed(training.train_iters or 0)
     if train_samples < 1:
         raise UserError("the length of the run is not given; add --train-iters or --train-samples")
-    decay_samples = in_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters) or train_samples
+    decay_steps = optimizer.lr_decay_iters or training.train_iters or 0
+    decay_samples = optimizer.lr_decay_samples or consumed(optimizer.lr_decay_iters or 0) or train_samples
     if optimizer.lr_warmup_fraction is None:
-        warmup_samples: float = in_samples(optimizer.lr_warmup_samples, optimizer.lr_warmup_iters)
+        warmup_samples: float = optimizer.lr_warmup_samples or consumed(optimizer.lr_warmup_iters or 0)
     else:
         warmup_samples = optimizer.lr_warmup_fraction * decay_samples
-    wsd = optimizer.lr_decay_style == "WSD"
+    wsd_samples = 0
+    if optimizer.lr_decay_style == "WSD":
+        # The last steps of the decay; more steps than the decay has are left to be refused.
+        wsd_steps = optimizer.lr_wsd_decay_iters or 0
+        last = consumed(max(decay_steps, wsd_steps)) - consumed(max(decay_steps - wsd_steps, 0))
+        wsd_samples = optimizer.lr_wsd_decay_samples or last
     return LearningRateSchedule(
         config=optimizer,
         lr=optimizer.lr,
         warmup_samples=warmup_samples,
         decay_samples=decay_samples,
-        wsd_samples=in_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters) if wsd else 0,
+        wsd_samples=wsd_samples,
         train_samples=train_samples,
     )

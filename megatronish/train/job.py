@@ -1,4 +1,4 @@
-"""What does a config stand for on one rank? Data, the share of the model and schedules, made from it in one place."""
+"""Training job: a config's data, engine and schedules on one rank, made in one place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
-from megatronish.data.blend import Dataset
+from megatronish.data.collate import Collator
 from megatronish.data.datasets import Datasets, build_datasets
-from megatronish.data.loader import micro_batches
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.sample import Dataset
 from megatronish.errors import RunError
 from megatronish.flops import model_flops_per_token, peak_tflops
 from megatronish.mesh import Mesh
@@ -25,7 +26,7 @@ from megatronish.train.trainer import Progress
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A config, the mesh it runs on, and what it reads."""
+    """Config of a run, the mesh it runs on, its tokenizer and its data sets."""
 
     config: Config
     mesh: Mesh
@@ -49,7 +50,7 @@ class TrainingJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the run, so that a continuation can be held against it."""
+        """Facts of the run that a checkpoint keeps, so that a continued run can be compared with them."""
         return {
             "config": resolved(self.config),
             "vocab_size": self.vocab_size,
@@ -59,18 +60,18 @@ class TrainingJob:
 
     @property
     def device_name(self) -> str:
-        """The device as its maker calls it."""
+        """Name of the device, as its vendor calls it."""
         return torch.cuda.get_device_name(self.mesh.device) if self.mesh.device.type == "cuda" else "cpu"
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """The global batch size over the run."""
+        """Schedule of the global batch size."""
         return BatchSizeSchedule.of(
             self.config.training.rampup_batch_size, global_batch_size=self.config.global_batch_size
         )
 
     def num_steps(self, progress: Progress) -> int:
-        """The run's last step; of --train-samples counted from where it stands, as batches may have changed."""
+        """Number of the last step; with --train-samples counted from `progress`, as batch sizes may have changed."""
         training = self.config.training
         if training.train_iters:
             return training.train_iters
@@ -79,14 +80,14 @@ class TrainingJob:
 
     @property
     def schedule(self) -> LearningRateSchedule:
-        """Learning rate and weight decay over the run."""
+        """Schedule of learning rate and weight decay."""
         return build_learning_rate_schedule(
             self.config.optimizer, self.config.training, global_batch_size=self.config.global_batch_size
         )
 
     @property
     def speed(self) -> Speed:
-        """What turns the seconds of a step into rates."""
+        """Numbers that turn the seconds of a step into tokens/s and FLOP/s."""
         config = self.config
         return Speed(
             seq_length=config.training.seq_length,
@@ -98,7 +99,7 @@ class TrainingJob:
         )
 
     def build_engine(self) -> Engine:
-        """This rank's share of the model, initialised."""
+        """Engine with this rank's part of the model, initialised."""
         config = self.config
         try:
             return Engine.build(
@@ -119,21 +120,20 @@ class TrainingJob:
             ) from error
 
     def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:
-        """(consumed samples, global batch size) -> this rank's micro-batches of that step."""
-        training, data, dp = self.config.training, self.config.data, self.mesh.dp
+        """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
+        dp = self.mesh.dp
+        share = BatchShare(dp.rank, dp.size, self.config.training.micro_batch_size)
+        collate = Collator.of(self.config.data, eod=self.tokenizer.eod)
+        pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
 
         def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
             return micro_batches(
                 dataset,
                 consumed_samples=consumed_samples,
                 global_batch_size=global_batch_size,
-                micro_batch_size=training.micro_batch_size,
-                dp_rank=dp.rank,
-                dp_size=dp.size,
-                eod=self.tokenizer.eod,
-                reset_position_ids=data.reset_position_ids,
-                reset_attention_mask=data.reset_attention_mask,
-                eod_mask_loss=data.eod_mask_loss,
+                share=share,
+                collate=collate,
+                pin_memory=pin_memory,
             )
 
         return prepare

@@ -9,7 +9,8 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.data.loader import micro_batches
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
@@ -43,7 +44,7 @@ def train(place: Place, cp: int) -> tuple[list[float], int]:
     losses, kept = [], 0
     for step in range(2):
         batch = micro_batches(
-            dataset, consumed_samples=step, global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1, eod=0
+            dataset, consumed_samples=step, global_batch_size=1, share=BatchShare(0, 1, 1), collate=Collator(eod=0)
         )
         with saved_by(engine.model) as saved:
             losses.append(engine.step(batch, step=step, learning_rate=1e-2, weight_decay=0.0).loss)

@@ -29,7 +29,7 @@ def build(**options: object) -> Datasets:
 
 
 def tokens_of(dataset: object, count: int = 200) -> set[int]:
-    return set(np.stack([dataset.sample(index) for index in range(count)]).ravel().tolist())  # type: ignore[attr-defined]
+    return set(np.stack([dataset.sample(index).tokens for index in range(count)]).ravel().tolist())  # type: ignore[attr-defined]
 
 
 def test_the_split_shares_out_documents(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ def test_several_validation_sets_have_their_names(tmp_path: Path) -> None:
 def test_a_blend_follows_its_weights(tmp_path: Path) -> None:
     a, b, c = (write(tmp_path / name, first=100 * number) for number, name in enumerate("abc"))
     train = build(data_path=("0.3", a, "0.7", b, "0", c), split="1").train
-    counts = Counter(int(train.sample(index)[0]) // 100 for index in range(1000))
+    counts = Counter(int(train.sample(index).tokens[0]) // 100 for index in range(1000))
     assert counts == {0: 300, 1: 700}
 
 
 def test_without_weights_each_file_counts_by_its_size(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", first=0, documents=10), write(tmp_path / "b", first=100, documents=30)
     train = build(data_path=(a, b), split="1").train
-    counts = Counter(int(train.sample(index)[0]) // 100 for index in range(1000))
+    counts = Counter(int(train.sample(index).tokens[0]) // 100 for index in range(1000))
     assert counts[1] == pytest.approx(750, abs=5)
 
 
@@ -87,16 +87,53 @@ def mock(name: str, *, seed: int = 1, vocab_size: int = 1000, eod: int = 999) ->
     return MockSamples(name=name, seq_length=256, seed=seed, vocab_size=vocab_size, eod=eod)
 
 
-@pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.5), (0.25, 0.7, 0.05), (3, 1, 2), (1e-9, 1), (0.1,) * 9 + (0.01,)])
-def test_a_blend_is_never_more_than_one_sample_behind(weights: tuple[float, ...]) -> None:
-    blend = Blend([mock(str(number)) for number in range(len(weights))], weights, name="blend")
-    choices, numbers = np.array([blend.place(index) for index in range(PERIOD + 1000)]).T
+# Many small data sets beside few large ones are the worst that was found: 1.62 behind. The last three are random.
+BLENDS: list[tuple[float, ...]] = [
+    (1.0,),
+    (0.5, 0.5),
+    (0.25, 0.7, 0.05),
+    (3, 1, 2),
+    (1e-9, 1),
+    (0.1,) * 9 + (0.01,),
+    (0.49, 0.49, *(0.0005,) * 40),
+    (45744, 34051, 10528, 5118, 3819, *(5,) * 148),
+    *(tuple((np.random.default_rng(size).random(size) ** 4 + 1e-4).tolist()) for size in (3, 4, 20)),
+]
+
+
+@pytest.mark.parametrize("weights", BLENDS)
+def test_a_blend_keeps_the_bounds_it_states(weights: tuple[float, ...]) -> None:
+    """Ahead by at most 1 - 1/n, behind by at most 1/2 + ... + 1/n."""
+    num = len(weights)
+    blend = Blend([mock(str(number)) for number in range(num)], weights, name="blend")
+    choices, numbers = np.array([blend.place(index) for index in range(PERIOD)]).T
+    places, most_behind = np.arange(1, PERIOD + 1), sum(1 / number for number in range(2, num + 1))
     for dataset, weight in enumerate(weights):
-        share = (choices[:PERIOD] == dataset).mean()
-        assert share == pytest.approx(weight / sum(weights), abs=1.01 / PERIOD)
         taken = np.cumsum(choices == dataset)
-        assert np.abs(taken - share * np.arange(1, len(choices) + 1)).max() < 1
+        assert taken[-1] / PERIOD == pytest.approx(weight / sum(weights), abs=1.01 / PERIOD)
+        behind = taken[-1] * places - PERIOD * taken
+        assert behind.min() >= PERIOD * (1 / num - 1)
+        assert behind.max() <= PERIOD * most_behind + 1e-6
         assert numbers[choices == dataset].tolist() == list(range(taken[-1]))
+
+
+def test_a_blend_repeats_its_order_with_the_samples_that_follow() -> None:
+    blend = Blend([mock(name) for name in "abc"], (3, 1, 2), name="blend")
+    for index in range(1000):
+        dataset, number = blend.place(index)
+        share = blend.place(PERIOD + index)[1] - number
+        assert blend.place(PERIOD + index) == (dataset, number + share)
+        assert share == pytest.approx(PERIOD * (3, 1, 2)[dataset] / 6, abs=1)
+
+
+def test_a_share_too_small_for_a_blend_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = write(tmp_path / "a", first=0), write(tmp_path / "b", first=100)
+    build(data_path=("1", a, "0.00002", b), split="1")
+    assert not caplog.messages
+    build(data_path=("1", a, "0.000001", b), split="1")
+    assert caplog.messages == [
+        f"{b} has 1e-06 of the weights of the training data, less than one sample in 100,000; it gives one in 100,000"
+    ]
 
 
 def test_a_blend_chooses_as_megatron_does() -> None:
@@ -119,21 +156,22 @@ def test_a_place_far_into_a_blend_is_found_at_once() -> None:
 
 
 def test_mock_samples_are_a_function_of_seed_and_number() -> None:
-    assert np.array_equal(mock("training").sample(7), mock("training").sample(7))
+    expected = mock("training").sample(7).tokens
+    assert np.array_equal(expected, mock("training").sample(7).tokens)
     others = [mock("training").sample(8), mock("validation").sample(7), mock("training", seed=2).sample(7)]
-    assert not any(np.array_equal(other, mock("training").sample(7)) for other in others)
+    assert not any(np.array_equal(other.tokens, expected) for other in others)
 
 
 @pytest.mark.parametrize(("vocab_size", "eod"), [(2, 1), (257, 256), (4096, 0), (50257, 50256)])
 def test_mock_samples_stay_in_the_vocabulary_and_end_documents(vocab_size: int, eod: int) -> None:
     dataset = mock("training", vocab_size=vocab_size, eod=eod)
-    tokens = np.concatenate([dataset.sample(index) for index in range(50)])
+    tokens = np.concatenate([dataset.sample(index).tokens for index in range(50)])
     assert (tokens.dtype, tokens.min() >= 0, tokens.max() < vocab_size) == (np.int64, True, True)
     assert (tokens == eod).mean() == pytest.approx(1 / 64, rel=0.3)
 
 
 def test_mock_samples_can_be_learned() -> None:
-    sample = np.stack([mock("training").sample(index) for index in range(50)])
+    sample = np.stack([mock("training").sample(index).tokens for index in range(50)])
     steps = np.diff(sample, axis=1)
     assert np.mean(steps[:, 1:] == steps[:, :-1]) > 0.75
 
@@ -142,7 +180,7 @@ def test_mock_data_needs_no_file() -> None:
     datasets = build(mock_data=True)
     assert datasets.test is not None
     assert [datasets.train.num_samples, list(datasets.valid)] == [None, ["validation"]]
-    assert datasets.train.sample(3).shape == (S + 1,)
+    assert datasets.train.sample(3).tokens.shape == (S + 1,)
 
 
 def test_the_default_split_leaves_out_what_is_too_small(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def open_samples(
 
 
 def take(samples: GPTSamples, count: int, first: int = 0) -> NDArray[np.int64]:
-    return np.stack([samples.sample(index) for index in range(first, first + count)])
+    return np.stack([samples.sample(index).tokens for index in range(first, first + count)])
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_samples_are_runs_of_documents_laid_end_to_end(prefix: Path) -> None:
     assert sorted(laid) == list(range(file.num_tokens))
     assert set(epoch.starts.tolist()) <= set(starts)
     for place, cut in enumerate(epoch.cuts.tolist()):
-        assert samples.sample(place).tolist() == laid[cut * S : cut * S + S + 1]
+        assert samples.sample(place).tokens.tolist() == laid[cut * S : cut * S + S + 1]
 
 
 def test_documents_and_samples_are_shuffled_anew_in_each_epoch(prefix: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_order_depends_on_seed_and_data_alone(prefix: Path, tmp_path: Path) 
     count = 3 * open_samples(prefix).num_samples
     reference = take(open_samples(prefix), count)
     backwards = open_samples(prefix)
-    assert all(np.array_equal(backwards.sample(index), reference[index]) for index in reversed(range(count)))
+    assert all(np.array_equal(backwards.sample(index).tokens, reference[index]) for index in reversed(range(count)))
     (tmp_path / "elsewhere").mkdir()
     for ending in (".bin", ".idx"):
         shutil.copy(f"{prefix}{ending}", tmp_path / "elsewhere" / f"moved{ending}")

@@ -137,14 +137,17 @@ def test_windows_cover_any_text_and_show_enough() -> None:
             windows = Windows(tokens[:length], np.array([0, length]), seq_length=8, stride=stride)
             predicted = []
             for number in range(len(windows)):
-                sample, (counted,) = windows.sample(number), windows.counted(range(number, number + 1))
-                for place in counted.nonzero().flatten().tolist():
-                    assert sample[place + 1] == sample[0] + place + 1
-                    assert place >= 8 - stride or sample[0] == 0
-                    predicted.append(int(sample[place + 1]))
+                sample = windows.sample(number)
+                assert sample.loss_mask is not None
+                for place in sample.loss_mask.nonzero()[0].tolist():
+                    assert sample.tokens[place] == sample.tokens[0] + place
+                    assert place > 8 - stride or sample.tokens[0] == 0
+                    predicted.append(int(sample.tokens[place]))
             assert predicted == list(range(1, length)), (length, stride)
             assert windows.num_predictions == length - 1
-            assert not windows.counted(range(len(windows), len(windows) + 2)).any()
+            for fill in (windows.sample(number) for number in range(len(windows), len(windows) + 2)):
+                assert fill.loss_mask is not None
+                assert not fill.loss_mask.any()
 
 
 @pytest.mark.parametrize("per_document", [False, True])

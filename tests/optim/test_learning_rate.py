@@ -118,6 +118,44 @@ def test_weight_decay_is_constant_unless_told() -> None:
     assert {schedule.weight_decay(consumed) for consumed in range(0, 2000, 8)} == {0.1}
 
 
+RAMP = (64, 64, 300_000)  # and 1,024 samples a step after it
+
+
+def ramped(**optimizer: Any) -> tuple[LearningRateSchedule, BatchSizeSchedule]:
+    """1,000 steps, 263,616 samples before the last one, a warm-up of 100 steps, from 3e-4 to 3e-5 by a cosine."""
+    config = replace(OptimizerConfig(lr=3e-4, min_lr=3e-5, lr_warmup_iters=100, lr_decay_style="cosine"), **optimizer)
+    training = TrainingConfig(train_iters=1000, rampup_batch_size=RAMP)
+    schedule = build_learning_rate_schedule(config, training, global_batch_size=1024)
+    return schedule, BatchSizeSchedule.of(RAMP, global_batch_size=1024)
+
+
+def test_with_a_ramp_lengths_in_steps_end_at_those_steps() -> None:
+    schedule, batches = ramped(start_weight_decay=0.0, end_weight_decay=0.1, weight_decay_incr_style="linear")
+    consumed = batches.consumed_samples
+    assert consumed(999) == 263_616
+    assert consumed(1000) == schedule.train_samples == schedule.decay_samples
+    assert schedule.learning_rate(consumed(99)) < schedule.learning_rate(consumed(100)) == 3e-4
+    assert schedule.learning_rate(consumed(101)) < 3e-4
+    assert schedule.learning_rate(consumed(999)) == pytest.approx(3e-5, rel=1e-2)
+    assert schedule.learning_rate(consumed(1000)) == pytest.approx(3e-5, rel=1e-12)
+    assert schedule.weight_decay(consumed(1000)) == pytest.approx(0.1)
+
+
+def test_with_a_ramp_wsd_decays_over_its_last_steps() -> None:
+    schedule, batches = ramped(lr_decay_style="WSD", lr_wsd_decay_style="linear", lr_wsd_decay_iters=100)
+    rates = [schedule.learning_rate(batches.consumed_samples(step)) for step in (100, 500, 900, 901, 1000)]
+    assert rates[:3] == [3e-4] * 3
+    assert 2.9e-4 < rates[3] < 3e-4
+    assert rates[4] == pytest.approx(3e-5)
+
+
+def test_a_ramp_leaves_lengths_in_samples_alone() -> None:
+    config = OptimizerConfig(lr=3e-4, lr_warmup_samples=1000)
+    training = TrainingConfig(train_samples=100_000, rampup_batch_size=RAMP)
+    schedule = build_learning_rate_schedule(config, training, global_batch_size=1024)
+    assert (schedule.warmup_samples, schedule.decay_samples, schedule.train_samples) == (1000, 100_000, 100_000)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

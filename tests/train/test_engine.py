@@ -16,7 +16,8 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import AttentionBackend, TrainingConfig
-from megatronish.data.loader import micro_batches
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.data_parallel.zero import Zero
 from megatronish.launch.place import Place
@@ -67,8 +68,10 @@ def engine_of(
         recompute=recompute,
     )
     dataset = MockSamples(name="train", seq_length=S, seed=1, vocab_size=VOCABULARY, eod=0)
-    sizes = {"global_batch_size": batch, "micro_batch_size": B, "dp_rank": mesh.dp.rank, "dp_size": layout.dp}
-    return engine, micro_batches(dataset, consumed_samples=0, eod=0, **sizes)
+    share = BatchShare(mesh.dp.rank, layout.dp, B)
+    return engine, micro_batches(
+        dataset, consumed_samples=0, global_batch_size=batch, share=share, collate=Collator(eod=0)
+    )
 
 
 def kept(place: Place, parallel: ParallelConfig, recompute: RecomputeConfig, model: ModelConfig) -> int:

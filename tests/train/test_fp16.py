@@ -12,7 +12,8 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.data.loader import micro_batches
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
@@ -43,10 +44,8 @@ def overflow_on_one_rank(place: Place) -> tuple[list[bool], list[float], bool]:
             dataset,
             consumed_samples=2 * step,
             global_batch_size=2,
-            micro_batch_size=1,
-            dp_rank=mesh.dp.rank,
-            dp_size=2,
-            eod=0,
+            share=BatchShare(mesh.dp.rank, 2, 1),
+            collate=Collator(eod=0),
         )
         before = [parameter.detach().clone() for parameter in engine.model.parameters()]
         handle = None

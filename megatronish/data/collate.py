@@ -1,0 +1,92 @@
+"""Collation: samples to the tensors of a micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatronish.config.data import DataConfig
+from megatronish.data.sample import Sample
+from megatronish.model.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rules by which samples become a micro-batch: `collate(samples, sample_ids)`.
+
+    The settings speak of documents that end-of-document tokens end; what a sample says of itself comes first. An
+    end-of-document token belongs to the document that it ends. The prediction made from it, the next document's first
+    token, counts in the loss unless `eod_mask_loss`, as in Megatron-LM.
+    """
+
+    eod: int | None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig, *, eod: int | None) -> "Collator":
+        """The rules that a config asks for."""
+        return cls(
+            eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+
+    def __call__(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
+        """B samples of S + 1 tokens -> [B, S] tensors on the CPU."""
+        packed = self.reset_attention_mask or any(sample.document_ids is not None for sample in samples)
+        return MicroBatch(
+            tokens=_stack([sample.tokens[:-1] for sample in samples]),
+            labels=_stack([sample.tokens[1:] for sample in samples]),
+            loss_mask=_stack([self._loss_mask(sample) for sample in samples]),
+            position_ids=_stack([self._position_ids(sample) for sample in samples]),
+            sample_ids=torch.tensor(sample_ids),
+            document_ids=_stack([self._document_ids(sample) for sample in samples]) if packed else None,
+        )
+
+    def _loss_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        """bool [S]: whether the token after each position counts."""
+        if sample.loss_mask is not None:
+            mask = sample.loss_mask[1:]
+        else:
+            mask = ~self._is_end(sample) if self.eod_mask_loss else np.ones(len(sample.tokens) - 1, np.bool_)
+        # Between packed documents the label belongs to the next one, of which the position sees nothing.
+        return mask if sample.document_ids is None else mask & (np.diff(sample.document_ids) == 0)
+
+    def _document_ids(self, sample: Sample) -> NDArray[np.int64]:
+        """int64 [S]; one document where documents of the sample may attend to each other."""
+        if sample.document_ids is not None or self.reset_attention_mask:
+            return self._documents(sample)
+        return np.zeros(len(sample.tokens) - 1, np.int64)
+
+    def _position_ids(self, sample: Sample) -> NDArray[np.int64]:
+        """int64 [S], from 0 in the sample or in each of its documents."""
+        places = np.arange(len(sample.tokens) - 1)
+        if sample.document_ids is None and not self.reset_position_ids:
+            return places
+        documents = self._documents(sample)
+        begins = np.diff(documents, prepend=documents[:1]) > 0
+        return places - np.maximum.accumulate(np.where(begins, places, 0))
+
+    def _documents(self, sample: Sample) -> NDArray[np.int64]:
+        """int64 [S]: the sample's own document ids, or numbers of the documents that end-of-document tokens end."""
+        if sample.document_ids is not None:
+            return sample.document_ids[:-1]
+        is_end = self._is_end(sample)
+        return np.cumsum(is_end) - is_end
+
+    def _is_end(self, sample: Sample) -> NDArray[np.bool_]:
+        """bool [S]: whether a token that the model sees ends a document."""
+        inputs = sample.tokens[:-1]
+        return np.zeros(len(inputs), np.bool_) if self.eod is None else inputs == self.eod
+
+
+def _stack(rows: Sequence[NDArray[Any]]) -> Tensor:
+    """[S] arrays, B of them -> [B, S] on the CPU."""
+    return torch.from_numpy(np.stack(rows))

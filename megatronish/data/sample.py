@@ -1,0 +1,76 @@
+"""Samples and data sets: the record that every data set returns, and the protocol that makes a class a data set.
+
+A new kind of data set is one file with a class that has the members of `Dataset` and a function that opens it
+(`OpenDataset`), and one line in the table `DATASETS` of data/datasets.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Sample:
+    """S + 1 tokens: the model sees `tokens[:-1]` and predicts `tokens[1:]`. All arrays have one entry a token.
+
+    `loss_mask[i]` refers to token i as a label: whether its prediction (made at position i - 1) counts in the loss.
+    Token 0 is no label, so `loss_mask[0]` is not read. None: every prediction counts, except those made from an
+    end-of-document token with --eod-mask-loss.
+
+    `document_ids[i]` is the document of token i; ids do not fall along the sample. A token attends to its own document
+    alone, position ids start at 0 in each, and the first token of a document is never predicted. None: documents are
+    what end-of-document tokens end, and --reset-attention-mask, --reset-position-ids say what that changes.
+    """
+
+    tokens: NDArray[np.int64]  # [S + 1]
+    loss_mask: NDArray[np.bool_] | None = None  # [S + 1]
+    document_ids: NDArray[np.int64] | None = None  # [S + 1]
+
+    def __post_init__(self) -> None:
+        shape = self.tokens.shape
+        assert len(shape) == 1, f"tokens of a sample are one row, not {shape}"
+        assert self.loss_mask is None or self.loss_mask.shape == shape, f"{self.loss_mask.shape} is not {shape}"
+        if self.document_ids is not None:
+            assert self.document_ids.shape == shape, f"{self.document_ids.shape} is not {shape}"
+            assert (np.diff(self.document_ids) >= 0).all(), "document ids fall along a sample"
+
+
+class Dataset(Protocol):
+    """Numbered samples: all of the same S, without end."""
+
+    name: str
+    identity: str
+    """Hash of all that determines the samples: equal for equal samples. A run may continue on equal data alone."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples until they repeat; None if they never do."""
+
+    def sample(self, index: int, /) -> Sample:
+        """Sample of any index >= 0, a function of the index alone: ranks read in different orders."""
+
+
+@dataclass(frozen=True)
+class DatasetSettings:
+    """Settings that all data sets of a run share."""
+
+    seq_length: int
+    seed: int
+    vocab_size: int
+    eod: int
+    cache_path: str | None = None
+
+
+class DatasetSource(NamedTuple):
+    """Place that one data set is read from: from which fraction of the documents of `path` up to which other one."""
+
+    name: str
+    path: str = ""
+    part: tuple[float, float] = (0.0, 1.0)
+
+
+OpenDataset = Callable[[DatasetSource, DatasetSettings], Dataset]
+"""Function that opens a data set; UserError with a remedy for what cannot be read."""
