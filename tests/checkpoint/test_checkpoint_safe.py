@@ -33,7 +33,7 @@ from megatronish.checkpoint.folder import read_state, remove_old
 from megatronish.checkpoint.metadata import parse_metadata
 from megatronish.checkpoint.tensors import read_tensors
 from megatronish.errors import UserError
-from megatronish.train.hooks.save import read_run
+from megatronish.train.state import read_run
 
 NAME = "model.weight"
 

@@ -1,8 +1,7 @@
-"""When is a run saved, and how does it go on from what was saved?"""
+"""The Save hook: checkpoints at an interval, on request and at the end of a run, written here or by a thread."""
 
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -10,23 +9,16 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.background import HostCopies, in_background
-from megatronish.checkpoint.folder import STATE, DamagedError, read_state, remove_old
-from megatronish.checkpoint.load import load_tensors, offering_another
-from megatronish.checkpoint.save import SaveError, model_tensors, optimizer_tensors, save_checkpoint
+from megatronish.checkpoint.folder import remove_old
+from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.run import CheckpointConfig
-from megatronish.errors import UserError
 from megatronish.mesh import Mesh
-from megatronish.train.engine import Engine
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
+from megatronish.train.state import tensors_of
+from megatronish.train.trainer import Hook, StepRecord, Trainer
 
-FACTS = ("config", "vocab_size", "data", "eod")
-POSITION = ("step", "consumed_samples", "optimizer_steps")
-LOSS_SCALE = {"scale", "growth_tracker", "hysteresis_tracker"}
-LARGEST_COUNT = 2**62
 TRIED_AGAIN = "training goes on, and the next save tries again"
 
 
@@ -165,80 +157,3 @@ class Save(Hook):
         """What is news to the user; complaints do not begin with a blank."""
         for line in lines if self.mesh.is_main else ():
             tqdm.write(line, file=sys.stdout if line.startswith(" ") else sys.stderr)
-
-
-def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
-    """What a checkpoint holds of this rank."""
-    sharing = engine.data_parallel
-    where = (engine.shardings, engine.mesh, sharing.replicate_axis)
-    tensors = model_tensors(sharing.shards, *where)
-    return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
-
-
-def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine) -> None:
-    """Its states are of no use to another one."""
-    now = engine.optimizer.name
-    if saved not in (None, now):
-        raise UserError(
-            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; go on with "
-            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and lets the optimizer start anew"
-        )
-
-
-def read_run(checkpoint: Path) -> dict[str, Any]:
-    """The state of a run's checkpoint; DamagedError if it is not that of a run."""
-    state = read_state(checkpoint)
-    missing = [name for name in (*FACTS, *POSITION) if name not in state]
-    if missing:
-        raise DamagedError(checkpoint, f"{STATE} lacks {', '.join(missing)}")
-    if not _is_sound(state):
-        raise DamagedError(checkpoint, f"{STATE} is not that of a run")
-    return state
-
-
-def _is_sound(state: dict[str, Any]) -> bool:
-    """Whether what a run goes on with is of the kind that a run leaves, and no number is out of all reason."""
-    config, scale = state["config"], state.get("loss_scale", {})
-    counts = [state.get(name, 0) for name in (*POSITION, "skipped_steps", "skipped_samples")]
-    return (
-        isinstance(config, dict)
-        and all(isinstance(section, dict) for section in config.values())
-        and "model" in config
-        and type(config.get("training", {}).get("seq_length")) is int
-        and all(type(count) is int and 0 <= count < LARGEST_COUNT for count in counts)
-        and isinstance(scale, dict)
-        and (not scale or scale.keys() >= LOSS_SCALE)
-        and all(type(number) in (int, float) and abs(number) < LARGEST_COUNT**2 for number in scale.values())
-        and isinstance(state.get("origin", {}), dict)
-    )
-
-
-def resume(
-    engine: Engine,
-    *,
-    checkpoint: Path,
-    weights_only: bool,
-    with_optimizer: bool,
-    check: Callable[[dict[str, Any]], None],
-) -> Progress:
-    """Load this rank's share, in whatever layout it was saved; where the run then stands.
-
-    `check` is shown the checkpoint's state before anything is changed, and raises UserError if it will not do.
-    """
-    mesh, optimizer = engine.mesh, engine.optimizer
-    with_optimizer = with_optimizer and not weights_only
-    with offering_another(mesh.checkpoint_axis):
-        state = all_or_none(mesh.checkpoint_axis, partial(read_run, checkpoint))
-    check(state)
-    if with_optimizer:
-        _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
-    load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=mesh)
-    engine.data_parallel.publish(frozen=True)
-    if weights_only:
-        return Progress()
-    if with_optimizer:
-        optimizer.num_steps = state["optimizer_steps"]
-    engine.loss_scale.load(state.get("loss_scale", {}))
-    return Progress(
-        state["step"], state["consumed_samples"], state.get("skipped_steps", 0), state.get("skipped_samples", 0)
-    )
