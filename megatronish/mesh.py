@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatronish.errors import UserError
 from megatronish.layout import Coordinates, Layout
 
 
@@ -135,20 +134,6 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.world.rank == 0
-
-
-def choose_backend(wanted: str, device: torch.device) -> str:
-    """What torch.distributed is told: beside a device's own backend there is always gloo, for what lives on the CPU.
-
-    UserError for a name that neither torch nor a plug-in knows.
-    """
-    name = wanted
-    if wanted == "auto":
-        name = "nccl" if device.type == "cuda" else "gloo"
-    if name not in dist.Backend.backend_list:
-        known = ", ".join(sorted(set(dist.Backend.backend_list) - {"undefined"}))
-        raise UserError(f"distributed_backend={wanted} is none that this torch knows; it knows {known}")
-    return name if name == "gloo" or device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
 
 
 def leave() -> None:

@@ -12,9 +12,9 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
-from megatronish.errors import UserError
+from megatronish.launch.device import choose_backend, choose_device
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh, choose_backend, leave
+from megatronish.mesh import Mesh, leave
 from megatronish.tokenizer import encode_prompt
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
@@ -61,21 +61,6 @@ def start_mesh(config: Config, place: Place) -> Mesh:
         copies=parallel.num_distributed_optimizer_instances,
         fully_shared=parallel.zero == 3,
     )
-
-
-def choose_device(wanted: str, place: Place) -> torch.device:
-    """This rank's device: a GPU of its own where there are GPUs."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place.local_world_size > count:
-        raise UserError(
-            f"device={wanted} with {place.local_world_size} ranks on this machine needs as many GPUs, and torch sees "
-            f"{count}; use fewer ranks, or --device cpu"
-        )
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
