@@ -31,8 +31,8 @@ def device_index(wanted: str, place: Place, *, device_count: int) -> int:
     if place.may_see_own_device:
         number = place.local_world_size
         remedy = (
-            f"ask for {number} GPUs a node, all of them shown to every task (srun --gpus-per-node={number}) or one to each "
-            f"(srun --gpus-per-task=1), {remedy}"
+            f"ask for {number} GPUs a node, all of them shown to every task (srun --gpus-per-node={number}) or one "
+            f"to each (srun --gpus-per-task=1), {remedy}"
         )
     raise UserError(
         f"device={wanted} with {place.local_world_size} ranks on this machine needs as many GPUs, and torch sees "

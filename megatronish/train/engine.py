@@ -6,7 +6,7 @@ a learning rate, and it computes, reduces, clips and updates. The trainer, the t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.loss_scale import LossScale, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
-from megatronish.pipeline.executor import Executor, Record
+from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.schedule.plan import Action, StageChunk
@@ -72,8 +72,8 @@ class Engine:
     loss_scale: LossScale
     clip_grad: float
     check_finite: bool
-    record: Record | None = None
-    """Told the times of every action of a step, while it is set."""
+    observers: list[Observer] = field(default_factory=list)
+    """Each is told the times of every action of a step."""
 
     @classmethod
     def build(
@@ -196,7 +196,7 @@ class Engine:
             step=step,
             loss_scale=scale / max(num_tokens, 1),
             starting=self.data_parallel.starting,
-            record=self.record,
+            observers=self.observers,
         )
         self.data_parallel.finish()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)

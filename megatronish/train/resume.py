@@ -22,10 +22,14 @@ ANEW = "step, optimizer and data order start anew"
 
 
 class Begun(NamedTuple):
-    """Where a run stands. `origin` is what another format said of the weights it came from, to be kept beside them."""
+    """Where a run stands. `origin` is what another format said of the weights it came from, to be kept beside them.
+
+    `hook_states` are those of the run that goes on, by name: see `Hook.state`.
+    """
 
     progress: Progress
     origin: dict[str, Any]
+    hook_states: dict[str, dict[str, Any]]
 
 
 def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun:
@@ -37,7 +41,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
         return _from_hf(engine, Path(keep.load_hf), say)
     if checkpoint is None:
-        return Begun(Progress(), {})
+        return Begun(Progress(), {}, {})
     with offering_another(engine.mesh.checkpoint_axis):
         saved = all_or_none(engine.mesh.checkpoint_axis, partial(read_run, checkpoint))
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
@@ -60,7 +64,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
         check=check,
     )
     say(f"took the weights of {checkpoint}: {ANEW}" if weights_only else f"continuing from {checkpoint}")
-    return Begun(progress, saved.get("origin", {}))
+    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}))
 
 
 def resume(
@@ -131,7 +135,7 @@ def _from_hf(engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
     def read() -> Begun:
         description, tensors = open_hf(load)
         load_weights(tensors, into, source=load)
-        return Begun(Progress(), dict(description.origin))
+        return Begun(Progress(), dict(description.origin), {})
 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
     engine.data_parallel.publish(frozen=True)

@@ -1,4 +1,4 @@
-"""What is a training run, from a config to its last line? The parts put together, on one rank."""
+"""A training run on one rank, from a config to its last line: mesh, job, engine, hooks and trainer put together."""
 
 import sys
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.job import TrainingJob
 from megatronish.train.resume import begin
 from megatronish.train.summary import first_lines
-from megatronish.train.trainer import Hook, Trainer
+from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
@@ -65,7 +65,6 @@ def start_mesh(config: Config, place: Place) -> Mesh:
 
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
     stopper = Stopper(
-        mesh.world,
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
     )
@@ -75,7 +74,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
     engine = job.build_engine()
-    progress, origin = begin(job, engine, say)
+    progress, origin, hook_states = begin(job, engine, say)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
@@ -87,14 +86,13 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
-        schedule=job.schedule,
-        batch_sizes=job.batch_sizes,
-        num_steps=num_steps,
+        schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
         hooks=_hooks(job, engine, stopper, board, save),
         progress=progress,
     )
+    trainer.load_hook_states(hook_states)
     if mesh.is_main:
         (config.run_dir / "config.toml").write_text(to_toml(config))
     trainer.run()

@@ -47,4 +47,10 @@ def _is_valid(state: dict[str, Any]) -> bool:
         and (not scale or scale.keys() >= LOSS_SCALE)
         and all(type(number) in (int, float) and abs(number) < LARGEST_COUNT**2 for number in scale.values())
         and isinstance(state.get("origin", {}), dict)
+        and _are_hook_states(state.get("hooks", {}))
     )
+
+
+def _are_hook_states(states: Any) -> bool:
+    """Whether these can be states of hooks, by name."""
+    return isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())

@@ -151,6 +151,7 @@ class Save(Hook):
             "skipped_steps": progress.skipped_steps,
             "skipped_samples": progress.skipped_samples,
             "loss_scale": engine.loss_scale.state(),
+            "hooks": trainer.hook_states(),
         }
 
     def _tell(self, *lines: str) -> None:
