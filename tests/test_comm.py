@@ -203,5 +203,5 @@ def test_among_many_ranks_too_an_axis_of_size_one_has_no_group() -> None:
         ("dp", 1, 0, (3,), False),
         ("tp", 2, 1, (2, 3), True),
         ("data", 1, 0, (3,), False),
-        ("embedding_axis", 2, 1, (1, 3), True),
+        ("embedding", 2, 1, (1, 3), True),
     ]

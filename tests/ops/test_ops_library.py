@@ -28,7 +28,7 @@ def test_every_family_has_its_line_and_its_sources() -> None:
 def test_who_defines_a_family_loads_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(library, "load_kernels", lambda: asked.append("kernels"))
-    library.define(library.Family("none", ()))
+    library.define(library.OperatorFamily("none", ()))
     assert asked == ["kernels"]
 
 
@@ -93,7 +93,7 @@ def test_gradients_have_no_gradient_and_it_is_said() -> None:
         setup_context=save,
         backward=backward,
     )
-    ops = library.define(library.Family("squares", (square,)), namespace="megatronish_squares")
+    ops = library.define(library.OperatorFamily("squares", (square,)), namespace="megatronish_squares")
     x = torch.tensor([3.0], requires_grad=True)
     assert torch.autograd.grad(ops.square(x), x)[0].item() == 6.0
     with pytest.raises(RuntimeError, match="square can be differentiated once: its gradients have no gradient"):

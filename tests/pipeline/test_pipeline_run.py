@@ -18,8 +18,7 @@ from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Boundary, Executor
-from megatronish.schedule.plan import Action, Placement, Plan, looped
-from megatronish.schedule.plan import Place as Position
+from megatronish.schedule.plan import Action, Placement, Plan, StageChunk, looped
 from megatronish.schedule.schedules import RECEIVES_AHEAD, SCHEDULES
 from megatronish.schedule.simulate import simulate
 
@@ -322,7 +321,7 @@ def test_zero_bubble_gradients_are_those_of_1f1b() -> None:
 
 def test_any_plan_in_any_placement_runs_unchanged() -> None:
     """Written by hand: up and down, over a stage, and from chunk to chunk of one stage. A schedule is data."""
-    placement = [Position(1, 0), Position(0, 0), Position(0, 1), Position(2, 0), Position(1, 1)]
+    placement = [StageChunk(1, 0), StageChunk(0, 0), StageChunk(0, 1), StageChunk(2, 0), StageChunk(1, 1)]
     plan: Plan = []
     for stage in range(3):
         chunks = [place.chunk for place in placement if place.stage == stage]
