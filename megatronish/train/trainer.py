@@ -140,7 +140,7 @@ class Trainer:
         start = time.perf_counter()
         result = self.engine.step(
             micro_batches,
-            step=before.step,
+            num_steps_done=before.step,
             learning_rate=learning_rate,
             weight_decay=schedule.learning_rate.weight_decay(learned_from),
         )

@@ -46,7 +46,7 @@ def train(place: Place, cp: int) -> tuple[list[float], int]:
             dataset, consumed_samples=step, global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1, eod=0
         )
         with saved_by(engine.model) as saved:
-            losses.append(engine.step(batch, step=step, learning_rate=1e-2, weight_decay=0.0).loss)
+            losses.append(engine.step(batch, num_steps_done=step, learning_rate=1e-2, weight_decay=0.0).loss)
         kept = kept or saved.num_bytes
     return losses, kept
 
