@@ -16,14 +16,14 @@ from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.run import CheckpointConfig
 from megatronish.mesh import Mesh
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.state import tensors_of
+from megatronish.train.state import num_not_finite, tensors_of
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 TRIED_AGAIN = "training goes on, and the next save tries again"
 
 
 class FinishedSave(NamedTuple):
-    """What became of a save: where it is, how long it took, and old ones that could not be removed."""
+    """A save that was written: where, how long it took, and old ones that could not be removed."""
 
     path: Path
     seconds: float
@@ -39,7 +39,7 @@ class PendingSave(NamedTuple):
 
 
 class Save(Hook):
-    """Saves every `interval` steps, when asked to, and at the end.
+    """Saves every `interval` steps, when asked to, and at the end, unless a parameter is infinite or not a number.
 
     With `async_save` a thread writes all but the last, one at a time. A write that fails is told, and the next save
     tries again; the last is waited for, and its failure is the run's. Used as a context: what is being written when a
@@ -51,15 +51,16 @@ class Save(Hook):
     ) -> None:
         self.folder, self.config, self.mesh, self.stopper, self.facts = folder, config, mesh, stopper, facts
         self.saved_step: int | None = None
+        self._refused_step: int | None = None  # whose parameters were not finite
         self._copies = HostCopies()
         self._pending: PendingSave | None = None
 
     def start(self, trainer: Trainer) -> None:
-        """What was loaded need not be saved again."""
+        """Take the step that was loaded as saved."""
         self.saved_step = trainer.progress.step
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """In turn, or because somebody asked."""
+        """Save at the interval, or because a signal asked for it."""
         if not self.is_writing:
             self._collect()
         interval = self.config.save_interval
@@ -68,14 +69,14 @@ class Save(Hook):
             self._save(trainer)
 
     def finish(self, trainer: Trainer) -> None:
-        """The end of the run, or of this part of it."""
+        """Save at the end of the run, or of this part of it."""
         self._wait(then="it is tried once more")
-        if self.saved_step != trainer.progress.step:
+        if trainer.progress.step not in (self.saved_step, self._refused_step) and self._is_finite(trainer):
             self._save_now(trainer)
 
     @property
     def is_writing(self) -> bool:
-        """Whether a thread is at work."""
+        """Whether a thread is writing a checkpoint."""
         return self._pending is not None and not self._pending.future.done()
 
     def __enter__(self) -> "Save":
@@ -85,7 +86,25 @@ class Save(Hook):
         if kind is None or issubclass(kind, Exception):
             self._collect(then="the run has failed otherwise")
 
+    def _is_finite(self, trainer: Trainer) -> bool:
+        """Whether every parameter is; where not, say that nothing is saved. Collective.
+
+        --no-check-for-nan-in-loss-and-grad lets a run go on with NaN, and with --keep-last its checkpoints would remove
+        those that a run can go on from.
+        """
+        number = num_not_finite(trainer.engine)
+        if number:
+            self._refused_step = trainer.progress.step
+            self._tell(
+                f"no checkpoint of step {trainer.progress.step}: {number} of the model's tensors hold infinity or NaN, "
+                "and no run can go on from them. Those before it stay; start again from the newest of them with a "
+                "lower --lr"
+            )
+        return number == 0
+
     def _save(self, trainer: Trainer) -> None:
+        if not self._is_finite(trainer):
+            return
         if not self.config.async_save:
             self._save_now(trainer)
             return
