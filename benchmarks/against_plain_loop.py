@@ -102,7 +102,7 @@ def build_pair() -> Pair:
     def our_step(step: int) -> tuple[float, float]:
         tokens, labels = random_batch(SIZES, step)
         batch = as_micro_batch(tokens, labels, step)
-        result = engine.step([batch], step=step, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        result = engine.step([batch], num_steps_done=step, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         return result.loss, result.grad_norm
 
     def plain_step(step: int) -> tuple[float, float]:
@@ -115,7 +115,7 @@ def check_same(pair: Pair, *, num_steps: int) -> None:
     """The same training, step by step."""
     for step in range(num_steps):
         found, expected = pair.ours(step), pair.plain(step)
-        print(f"step {step}: loss and gradient norm {found} against {expected}")
+        print(f"step {step + 1}: loss and gradient norm {found} against {expected}")
         assert all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(found, expected, strict=True))
 
 

@@ -126,7 +126,7 @@ def take_step(job: TrainingJob, engine: Engine, step: int) -> None:
     """One step on made-up tokens."""
     batch = job.config.global_batch_size
     micro_batches = job.batches_of(job.datasets.train)(step * batch, batch)
-    engine.step(micro_batches, step=step, learning_rate=1e-4, weight_decay=0.0)
+    engine.step(micro_batches, num_steps_done=step, learning_rate=1e-4, weight_decay=0.0)
 
 
 def record(place: Place, flags: str, folder: Path) -> int:

@@ -69,7 +69,7 @@ def time_steps(engine: Engine, steps: range, clock: Callable[[], float]) -> tupl
     for step in steps:
         batch = random_batch(step)
         start = clock()
-        loss = engine.step([batch], step=step, learning_rate=1e-3, weight_decay=0.01).loss
+        loss = engine.step([batch], num_steps_done=step, learning_rate=1e-3, weight_decay=0.01).loss
         seconds.append(clock() - start)
     return seconds, loss
 

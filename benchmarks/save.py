@@ -30,7 +30,7 @@ from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
-from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer
+from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer, TrainingSchedule
 
 FLAGS = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --micro-batch-size 1 "
@@ -77,7 +77,7 @@ def measure(place: Place, flags: list[str], turns: int, interval: int, folder: P
     job = TrainingJob.open(config, start_mesh(config, place))
     engine = job.build_engine()
     options: dict[str, Any] = {"mesh": engine.mesh, "facts": job.facts}
-    options["stopper"] = Stopper(engine.mesh.world, exit_interval=None, exit_duration_in_mins=None)
+    options["stopper"] = Stopper(exit_interval=None, exit_duration_in_mins=None)
     ways = {
         way: Save(
             folder / way,
@@ -90,9 +90,7 @@ def measure(place: Place, flags: list[str], turns: int, interval: int, folder: P
     hook = InTurn(ways, interval=interval, warm_up=warm_up)
     trainer = Trainer(
         engine=engine,
-        schedule=job.schedule,
-        batch_sizes=job.batch_sizes,
-        num_steps=interval * (warm_up + 2 * turns),
+        schedule=TrainingSchedule(job.schedule, job.batch_sizes, interval * (warm_up + 2 * turns)),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=1,
         hooks=[hook],

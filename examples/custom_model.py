@@ -66,15 +66,16 @@ def train(place: Place) -> int:
         make_block=ParallelBlock,
     )
     data = MockSamples(name="training", seq_length=TRAINING.seq_length, seed=1, vocab_size=VOCAB_SIZE, eod=0)
-    for step in range(1, 51):
+    for num_steps_done in range(50):
         batches = micro_batches(
             data,
-            consumed_samples=(step - 1) * GLOBAL_BATCH_SIZE,
+            consumed_samples=num_steps_done * GLOBAL_BATCH_SIZE,
             global_batch_size=GLOBAL_BATCH_SIZE,
             share=BatchShare(mesh.dp.rank, mesh.dp.size, TRAINING.micro_batch_size),
             collate=Collator(eod=0),
         )
-        result = engine.step(batches, step=step, learning_rate=3e-3, weight_decay=0.01)
+        result = engine.step(batches, num_steps_done=num_steps_done, learning_rate=3e-3, weight_decay=0.01)
+        step = num_steps_done + 1
         if mesh.is_main and (step == 1 or step % 10 == 0):
             print(f"step {step:3} | loss {result.loss:.4f} | grad norm {result.grad_norm:.3f}", flush=True)
     leave()

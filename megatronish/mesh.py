@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatronish.config.parallel import ParallelConfig
-from megatronish.errors import UserError
 from megatronish.launch.place import Place
 from megatronish.layout import Coordinates, Layout
 from megatronish.schedule.schedules import SCHEDULES
@@ -222,20 +221,6 @@ def _dense_domain(layout: Layout, data: Axis, zero_stage: int, copies: int, axis
     replicas = [ranks[i::size] for ranks in groups for i in range(size)]
     shard = axis("shard", shards, at_least=1 if zero_stage == 3 else 2)
     return Domain(shard=shard, replicate=axis("replicate", replicas))
-
-
-def choose_backend(wanted: str, device: torch.device) -> str:
-    """What torch.distributed is told: beside a device's own backend there is always gloo, for what lives on the CPU.
-
-    UserError for a name that neither torch nor a plug-in knows.
-    """
-    name = wanted
-    if wanted == "auto":
-        name = "nccl" if device.type == "cuda" else "gloo"
-    if name not in dist.Backend.backend_list:
-        known = ", ".join(sorted(set(dist.Backend.backend_list) - {"undefined"}))
-        raise UserError(f"distributed_backend={wanted} is none that this torch knows; it knows {known}")
-    return name if name == "gloo" or device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
 
 
 def leave() -> None:

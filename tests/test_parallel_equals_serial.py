@@ -185,14 +185,15 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
     sgd = build(mesh, problem, spread, OptimizerConfig(optimizer="sgd", clip_grad=CLIP))
     initial = parts(sgd, masters_of(sgd))
     for step in range(SGD_STEPS):
-        sgd.step(batches(step), step=step, learning_rate=0.1, weight_decay=0.1)
+        sgd.step(batches(step), num_steps_done=step, learning_rate=0.1, weight_decay=0.1)
         if step == 0:
             gradients = parts(sgd, sgd.data_parallel.gradients)
     config = OPTIMIZERS[problem.optimizer]
     engine = build(mesh, problem, spread, config)
     assert config.lr is not None
     results = [
-        engine.step(batches(step), step=step, learning_rate=config.lr, weight_decay=0.1) for step in range(NUM_STEPS)
+        engine.step(batches(step), num_steps_done=step, learning_rate=config.lr, weight_decay=0.1)
+        for step in range(NUM_STEPS)
     ]
     of_muon = {
         name: held

@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from megatronish.checkpoint.arguments import read_arguments
+from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
 
@@ -22,6 +23,7 @@ def main(argv: list[str]) -> int:
         if {"-h", "--help"} & set(others):
             print(f"{__doc__}\nThe flags of pretrain_gpt.py:\n")
         config, notes = read_config(others, read_checkpoint=read_arguments)
+        refuse_unrunnable_plans(config)
         if own.steps < 1:
             raise UserError(f"steps={own.steps} must be at least 1")
         if config.training.bf16:

@@ -26,7 +26,7 @@ from megatronish.schedule.plan import StageChunk
 from megatronish.sharding import Shard, collect_shardings
 from megatronish.tokenizer import build_tokenizer
 from megatronish.train.engine import Engine
-from megatronish.train.hooks.save import tensors_of
+from megatronish.train.state import tensors_of
 
 FOREIGN = ("config.json", "latest_checkpointed_iteration.txt", "model.safetensors.index.json")
 

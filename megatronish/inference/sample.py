@@ -7,7 +7,7 @@ from megatronish.config.config import Config
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
 from megatronish.tokenizer import build_tokenizer, encode_prompt
-from megatronish.train.hooks.save import read_run
+from megatronish.train.state import read_run
 
 
 def print_sample(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Which rank is this process, of how many, and where do they meet? The only reader of such environment variables.
+"""The rank of this process, the size of the world and the rendezvous: the only reader of such environment variables.
 
 Three starts: torchrun sets RANK and its companions, srun sets SLURM_PROCID and its companions, and a plain start sets
 nothing, so that the launcher itself starts the local ranks (local.py). No torch in here: config needs the number of
@@ -21,7 +21,8 @@ class Place:
     """A rank among its peers: `local_*` counts those on the same machine.
 
     `rendezvous` is where they meet, as torch.distributed's `init_method` spells it: `file://PATH` after a plain start,
-    `env://` under torchrun, `tcp://HOST:PORT` under SLURM, None for a process that is alone.
+    `env://` under torchrun, `tcp://HOST:PORT` under SLURM, None for a process that is alone. `may_see_own_device`: the
+    launcher may have shown each of its ranks another GPU, as SLURM can; local ranks and torchrun's all see the same.
     """
 
     rank: int = 0
@@ -29,6 +30,7 @@ class Place:
     local_rank: int = 0
     local_world_size: int = 1
     rendezvous: str | None = None
+    may_see_own_device: bool = False
 
     def __post_init__(self) -> None:
         for name, size_name in (("rank", "world_size"), ("local_rank", "local_world_size")):
@@ -96,6 +98,8 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
         local_rank=_integer(environ, "LOCAL_RANK"),
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE"),
         rendezvous="env://",
+        # Somebody else may set torchrun's variables for tasks of srun; torchrun itself names its run.
+        may_see_own_device="TORCHELASTIC_RUN_ID" not in environ,
     )
 
 
@@ -133,6 +137,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
         local_rank=_integer(environ, "SLURM_LOCALID"),
         local_world_size=_slurm_local_world_size(environ, world_size, num_hosts=len(hosts) or 1),
         rendezvous=f"tcp://{address}:{_slurm_port(environ)}",
+        may_see_own_device=True,
     )
 
 

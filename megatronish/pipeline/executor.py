@@ -41,7 +41,7 @@ class SavedForward(NamedTuple):
     loss_gradient: Tensor | None
 
 
-Record = Callable[[Action, float, float], None]
+Observer = Callable[[Action, float, float], None]
 """Told each action with its start, once its input is here, and its end, in seconds of time.perf_counter."""
 
 
@@ -86,7 +86,7 @@ class Executor:
         step: int | None,
         loss_scale: float = 1.0,
         starting: Callable[[Action, bool], None] = _ignore,
-        record: Record | None = None,
+        observers: Sequence[Observer] = (),
     ) -> Tensor:
         """The sum of the losses of the micro-batches, fp32 (zero on ranks that do not end the model).
 
@@ -104,7 +104,7 @@ class Executor:
                 self._post(upcoming)
             arrived = self._take(action)
             starting(action, action == last[action.kind, action.chunk])
-            start = self._now() if record else 0.0
+            start = self._now() if observers else 0.0
             output: Tensor | None = None
             if action.kind == "F":
                 micro_batch = micro_batches[action.micro_batch]
@@ -114,8 +114,10 @@ class Executor:
             else:
                 assert self.weight_gradients is not None
                 self.weight_gradients.compute(chunk=action.chunk, micro_batch=action.micro_batch)
-            if record:
-                record(action, start, self._now())
+            if observers:
+                end = self._now()
+                for observe in observers:
+                    observe(action, start, end)
             if output is not None and self._target(action) is None:
                 total += output
             elif output is not None:

@@ -1,4 +1,4 @@
-"""How long does a plan take, how much does it hold alive, and does it hang? A plan on paper.
+"""The simulator of plans: times of every action, peak of live activations, bubble, and a picture of a hang.
 
 Each stage does its actions in the plan's order, each as soon as what it needs has arrived:
 F of a position needs F of the position before it, B needs B of the position after it (and its own F), W its own B.
@@ -14,9 +14,10 @@ from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
+from megatronish.errors import UserError
 from megatronish.schedule.draw import draw
 from megatronish.schedule.plan import Action, Kind, Placement, Plan, StageChunk, looped, routes
-from megatronish.schedule.schedules import RECEIVES_AHEAD
+from megatronish.schedule.schedules import RECEIVES_AHEAD, PipelineSchedule
 from megatronish.schedule.timeline import Timed, TimedPlan, Timeline, label, measure
 
 
@@ -139,6 +140,35 @@ def refuse_crossing(plan: Plan, placement: Placement) -> None:
                     f"of stage {target_stage} needs while that waits for {label(other, num_chunks=num_chunks)}; "
                     "send in the order of receiving"
                 )
+
+
+MAX_ACTIONS = 6000
+"""The largest plan that `refuse_schedule` simulates: about a quarter of a second."""
+
+
+def refuse_schedule(
+    schedule: PipelineSchedule, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None
+) -> None:
+    """UserError, with the picture, for a schedule whose plan is not whole, hangs, or crosses messages.
+
+    For many micro-batches the plan of fewer is simulated: whole rounds of `num_stages` micro-batches are left out, down
+    to two rounds, which fill and drain every pipeline here. What they repeat is the steady state between the two. A
+    plan of more than MAX_ACTIONS even so is not simulated.
+    """
+    few = min(num_microbatches, 2 * num_stages + num_microbatches % num_stages)
+    sizes = {"num_stages": num_stages, "num_chunks": num_chunks}
+    placement = schedule.place(**sizes)  # type: ignore[arg-type]
+    if len(placement) * few * (3 if schedule.has_weight_gradients else 2) > MAX_ACTIONS:
+        return
+    plan = schedule.plan(num_microbatches=few, **sizes)  # type: ignore[arg-type]
+    try:
+        for refuse in (refuse_broken, refuse_hang, refuse_crossing):
+            refuse(plan, placement)
+    except ValueError as error:
+        raise UserError(
+            f"pipeline_schedule={schedule.name} cannot run {few} micro-batches on {num_stages} stages: {error}\n"
+            "Use another --pipeline-schedule, or mend the generator of this one"
+        ) from error
 
 
 class Network:

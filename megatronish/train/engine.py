@@ -6,7 +6,7 @@ a learning rate, and it computes, reduces, clips and updates. The trainer, the t
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.loss_scale import LossScale, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
-from megatronish.pipeline.executor import Executor, Record
+from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.schedule.plan import Action, StageChunk
@@ -73,8 +73,8 @@ class Engine:
     loss_scale: LossScale
     clip_grad: float
     check_finite: bool
-    record: Record | None = None
-    """Told the times of every action of a step, while it is set."""
+    observers: list[Observer] = field(default_factory=list)
+    """Each is told the times of every action of a step."""
 
     @classmethod
     def build(
@@ -167,10 +167,13 @@ class Engine:
         )
 
     def step(
-        self, micro_batches: Sequence[MicroBatch], *, step: int, learning_rate: float, weight_decay: float
+        self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, learning_rate: float, weight_decay: float
     ) -> StepResult:
-        """One update from this rank's micro-batches of global step number `step`."""
-        result = self.gradients(micro_batches, step=step)
+        """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
+
+        Dropout masks are named by `num_steps_done`.
+        """
+        result = self.gradients(micro_batches, num_steps_done=num_steps_done)
         if not result.skipped:
             self.clip(result.grad_norm)
             self.data_parallel.wait_for_offload()
@@ -179,7 +182,7 @@ class Engine:
         self.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
         return result
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], *, step: int) -> StepResult:
+    def gradients(self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int) -> StepResult:
         """Leaves on the data axis the gradient of the mean loss over all predictions of the step that count.
 
         Times the loss scale: `clip` takes it out again.
@@ -190,10 +193,10 @@ class Engine:
         total = self.executor.run(
             self._actions(len(micro_batches)),
             micro_batches,
-            step=step,
+            step=num_steps_done,
             loss_scale=scale / max(num_tokens, 1),
             starting=self.data_parallel.begin_action,
-            record=self.record,
+            observers=self.observers,
         )
         self.data_parallel.finish_reduction()
         loss = self._sum_over_ranks(total) / max(num_tokens, 1)
@@ -203,8 +206,9 @@ class Engine:
         if self.check_finite and not is_finite and not self.loss_scale.can_shrink:
             too_large = f"; the loss scale of {scale} may be too large for fp16, too" if scale > 1 else ""
             raise NotFiniteError(
-                f"loss={loss} and grad_norm={grad_norm} in step {step + 1} must be finite; the parameters are as they "
-                f"were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step{too_large}"
+                f"loss={loss} and grad_norm={grad_norm} in step {num_steps_done + 1} must be finite; the parameters "
+                "are as they were before this step. Lower --lr, lengthen the warm-up, or look at the data of this "
+                f"step{too_large}"
             )
         skipped = not math.isfinite(grad_norm) and self.loss_scale.skips_overflow
         return StepResult(loss, grad_norm, num_tokens, scale, skipped)

@@ -1,4 +1,4 @@
-"""Where does a run begin: at its own newest checkpoint, at that of --load, at a Hugging Face model, or at nothing?"""
+"""The start of a run: its own newest checkpoint, that of --load, a Hugging Face model, or initial weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,25 +7,29 @@ from typing import Any, NamedTuple
 
 from megatronish.checkpoint.all_or_none import all_or_none, same_on_all
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
-from megatronish.checkpoint.load import offering_another
+from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.config.run import CheckpointConfig
 from megatronish.config.starting import of_another_format
 from megatronish.errors import UserError
 from megatronish.formats.fill import load_weights, open_hf
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
-from megatronish.train.hooks.save import read_run, resume, tensors_of
 from megatronish.train.job import TrainingJob
+from megatronish.train.state import read_run, tensors_of
 from megatronish.train.trainer import Progress
 
 ANEW = "step, optimizer and data order start anew"
 
 
 class Begun(NamedTuple):
-    """Where a run stands. `origin` is what another format said of the weights it came from, to be kept beside them."""
+    """Where a run stands. `origin` is what another format said of the weights it came from, to be kept beside them.
+
+    `hook_states` are those of the run that goes on, by name: see `Hook.state`.
+    """
 
     progress: Progress
     origin: dict[str, Any]
+    hook_states: dict[str, dict[str, Any]]
 
 
 def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun:
@@ -37,7 +41,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
         return _from_hf(engine, Path(keep.load_hf), say)
     if checkpoint is None:
-        return Begun(Progress(), {})
+        return Begun(Progress(), {}, {})
     with offering_another(engine.mesh.checkpoint_axis):
         saved = all_or_none(engine.mesh.checkpoint_axis, partial(read_run, checkpoint))
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
@@ -60,7 +64,48 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
         check=check,
     )
     say(f"took the weights of {checkpoint}: {ANEW}" if weights_only else f"continuing from {checkpoint}")
-    return Begun(progress, saved.get("origin", {}))
+    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}))
+
+
+def resume(
+    engine: Engine,
+    *,
+    checkpoint: Path,
+    weights_only: bool,
+    with_optimizer: bool,
+    check: Callable[[dict[str, Any]], None],
+) -> Progress:
+    """Load this rank's share, in whatever layout it was saved; where the run then stands.
+
+    `check` is shown the checkpoint's state before anything is changed, and raises UserError if it will not do.
+    """
+    mesh, optimizer = engine.mesh, engine.optimizer
+    with_optimizer = with_optimizer and not weights_only
+    with offering_another(mesh.checkpoint_axis):
+        state = all_or_none(mesh.checkpoint_axis, partial(read_run, checkpoint))
+    check(state)
+    if with_optimizer:
+        _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
+    load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=mesh)
+    engine.data_parallel.gather_parameters(frozen=True)
+    if weights_only:
+        return Progress()
+    if with_optimizer:
+        optimizer.num_steps = state["optimizer_steps"]
+    engine.loss_scale.load(state.get("loss_scale", {}))
+    return Progress(
+        state["step"], state["consumed_samples"], state.get("skipped_steps", 0), state.get("skipped_samples", 0)
+    )
+
+
+def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine) -> None:
+    """Its states are of no use to another one."""
+    now = engine.optimizer.name
+    if saved not in (None, now):
+        raise UserError(
+            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; go on with "
+            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and lets the optimizer start anew"
+        )
 
 
 def _look(keep: CheckpointConfig, own: Path) -> tuple[bool, Path | None]:
@@ -90,7 +135,7 @@ def _from_hf(engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
     def read() -> Begun:
         description, tensors = open_hf(load)
         load_weights(tensors, into, source=load)
-        return Begun(Progress(), dict(description.origin))
+        return Begun(Progress(), dict(description.origin), {})
 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
     engine.data_parallel.gather_parameters(frozen=True)

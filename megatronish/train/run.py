@@ -1,4 +1,4 @@
-"""What is a training run, from a config to its last line? The parts put together, on one rank."""
+"""A training run on one rank, from a config to its last line: mesh, job, engine, hooks and trainer put together."""
 
 import sys
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
-from megatronish.errors import UserError
+from megatronish.launch.device import choose_backend, choose_device
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh, choose_backend, leave
+from megatronish.mesh import Mesh, leave
 from megatronish.tokenizer import encode_prompt
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
@@ -27,7 +27,7 @@ from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.job import TrainingJob
 from megatronish.train.resume import begin
 from megatronish.train.summary import first_lines
-from megatronish.train.trainer import Hook, Trainer
+from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
@@ -55,24 +55,8 @@ def start_mesh(config: Config, place: Place) -> Mesh:
     return Mesh.of(parallel, place, device=device, backend=backend)
 
 
-def choose_device(wanted: str, place: Place) -> torch.device:
-    """This rank's device: a GPU of its own where there are GPUs."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place.local_world_size > count:
-        raise UserError(
-            f"device={wanted} with {place.local_world_size} ranks on this machine needs as many GPUs, and torch sees "
-            f"{count}; use fewer ranks, or --device cpu"
-        )
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
     stopper = Stopper(
-        mesh.world,
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
     )
@@ -82,7 +66,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
     engine = job.build_engine()
-    progress, origin = begin(job, engine, say)
+    progress, origin, hook_states = begin(job, engine, say)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
@@ -94,14 +78,13 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
-        schedule=job.schedule,
-        batch_sizes=job.batch_sizes,
-        num_steps=num_steps,
+        schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
         hooks=_hooks(job, engine, stopper, board, save),
         progress=progress,
     )
+    trainer.load_hook_states(hook_states)
     if mesh.is_main:
         (config.run_dir / "config.toml").write_text(to_toml(config))
     trainer.run()

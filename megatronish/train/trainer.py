@@ -1,23 +1,28 @@
-"""What happens in a training run, step after step? A short loop; everything that watches it is a hook.
+"""The training loop of one rank: data, a step of the engine, hooks; everything that watches a run is a hook.
 
-A hook is told of the start, of every step and of the end. It may look at all and change nothing but `stop_reason`.
-Hooks run in their order: those that decide whether to stop come before the one that saves.
+Hooks are called in their order: those that decide whether to stop come before the one that saves. A hook may look at
+everything and change nothing but `stop_reason`.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+
+from megatronish import comm
 from megatronish.data.loader import Prefetcher
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.train.engine import Engine
+from megatronish.train.engine import Engine, StepResult
 
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """Where a run stands: `step` is the number of steps done, and so the number of the last one, counted from 1."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -26,34 +31,65 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """What a step showed. `seconds` is the update alone: no data, no saving, no evaluation.
+class TrainingSchedule:
+    """What changes over a run by plan, and the number of its last step."""
 
-    `loss_scale` is what its loss was multiplied by before the backward; `skipped` if its gradient overflowed.
+    learning_rate: LearningRateSchedule
+    batch_size: BatchSizeSchedule
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished step, counted from 1. `seconds` is the update alone: no data, no saving, no evaluation.
+
+    `consumed_samples` includes the `global_batch_size` of this step.
     """
 
     step: int
-    loss: float
-    grad_norm: float
+    result: StepResult
     learning_rate: float
     global_batch_size: int
     consumed_samples: int
     seconds: float
-    loss_scale: float = 1.0
-    skipped: bool = False
 
 
 class Hook:
-    """Something that watches a run. All ranks call their hooks in the same order, so a hook may communicate."""
+    """An observer of a run. Every rank calls its hooks in the same order, so a hook may communicate.
+
+    `name` is the key of its state in a checkpoint; a hook that keeps something over a resume has one.
+    """
+
+    name = ""
 
     def start(self, trainer: "Trainer") -> None:
-        """Before the first step."""
+        """Called before the first step."""
+
+    def before_step(self, trainer: "Trainer") -> None:
+        """Called before every step; the step's number is `trainer.progress.step + 1`."""
+
+    def votes(self, step: int) -> dict[str, float]:
+        """Numbers to be summed over all ranks in step `step`; their names are the same on every rank, in every step."""
+        return {}
+
+    def decided(self, trainer: "Trainer", sums: dict[str, float]) -> None:
+        """Called with the sums of all hooks' votes, before any hook's `after_step`."""
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
-        """After every step."""
+        """Called after every step."""
+
+    def on_error(self, trainer: "Trainer", error: BaseException) -> None:
+        """Called on a rank whose loop raises. It must not communicate: other ranks may be anywhere."""
 
     def finish(self, trainer: "Trainer") -> None:
-        """After the last step."""
+        """Called after the last step."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this hook, as JSON has it; the main rank's is kept. Empty: nothing is kept."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned in the run that goes on, before `start`."""
 
 
 @dataclass
@@ -61,14 +97,12 @@ class Trainer:
     """A run on one rank. `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step."""
 
     engine: Engine
-    schedule: LearningRateSchedule
-    batch_sizes: BatchSizeSchedule
-    num_steps: int
+    schedule: TrainingSchedule
     prepare: Callable[[int, int], list[MicroBatch]]
     num_ahead: int
     hooks: Sequence[Hook]
     progress: Progress
-    stop_reason: str | None = None
+    stop_reason: str | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Train from where `progress` stands until the end, or until a hook says to stop."""
@@ -77,46 +111,78 @@ class Trainer:
         batches = Prefetcher(
             self.prepare,
             consumed_samples=self.progress.consumed_samples,
-            global_batch_size=self.batch_sizes.at,
+            global_batch_size=self.schedule.batch_size.at,
             num_ahead=self.num_ahead,
         )
-        with batches:
-            while self.progress.step < self.num_steps and self.stop_reason is None:
-                record = self.step(next(batches))
-                for hook in self.hooks:
-                    hook.after_step(self, record)
+        with batches, self._errors_shown_to_hooks():
+            while self.progress.step < self.schedule.num_steps and self.stop_reason is None:
+                self._step_with_hooks(batches)
+        with self._errors_shown_to_hooks():
+            for hook in self.hooks:
+                hook.finish(self)
+
+    def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
+        micro_batches = next(batches)
         for hook in self.hooks:
-            hook.finish(self)
+            hook.before_step(self)
+        record = self.step(micro_batches)
+        sums = self._sum_votes(record.step)
+        for hook in self.hooks:
+            hook.decided(self, sums)
+        for hook in self.hooks:
+            hook.after_step(self, record)
 
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:
         """One step from its micro-batches."""
-        consumed = self.progress.consumed_samples
-        learned_from = consumed - self.progress.skipped_samples
-        learning_rate = self.schedule.learning_rate(learned_from)
+        before, schedule = self.progress, self.schedule
+        learned_from = before.consumed_samples - before.skipped_samples
+        learning_rate = schedule.learning_rate.learning_rate(learned_from)
         start = time.perf_counter()
         result = self.engine.step(
             micro_batches,
-            step=self.progress.step,
+            num_steps_done=before.step,
             learning_rate=learning_rate,
-            weight_decay=self.schedule.weight_decay(learned_from),
+            weight_decay=schedule.learning_rate.weight_decay(learned_from),
         )
         seconds = time.perf_counter() - start
-        size = self.batch_sizes.at(consumed)
-        before = self.progress
+        size = schedule.batch_size.at(before.consumed_samples)
         self.progress = Progress(
             before.step + 1,
-            consumed + size,
+            before.consumed_samples + size,
             before.skipped_steps + result.skipped,
             before.skipped_samples + size * result.skipped,
         )
         return StepRecord(
-            step=self.progress.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=learning_rate,
-            global_batch_size=size,
-            consumed_samples=self.progress.consumed_samples,
-            seconds=seconds,
-            loss_scale=result.loss_scale,
-            skipped=result.skipped,
+            self.progress.step, result, learning_rate, size, self.progress.consumed_samples, seconds=seconds
         )
+
+    def _sum_votes(self, step: int) -> dict[str, float]:
+        """The votes of all hooks after step `step`, summed over the world in one all-reduce."""
+        votes = {name: vote for hook in self.hooks for name, vote in hook.votes(step).items()}
+        if not votes:
+            return {}
+        sums = comm.all_reduce(torch.tensor(list(votes.values()), dtype=torch.float64), self.engine.mesh.world)
+        return dict(zip(votes, sums.tolist(), strict=True))
+
+    def hook_states(self) -> dict[str, dict[str, Any]]:
+        """The states of the hooks that keep something, by name."""
+        return {hook.name: state for hook in self.hooks if hook.name and (state := hook.state())}
+
+    def load_hook_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Hand each hook its state, where there is one; states of unknown names are left aside."""
+        for hook in self.hooks:
+            if hook.name in states:
+                hook.load_state(states[hook.name])
+
+    @contextmanager
+    def _errors_shown_to_hooks(self) -> Iterator[None]:
+        """Call every hook's `on_error`, and raise the same error again whatever they do."""
+        try:
+            yield
+        except BaseException as error:
+            for hook in self.hooks:
+                try:
+                    hook.on_error(self, error)
+                except Exception as another:
+                    error.add_note(f"{type(hook).__name__}.on_error failed too: {another!r}")
+            raise

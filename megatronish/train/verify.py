@@ -27,7 +27,7 @@ from megatronish.model.gpt import GPT
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
-from megatronish.train.trainer import Progress, Trainer
+from megatronish.train.trainer import Progress, Trainer, TrainingSchedule
 
 TOLERANCE = 1e-5
 WIDTHS = (5, 14, 18, 11, 18, 18, 11)  # at least
@@ -74,9 +74,7 @@ def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> in
     recorder = Recorder(engine.model, mesh)
     trainer = Trainer(
         engine=engine,
-        schedule=job.schedule,
-        batch_sizes=job.batch_sizes,
-        num_steps=num_steps,
+        schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=0,
         hooks=(),
@@ -86,8 +84,8 @@ def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> in
     for step in range(num_steps):
         recorder.step = step
         consumed = trainer.progress.consumed_samples
-        record = trainer.step(trainer.prepare(consumed, trainer.batch_sizes.at(consumed)))
-        steps.append((record.loss, record.grad_norm))
+        record = trainer.step(trainer.prepare(consumed, trainer.schedule.batch_size.at(consumed)))
+        steps.append((record.result.loss, record.result.grad_norm))
         for name, squares in _gradient_squares(engine).items():
             gradients[f"{step}/{name}"] = squares
     (folder / f"trace_{place.rank}.json").write_text(json.dumps(Trace(steps, recorder.outputs, gradients)))

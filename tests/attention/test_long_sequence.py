@@ -47,7 +47,7 @@ def train(place: Place, cp: int) -> tuple[list[float], int]:
             dataset, consumed_samples=step, global_batch_size=1, share=BatchShare(0, 1, 1), collate=Collator(eod=0)
         )
         with saved_by(engine.model) as saved:
-            losses.append(engine.step(batch, step=step, learning_rate=1e-2, weight_decay=0.0).loss)
+            losses.append(engine.step(batch, num_steps_done=step, learning_rate=1e-2, weight_decay=0.0).loss)
         kept = kept or saved.num_bytes
     return losses, kept
 

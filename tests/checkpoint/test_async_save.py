@@ -38,9 +38,9 @@ def write_slowly(seconds: float, after_step: int = 0) -> None:
             time.sleep(seconds)
         save(found, stream)
 
-    def stepped(self: Engine, *arguments: object, step: int, **options: object) -> object:
-        result = run(self, *arguments, step=step, **options)
-        if step + 1 == after_step:
+    def stepped(self: Engine, *arguments: object, num_steps_done: int, **options: object) -> object:
+        result = run(self, *arguments, num_steps_done=num_steps_done, **options)
+        if num_steps_done + 1 == after_step:
             computed.set()
         return result
 
@@ -52,12 +52,12 @@ def no_room(steps: range, rank: int = 0) -> None:
     """Planted in a job: for what is saved after these steps a rank has no room."""
     run, room = Engine.step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def stepped(self: Engine, *arguments: object, step: int, **options: object) -> object:
-        result = run(self, *arguments, step=step, **options)
+    def stepped(self: Engine, *arguments: object, num_steps_done: int, **options: object) -> object:
+        result = run(self, *arguments, num_steps_done=num_steps_done, **options)
         while any(thread.name == "save" for thread in threading.enumerate()):
             time.sleep(0.01)
         if self.mesh.world.rank == rank:
-            limit = 60_000 if step + 1 in steps else room[0]  # one rank's tensors take more, all else less
+            limit = 60_000 if num_steps_done + 1 in steps else room[0]  # one rank's tensors take more, all else less
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, room[1]))
         return result
 

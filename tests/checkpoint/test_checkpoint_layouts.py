@@ -23,7 +23,8 @@ from megatronish.model.block import TransformerBlock
 from megatronish.model.gpt import MakeBlock
 from megatronish.sharding import Piece
 from megatronish.train.hooks.evaluate import mean_loss
-from megatronish.train.hooks.save import resume, tensors_of
+from megatronish.train.resume import resume
+from megatronish.train.state import tensors_of
 
 GPT2 = "--num-layers 4"
 LLAMA = (

@@ -33,7 +33,7 @@ from megatronish.checkpoint.folder import read_state, remove_old
 from megatronish.checkpoint.metadata import parse_metadata
 from megatronish.checkpoint.tensors import read_tensors
 from megatronish.errors import UserError
-from megatronish.train.hooks.save import read_run
+from megatronish.train.state import read_run
 
 NAME = "model.weight"
 
@@ -339,6 +339,8 @@ def test_a_run_refuses_what_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
         {"loss_scale": {"scale": 1.0}},
         {"loss_scale": {"scale": math.nan, "growth_tracker": 0, "hysteresis_tracker": 2}},
         {"origin": "x"},
+        {"hooks": ["log"]},
+        {"hooks": {"log": 3}},
     ):
         forged = json.dumps(state | change)
         sealed(source, lambda folder, forged=forged: (folder / "state.json").write_text(forged))

@@ -60,7 +60,7 @@ def run(place: Place, flags: str, make_block: Callable[..., Any] = TransformerBl
     _, engine, job = build(place, flags, make_block)
     batch, batches = job.config.global_batch_size, job.batches_of(job.datasets.train)
     results = [
-        engine.step(batches(step * batch, batch), step=step, learning_rate=1e-3, weight_decay=0.1)
+        engine.step(batches(step * batch, batch), num_steps_done=step, learning_rate=1e-3, weight_decay=0.1)
         for step in range(STEPS)
     ]
     return Seen(
@@ -121,7 +121,7 @@ def keep(place: Place, flags: str) -> Kept:
     _, engine, job = build(place, flags)
     batch, batches = job.config.global_batch_size, job.batches_of(job.datasets.train)
     with Called() as called:
-        engine.step(batches(0, batch), step=0, learning_rate=1e-3, weight_decay=0.1)
+        engine.step(batches(0, batch), num_steps_done=0, learning_rate=1e-3, weight_decay=0.1)
     engine.evaluate(batches(0, batch))
     sharing = engine.data_parallel
     parameters = [p for p in engine.model.parameters() if isinstance(p, DTensor)]

@@ -39,7 +39,7 @@ def reduced_in(place: Place, parallel: ParallelConfig, bf16: bool) -> set[torch.
     try:
         for name in originals:
             setattr(comm, name, noting(name))
-        engine.gradients(batches, step=0)
+        engine.gradients(batches, num_steps_done=0)
     finally:
         for name, original in originals.items():
             setattr(comm, name, original)
@@ -68,7 +68,7 @@ def state_of_a_step(place: Place, parallel: ParallelConfig) -> tuple[list[bool],
     """After a step: which buckets hold whole gradients, whether masters and what the optimizer reads lie apart from
     the model's buffers, and how many gathers are still under way."""
     engine, batches = engine_of(place, parallel)
-    engine.step(batches, step=0, learning_rate=0.1, weight_decay=0.0)
+    engine.step(batches, num_steps_done=0, learning_rate=0.1, weight_decay=0.0)
     sharing = zero_of(engine)
     whole = [bucket.flat is not None for bucket in sharing.buckets.buckets]
     flats = {flat.untyped_storage().data_ptr() for flat in sharing.parameters.flats}
@@ -104,7 +104,7 @@ def test_parameters_are_gathered_while_the_run_goes_on_or_at_once() -> None:
 def prefetched(place: Place) -> list[int]:
     """How many units each one of a stage is told to gather next in a backward."""
     engine, batches = engine_of(place, ParallelConfig(data_parallel_size=2, zero_stage=3))
-    engine.gradients(batches, step=0)
+    engine.gradients(batches, num_steps_done=0)
     assert isinstance(engine.data_parallel, FullySharded)
     units = [engine.model, *engine.model.get_submodule("layers").children()]
     return [len(unit._get_fsdp_state()._states_to_backward_prefetch) for unit in units]  # type: ignore[operator, union-attr]
@@ -153,7 +153,7 @@ def test_a_loss_scale_beyond_fp32_is_refused(tmp_path: Path) -> None:
 
 def first_weight(**settings: Any) -> torch.Tensor:
     engine, batches = engine_of(Place(), ParallelConfig(), optimizer=OptimizerConfig(optimizer="muon", **settings))
-    engine.step(batches, step=0, learning_rate=0.1, weight_decay=0.0)
+    engine.step(batches, num_steps_done=0, learning_rate=0.1, weight_decay=0.0)
     return zero_of(engine).shards["layers.0.mlp.fc1.weight"].master.clone()
 
 

@@ -27,7 +27,7 @@ from megatronish.formats.convert import FORMATS, convert
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.safetensors import FILE, nbytes_of
 from megatronish.formats.weights import LazyTensor, Model, from_ours
-from megatronish.train.hooks.save import FACTS, POSITION
+from megatronish.train.state import FACTS, POSITION
 from tools.convert_checkpoint import Arguments
 
 HF = GOLDEN / "hf"

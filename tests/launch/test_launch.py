@@ -355,8 +355,9 @@ def test_without_variables_it_is_a_plain_start() -> None:
 
 
 def test_torchrun_gives_a_place() -> None:
-    assert place_from_environment(TORCHRUN) == Place(5, 8, 1, 4, "env://")
-    assert place_from_environment(SLURM | TORCHRUN) == Place(5, 8, 1, 4, "env://")
+    under_torchrun = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    assert place_from_environment(under_torchrun) == Place(5, 8, 1, 4, "env://")
+    assert place_from_environment(SLURM | under_torchrun) == Place(5, 8, 1, 4, "env://")
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"])
@@ -380,9 +381,9 @@ def test_broken_variables_are_refused_with_their_value() -> None:
 
 
 def test_srun_gives_a_place_and_the_first_host_is_where_ranks_meet() -> None:
-    assert place_from_environment(SLURM) == Place(3, 5, 1, 2, "tcp://gpu08-ib:23002")
+    assert place_from_environment(SLURM) == Place(3, 5, 1, 2, "tcp://gpu08-ib:23002", may_see_own_device=True)
     other = place_from_environment(SLURM | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
-    assert other == Place(4, 5, 0, 1, "tcp://gpu08-ib:23002")
+    assert other == Place(4, 5, 0, 1, "tcp://gpu08-ib:23002", may_see_own_device=True)
     given = place_from_environment(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert given is not None
     assert given.rendezvous == "tcp://10.0.0.1:4000"
@@ -390,7 +391,9 @@ def test_srun_gives_a_place_and_the_first_host_is_where_ranks_meet() -> None:
 
 def test_a_bare_slurm_environment_will_do() -> None:
     bare = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "a[1-2]"}
-    assert place_from_environment(bare | {"MASTER_PORT": "4000"}) == Place(1, 4, 1, 2, "tcp://a1:4000")
+    assert place_from_environment(bare | {"MASTER_PORT": "4000"}) == Place(
+        1, 4, 1, 2, "tcp://a1:4000", may_see_own_device=True
+    )
     with pytest.raises(UserError, match="neither MASTER_PORT nor SLURM_JOB_ID is set"):
         place_from_environment(bare)
 

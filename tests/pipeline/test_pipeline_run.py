@@ -200,7 +200,7 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
             if training:
                 micro_batches = batches(case.num_microbatches)
                 total = executor.run(
-                    actions, micro_batches, step=5, loss_scale=LOSS_SCALE, starting=note, record=record
+                    actions, micro_batches, step=5, loss_scale=LOSS_SCALE, starting=note, observers=[record]
                 )
             else:
                 forwards = [action for action in actions if action.kind == "F"]

@@ -31,7 +31,7 @@ def take_step(job: TrainingJob, engine: Engine, step: int) -> None:
     """Step number `step` on its batch."""
     batch = job.config.global_batch_size
     micro_batches = job.batches_of(job.datasets.train)(step * batch, batch)
-    engine.step(micro_batches, step=step, learning_rate=1e-3, weight_decay=0.1)
+    engine.step(micro_batches, num_steps_done=step, learning_rate=1e-3, weight_decay=0.1)
 
 
 class Shape(NamedTuple):

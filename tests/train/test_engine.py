@@ -118,7 +118,7 @@ def traffic(place: Place, parallel: ParallelConfig) -> dict[str, list[int]]:
         for name in originals:
             found[name] = []
             setattr(comm, name, noting(name))
-        engine.gradients(batches, step=0)
+        engine.gradients(batches, num_steps_done=0)
     finally:
         for name, original in originals.items():
             setattr(comm, name, original)
@@ -135,7 +135,7 @@ def test_context_parallelism_communicates_as_it_was_told() -> None:
 def calls_of_the_fused_softmax(place: Place, parallel: ParallelConfig, backend: AttentionBackend) -> int:
     engine, batches = engine_of(place, parallel, attention_backend=backend, num_microbatches=1)
     with torch.profiler.profile() as profile:
-        engine.gradients(batches, step=0)
+        engine.gradients(batches, num_steps_done=0)
     return sum(each.count for each in profile.key_averages() if each.key == "megatronish::scaled_causal_softmax")
 
 
@@ -168,7 +168,7 @@ def launched(place: Place, parallel: ParallelConfig) -> tuple[int, int]:
         finish()
 
     sharing.finish_reduction = noted
-    engine.gradients(batches, step=0)
+    engine.gradients(batches, num_steps_done=0)
     return len(sharing.buckets.buckets), seen[0]
 
 
@@ -244,4 +244,4 @@ def test_axes_of_one_rank_are_not_hooked_or_sent_over() -> None:
     engine, batches = engine_of(Place(), ParallelConfig())
     assert engine.executor.boundary.same_over.size == 1
     assert engine.mesh.tp == Axis("tp", 1, 0, (0,))
-    assert torch.isfinite(torch.tensor(engine.gradients(batches, step=0).loss))
+    assert torch.isfinite(torch.tensor(engine.gradients(batches, num_steps_done=0).loss))

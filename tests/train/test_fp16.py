@@ -52,7 +52,7 @@ def overflow_on_one_rank(place: Place) -> tuple[list[bool], list[float], bool]:
         if step == 1 and place.rank == 3:
             weight = next(iter(engine.model.parameters()))
             handle = weight.register_hook(lambda gradient: gradient * torch.inf)
-        result = engine.step(batches, step=step, learning_rate=1e-2, weight_decay=0.0)
+        result = engine.step(batches, num_steps_done=step, learning_rate=1e-2, weight_decay=0.0)
         if handle is not None:
             handle.remove()
         skipped.append(result.skipped)

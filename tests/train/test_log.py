@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatronish.train.engine import StepResult
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed
 from megatronish.train.hooks.tensorboard import TensorBoard
@@ -23,22 +24,37 @@ COUNTS = re.compile(
 )
 
 
-def lines_of(steps: list[dict[str, Any]], folder: Path, *, interval: int) -> list[dict[str, Any]]:
+def record_of(step: int, **result: Any) -> StepRecord:
+    """A step with this result, and usual values for the rest."""
+    whole = StepResult(**({"loss": 2.0, "grad_norm": 1.0, "num_loss_tokens": 8} | result))
+    return StepRecord(step, whole, learning_rate=0.1, global_batch_size=1, consumed_samples=1, seconds=1.0)
+
+
+def lines_of(
+    steps: list[dict[str, Any]], folder: Path, *, interval: int, resumed_at: int | None = None
+) -> list[dict[str, Any]]:
     """What metrics.jsonl has after these steps, of which the overflows before them skipped seven."""
-    log = Log(
-        speed=Speed(seq_length=8, model_flops_per_token=1.0, num_devices=1, peak_tflops=None),
-        interval=interval,
-        board_interval=100,
-        file=folder / "metrics.jsonl",
-        board=TensorBoard(None),
-        device=torch.device("cpu"),
-        extras={"params_norm": lambda: math.nan},
-    )
-    trainer = SimpleNamespace(num_steps=100, progress=Progress(skipped_steps=7))
-    usual = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "global_batch_size": 1, "consumed_samples": 1}
+
+    def make_log() -> Log:
+        return Log(
+            speed=Speed(seq_length=8, model_flops_per_token=1.0, num_devices=1, peak_tflops=None),
+            interval=interval,
+            board_interval=100,
+            file=folder / "metrics.jsonl",
+            board=TensorBoard(None),
+            device=torch.device("cpu"),
+            extras={"params_norm": lambda: math.nan},
+        )
+
+    log = make_log()
+    trainer = SimpleNamespace(schedule=SimpleNamespace(num_steps=100), progress=Progress(skipped_steps=7))
     for number, step in enumerate(steps, start=1):
-        record = StepRecord(**(usual | {"step": number, "seconds": 1.0} | step))
-        trainer.progress.skipped_steps += record.skipped
+        if number == resumed_at:
+            state = json.loads(json.dumps(log.state()))
+            log = make_log()
+            log.load_state(state)
+        record = record_of(number, **step)
+        trainer.progress.skipped_steps += record.result.skipped
         log.after_step(cast(Trainer, trainer), record)
     text = (folder / "metrics.jsonl").read_text()
     assert not re.search("NaN|Infinity", text), "that is no JSON"
@@ -50,10 +66,12 @@ NO_NUMBER = {"grad_norm": math.nan, "loss": math.nan, "skipped": True, "loss_sca
 GOOD = {"loss_scale": 16384.0}
 
 
-def test_skipped_steps_are_counted_from_line_to_line_and_over_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("resumed_at", [None, 2, 3, 4])
+def test_skipped_steps_are_counted_from_line_to_line_and_over_the_run_a_resume_or_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], resumed_at: int | None
 ) -> None:
-    lines = lines_of([OVERFLOW, NO_NUMBER, GOOD, OVERFLOW, GOOD, GOOD, GOOD], tmp_path, interval=3)
+    steps = [OVERFLOW, NO_NUMBER, GOOD, OVERFLOW, GOOD, GOOD, GOOD]
+    lines = lines_of(steps, tmp_path, interval=3, resumed_at=resumed_at)
     assert [(line["step"], line["skipped_iterations"]) for line in lines] == [(3, 9), (6, 10)]
     told = [match.groups() for match in map(COUNTS.search, capsys.readouterr().out.splitlines()) if match]
     assert told == [("16384.0", "1.000", "  2", "  1"), ("16384.0", "1.000", "  1", "  0")]

@@ -6,8 +6,10 @@ import re
 import signal
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from jobs import (
     Job,
     call_main,
@@ -25,6 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.errors import RunError
+from megatronish.optim.optimizer import Optimizer
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, refuse_other_function
 from megatronish.train.plot import read_lines
@@ -244,6 +247,35 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(tmp_p
     assert ended.errors.count("must be finite") == 1 and "Traceback" not in ended.errors
     names = [f"step_{step:08d}" for step in range(1, last + 1)]
     assert checkpoints_of(run_dir) == ["latest", *names]
+
+
+def plant_nan(after_step: int) -> None:
+    """Planted in a job: rank 1 alone has a NaN in one of its parameters after that step."""
+    step = Optimizer.step
+
+    def stepped(self: Optimizer, **options: Any) -> None:
+        step(self, **options)
+        if self.num_steps == after_step and torch.distributed.get_rank() == 1:
+            next(iter(self.shards.values())).master.view(-1)[3] = torch.nan
+
+    Optimizer.step = stepped  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("way", ["", "--async-save"])
+@pytest.mark.parametrize("layout", ["--dp 2 --zero-stage 1", "--pp 2"])
+def test_a_checkpoint_with_nan_is_not_written_and_replaces_none(tmp_path: Path, way: str, layout: str) -> None:
+    run_dir = tmp_path / "run"
+    flags = f"--no-check-for-nan-in-loss-and-grad --save-interval 1 --keep-last 2 {layout} {way}"
+    ended = run_job(tiny(run_dir, flags), tmp_path, plant=plant_nan, plant_args=(4,))
+    assert ended.status == 0, ended
+    assert len(steps_of(run_dir)) == 6
+    assert checkpoints_of(run_dir) == ["latest", "step_00000002", "step_00000003"]
+    for step in (4, 5, 6):
+        told = rf"no checkpoint of step {step}: \d+ of the model's tensors hold infinity or NaN, and no run can go on"
+        assert len(re.findall(told, ended.errors)) == 1, ended.errors
+    again = train_on_ranks(tiny(run_dir, flags), world_size=2)
+    assert "continuing from" in again and "step_00000003" in again
+    assert checkpoints_of(run_dir) == ["latest", "step_00000005", "step_00000006"]
 
 
 def kill_rank_one_in_step_three() -> None:

@@ -1,4 +1,4 @@
-"""How good is the model on text it was not trained on? The mean loss over validation sets."""
+"""The Evaluate hook: mean loss and perplexity on validation and test sets."""
 
 import math
 from collections.abc import Callable
@@ -44,13 +44,13 @@ class Evaluate(Hook):
         self.last_step = -1
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """In turn."""
+        """Evaluate at the interval."""
         if record.step % self.interval == 0:
             self._evaluate(trainer)
 
     def finish(self, trainer: Trainer) -> None:
-        """At the end of the run; not where it merely stops for now."""
-        if trainer.progress.step < trainer.num_steps:
+        """Evaluate at the end of the run, the test set too; not where the run is stopped before its end."""
+        if trainer.progress.step < trainer.schedule.num_steps:
             return
         if self.last_step != trainer.progress.step:
             self._evaluate(trainer)

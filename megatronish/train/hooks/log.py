@@ -1,10 +1,10 @@
-"""What does a run tell about its steps? A console line, a line of metrics.jsonl, a progress bar; TensorBoard points."""
+"""The Log hook (console line, metrics.jsonl, TensorBoard points of a step) and the ProgressBar hook."""
 
 import math
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 @dataclass(frozen=True)
 class Speed:
-    """What turns seconds into rates."""
+    """The sizes that turn the seconds of a step into rates."""
 
     seq_length: int
     model_flops_per_token: float
@@ -39,19 +39,25 @@ class Speed:
 
 @dataclass
 class Troubles:
-    """What Megatron-LM's log counts from one line to the next: steps skipped, and steps whose loss is no number."""
+    """Counts since the last console line, as in Megatron-LM: steps skipped, and steps whose loss is not a number."""
 
     skipped: int = 0
     nan: int = 0
 
     def add(self, record: StepRecord) -> None:
-        """One step more."""
-        self.skipped += record.skipped
-        self.nan += not math.isfinite(record.loss)
+        """Count one step more."""
+        self.skipped += record.result.skipped
+        self.nan += not math.isfinite(record.result.loss)
 
 
 class Log(Hook):
-    """Writes every `interval` steps, on the main rank alone; the extras are computed by all."""
+    """Writes every `interval` steps, on the main rank alone; the extras are computed by all.
+
+    A checkpoint keeps the counts since the last line, so that the first line after a resume counts what a run without
+    a stop would have counted.
+    """
+
+    name = "log"
 
     def __init__(
         self,
@@ -69,21 +75,31 @@ class Log(Hook):
         self._troubles = Troubles()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """One step's lines."""
+        """Write the step's line and its points, in turn."""
         self._troubles.add(record)
-        is_logged = record.step % self.interval == 0 or record.step == trainer.num_steps
+        is_logged = record.step % self.interval == 0 or record.step == trainer.schedule.num_steps
         is_drawn = record.step % self.board_interval == 0
         if not (is_logged or is_drawn):
             return
         extras = {name: compute() for name, compute in self.extras.items()}
         rates = self.speed.rates(record)
-        if is_logged and self.file is not None:
-            self._write(self.file, record, rates, extras, skipped_steps=trainer.progress.skipped_steps)
-            line = console_line(record, trainer.num_steps, rates, extras, troubles=self._troubles)
-            tqdm.write(line, file=sys.stdout)
+        if is_logged:
+            if self.file is not None:
+                self._write(self.file, record, rates, extras, skipped_steps=trainer.progress.skipped_steps)
+                line = console_line(record, trainer.schedule.num_steps, rates, extras, troubles=self._troubles)
+                tqdm.write(line, file=sys.stdout)
             self._troubles = Troubles()
         if is_drawn:
             self._draw(record, rates, extras)
+
+    def state(self) -> dict[str, Any]:
+        """The counts since the last line."""
+        return asdict(self._troubles)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        counts = {each.name: state.get(each.name) for each in fields(Troubles)}
+        self._troubles = Troubles(**{name: count for name, count in counts.items() if type(count) is int})
 
     def _write(
         self,
@@ -96,10 +112,10 @@ class Log(Hook):
     ) -> None:
         line = {
             "step": record.step,
-            "loss": _number(record.loss),
-            "grad_norm": _number(record.grad_norm),
+            "loss": _number(record.result.loss),
+            "grad_norm": _number(record.result.grad_norm),
             "learning_rate": record.learning_rate,
-            "loss_scale": record.loss_scale,
+            "loss_scale": record.result.loss_scale,
             "skipped_iterations": skipped_steps,
             "tokens": record.consumed_samples * self.speed.seq_length,
             "consumed_samples": record.consumed_samples,
@@ -113,11 +129,11 @@ class Log(Hook):
     def _draw(self, record: StepRecord, rates: dict[str, float | None], extras: dict[str, float]) -> None:
         """Megatron-LM's tags, each over steps and over samples."""
         points: dict[str, Any] = {
-            "lm loss": record.loss,
-            "grad-norm": record.grad_norm,
+            "lm loss": record.result.loss,
+            "grad-norm": record.result.grad_norm,
             "learning-rate": record.learning_rate,
             "batch-size": record.global_batch_size,
-            "loss-scale": record.loss_scale,
+            "loss-scale": record.result.loss_scale,
             "iteration-time": record.seconds,
             "throughput": rates["model_tflops_per_device"],
             **{name.replace("_", "-"): value for name, value in extras.items()},
@@ -132,15 +148,15 @@ class Log(Hook):
 
 
 class ProgressBar(Hook):
-    """A bar at the foot of the terminal."""
+    """A progress bar at the foot of the terminal."""
 
     def start(self, trainer: Trainer) -> None:
-        """Begin where the run stands."""
-        self.bar = tqdm(total=trainer.num_steps, initial=trainer.progress.step, desc="training", unit="step")
+        """Begin the bar where the run stands."""
+        self.bar = tqdm(total=trainer.schedule.num_steps, initial=trainer.progress.step, desc="training", unit="step")
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """One further."""
-        self.bar.set_postfix(loss=f"{record.loss:.3f}", refresh=False)
+        """Advance the bar by one step."""
+        self.bar.set_postfix(loss=f"{record.result.loss:.3f}", refresh=False)
         self.bar.update()
 
     def finish(self, trainer: Trainer) -> None:
@@ -151,7 +167,7 @@ class ProgressBar(Hook):
 def console_line(
     record: StepRecord, num_steps: int, rates: dict[str, float | None], extras: dict[str, float], *, troubles: Troubles
 ) -> str:
-    """A step in the shape of Megatron-LM's log, for which people have parsers; what is new comes at the end."""
+    """The line of a step as Megatron-LM's log has it, for which people have parsers; our own values come last."""
     tflops = rates["model_tflops_per_device"] or 0.0
     parts = [
         f"iteration {record.step:8d}/{num_steps:8d}",
@@ -160,9 +176,9 @@ def console_line(
         f"throughput per GPU (TFLOP/s/GPU): {tflops:.{1 if tflops >= 1 else 4}f}",
         f"learning rate: {record.learning_rate:.6E}",
         f"global batch size: {record.global_batch_size:5d}",
-        f"lm loss: {record.loss:.6E}",
-        f"loss scale: {record.loss_scale:.1f}",
-        f"grad norm: {record.grad_norm:.3f}",
+        f"lm loss: {record.result.loss:.6E}",
+        f"loss scale: {record.result.loss_scale:.1f}",
+        f"grad norm: {record.result.grad_norm:.3f}",
     ]
     if "num_zeros" in extras:
         parts.append(f"num zeros: {int(extras['num_zeros'])}")

@@ -1,8 +1,9 @@
-"""How did the pipeline really spend a step? Every action's times, in files that can be looked at."""
+"""The ProfileSchedule hook: start and end of every action of some steps, as numbers, a picture and a Chrome trace."""
 
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -23,37 +24,45 @@ class ProfileSchedule(Hook):
     `step_N.png` in `folder`.
     """
 
+    name = "profile_schedule"
+
     def __init__(self, folder: Path, *, first: int, last: int) -> None:
         self.folder, self.first, self.last = folder, first, last
         self._times: list[tuple[Action, float, float]] = []
-        self._num_recorded = 0
+        self._recorded: list[int] = []  # steps, over the whole run
 
-    def start(self, trainer: Trainer) -> None:
-        """The first step of this part of the run may be one of them."""
-        self._arm(trainer)
+    def before_step(self, trainer: Trainer) -> None:
+        """Observe the engine, where the step is one of them and this rank is in the recorded pipeline."""
+        coordinates, step = trainer.engine.mesh.coordinates, trainer.progress.step + 1
+        if (coordinates.dp, coordinates.cp, coordinates.tp) == (0, 0, 0) and self.first <= step <= self.last:
+            self._times = []
+            trainer.engine.observers.append(self._observe)
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Write what this step showed, and be ready for the next."""
-        if trainer.engine.record is not None:
+        """Write the times of the step, if it was observed."""
+        if self._observe in trainer.engine.observers:
+            trainer.engine.observers.remove(self._observe)
             self._write(trainer, record.step)
-            self._num_recorded += 1
-        self._arm(trainer)
+            self._recorded.append(record.step)
 
     def finish(self, trainer: Trainer) -> None:
-        """A run that has not been where it was told to look says so."""
-        if self._num_recorded == 0 and trainer.engine.mesh.is_main:
+        """Say so if the run has not taken any of the steps to be recorded."""
+        is_missed = not any(self.first <= step <= self.last for step in self._recorded)
+        if is_missed and trainer.engine.mesh.is_main:
             tqdm.write(
                 f" --profile-schedule recorded nothing: this run was never in steps {self.first} to {self.last}; set "
                 "--profile-step-start and --profile-step-end"
             )
 
-    def _arm(self, trainer: Trainer) -> None:
-        coordinates, next_step = trainer.engine.mesh.coordinates, trainer.progress.step + 1
-        is_watched = (coordinates.dp, coordinates.cp, coordinates.tp) == (0, 0, 0)
-        self._times = []
-        trainer.engine.record = self._note if is_watched and self.first <= next_step <= self.last else None
+    def state(self) -> dict[str, Any]:
+        """The steps recorded so far: a run that goes on beyond them has not missed them."""
+        return {"recorded": self._recorded}
 
-    def _note(self, action: Action, start: float, end: float) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._recorded = [step for step in state.get("recorded", []) if type(step) is int]
+
+    def _observe(self, action: Action, start: float, end: float) -> None:
         self._times.append((action, start, end))
 
     def _write(self, trainer: Trainer, step: int) -> None:

@@ -1,31 +1,29 @@
-"""When does a run stop before its end, or save out of turn? Signals, --exit-interval, --exit-duration-in-mins.
+"""The Stopper hook: early stop and saves on request, by signals, --exit-interval and --exit-duration-in-mins.
 
-Ranks must agree, so each step ends with one small all-reduce of what any of them wants. SIGTERM saves and leaves;
-SIGUSR1 saves and goes on (SLURM can send it some minutes before a job's time is over).
+SIGTERM saves and leaves; SIGUSR1 saves and goes on (SLURM can send it some minutes before a job's time is over). Ranks
+must agree: each votes, and what any of them wants is done by all.
 """
 
 import signal
 import time
 from types import FrameType
 
-import torch
+from megatronish.train.trainer import Hook, Trainer
 
-from megatronish import comm
-from megatronish.mesh import Axis
-from megatronish.train.trainer import Hook, StepRecord, Trainer
-
+SAVE = "save_on_signal"
 REASONS = {
-    1: "SIGTERM or Ctrl-C asked for it",
-    2: "the time of --exit-duration-in-mins is over",
-    3: "--exit-interval is reached",
+    "stop_on_signal": "SIGTERM or Ctrl-C asked for it",
+    "stop_on_time": "the time of --exit-duration-in-mins is over",
+    "stop_on_interval": "--exit-interval is reached",
 }
+"""Names of votes to stop, and what the user is told; of several the first."""
 
 
 class Stopper(Hook):
     """Decides for all ranks whether to stop, and whether to save now."""
 
-    def __init__(self, world: Axis, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
-        self.world, self.exit_interval = world, exit_interval
+    def __init__(self, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
+        self.exit_interval = exit_interval
         self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
         self.save_now = False
         self._terminated = self._save_asked = False
@@ -38,14 +36,18 @@ class Stopper(Hook):
         else:
             self._save_asked = True
 
-    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Agree."""
-        late = self.deadline is not None and time.monotonic() > self.deadline
-        leave = self.exit_interval is not None and record.step % self.exit_interval == 0
-        reason = 1 if self._terminated else 2 if late else 3 if leave else 0
-        wish = torch.tensor([reason, int(self._save_asked)])
-        reason, save = comm.all_reduce(wish, self.world, "max").tolist()
-        self._save_asked = False
-        self.save_now = bool(save)
-        if reason:
-            trainer.stop_reason = REASONS[reason]
+    def votes(self, step: int) -> dict[str, float]:
+        """One for each thing that this rank wants after step `step`."""
+        asked, self._save_asked = self._save_asked, False
+        wishes = {
+            "stop_on_signal": self._terminated,
+            "stop_on_time": self.deadline is not None and time.monotonic() > self.deadline,
+            "stop_on_interval": self.exit_interval is not None and step % self.exit_interval == 0,
+            SAVE: asked,
+        }
+        return {name: float(wish) for name, wish in wishes.items()}
+
+    def decided(self, trainer: Trainer, sums: dict[str, float]) -> None:
+        """Do what any rank wants; of several reasons to stop the first is told."""
+        self.save_now = sums[SAVE] > 0
+        trainer.stop_reason = next((told for name, told in REASONS.items() if sums[name] > 0), trainer.stop_reason)

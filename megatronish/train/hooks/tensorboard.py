@@ -1,4 +1,4 @@
-"""Where do TensorBoard's points go? To one writer, on the main rank; elsewhere nowhere."""
+"""The writer of TensorBoard points: one, on the main rank; on the other ranks it writes nothing."""
 
 import sys
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class TensorBoard:
         self._writer = None if folder is None else SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def add(self, points: Mapping[str, float | None], *, step: int, samples: int) -> None:
-        """One point for each tag."""
+        """Add one point for each tag."""
         if self._writer is None:
             return
         try:

@@ -1,0 +1,18 @@
+"""The check of a config's pipeline plan by the simulator, before any rank starts."""
+
+from megatronish.config.config import Config
+from megatronish.schedule.schedules import SCHEDULES
+from megatronish.schedule.simulate import refuse_schedule
+
+
+def refuse_unrunnable_plans(config: Config) -> None:
+    """UserError, with its picture, for a plan that would hang: of the full batch, or of the first one of a ramp-up."""
+    parallel, training = config.parallel, config.training
+    ramp = training.rampup_batch_size
+    for batch_size in {config.global_batch_size, *(ramp[:1] if ramp else ())}:
+        refuse_schedule(
+            SCHEDULES[parallel.schedule],
+            num_stages=parallel.pipeline_model_parallel_size,
+            num_microbatches=batch_size // (training.micro_batch_size * config.layout.dp),
+            num_chunks=parallel.num_chunks(config.model.num_layers),
+        )

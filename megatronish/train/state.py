@@ -1,0 +1,71 @@
+"""The checkpoint of a run: the tensors of a rank, the facts and the position in state.json, and their validity."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatronish import comm
+from megatronish.checkpoint.folder import STATE, DamagedError, read_state
+from megatronish.checkpoint.save import model_tensors, optimizer_tensors
+from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.train.engine import Engine
+
+FACTS = ("config", "vocab_size", "data", "eod")
+POSITION = ("step", "consumed_samples", "optimizer_steps")
+LOSS_SCALE = {"scale", "growth_tracker", "hysteresis_tracker"}
+LARGEST_COUNT = 2**62
+
+
+def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
+    """What a checkpoint holds of this rank."""
+    where = (engine.shardings, engine.mesh.domains)
+    tensors = model_tensors(engine.data_parallel.shards, *where)
+    return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
+
+
+def num_not_finite(engine: Engine) -> int:
+    """The number of fp32 master tensors, over all ranks, with an element that is infinite or not a number.
+
+    Collective. Each rank reads its masters once, a third of what a checkpoint with Adam has of it, at the speed of
+    memory, and one number is summed over the world. Copies are read too: one that has parted is no better.
+    """
+    own = [each.local for each in tensors_of(engine, with_optimizer=False).values()]
+    # NaN goes through a minimum and a maximum, and both take no memory, other than torch.isfinite of a whole tensor.
+    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in own if tensor.numel()]
+    number = sum((~torch.isfinite(torch.stack(extremes))).any(dim=1).tolist()) if extremes else 0
+    return int(comm.all_reduce(torch.tensor(number), engine.mesh.world))
+
+
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """The state of a run's checkpoint; DamagedError if it is not that of a run."""
+    state = read_state(checkpoint)
+    missing = [name for name in (*FACTS, *POSITION) if name not in state]
+    if missing:
+        raise DamagedError(checkpoint, f"{STATE} lacks {', '.join(missing)}")
+    if not _is_valid(state):
+        raise DamagedError(checkpoint, f"{STATE} is not that of a run")
+    return state
+
+
+def _is_valid(state: dict[str, Any]) -> bool:
+    """Whether what a run goes on with is of the kind that a run leaves, and no number is out of all reason."""
+    config, scale = state["config"], state.get("loss_scale", {})
+    counts = [state.get(name, 0) for name in (*POSITION, "skipped_steps", "skipped_samples")]
+    return (
+        isinstance(config, dict)
+        and all(isinstance(section, dict) for section in config.values())
+        and "model" in config
+        and type(config.get("training", {}).get("seq_length")) is int
+        and all(type(count) is int and 0 <= count < LARGEST_COUNT for count in counts)
+        and isinstance(scale, dict)
+        and (not scale or scale.keys() >= LOSS_SCALE)
+        and all(type(number) in (int, float) and abs(number) < LARGEST_COUNT**2 for number in scale.values())
+        and isinstance(state.get("origin", {}), dict)
+        and _are_hook_states(state.get("hooks", {}))
+    )
+
+
+def _are_hook_states(states: Any) -> bool:
+    """Whether these can be states of hooks, by name."""
+    return isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())
