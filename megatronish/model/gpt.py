@@ -16,15 +16,14 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from megatronish.layers.linear import ColumnParallelLinear, column_parallel
+from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm
-from megatronish.layers.weight_gradients import WeightGradients, deferrable_weights
+from megatronish.layers.output import OutputLayer, TiedOutputLayer
 from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context, make_context
 from megatronish.model.recompute import Recompute, recompute
-from megatronish.sharding import Sharding
 
 MakeBlock = Callable[..., nn.Module]
 
@@ -69,8 +68,6 @@ class GPT(nn.Module):
 
     `make_block(config, layer=…, tp=…)` makes one layer: a module (x [S, B, D], context) -> x.
     """
-
-    weight_gradients: WeightGradients | None = None
 
     def __init__(
         self,
@@ -117,8 +114,11 @@ class GPT(nn.Module):
                 partial=tp.cuts_sequence,
                 one_plus=config.apply_layernorm_1p,
             )
-            if not config.tied:
-                self.head = Head(config.hidden_size, vocab_size, padded, tp=tp, init_std=std)
+            self.head = (
+                TiedOutputLayer(self.embedding.tokens)
+                if config.tied
+                else OutputLayer(config.hidden_size, vocab_size, padded, tp=tp, init_std=std)
+            )
 
     def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None, chunk: int = 0) -> Tensor:
         """x [S, B, D] from the chunk before (None for the first) -> [S, B, D], or the loss of the last chunk.
@@ -169,66 +169,34 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
-        weight = self.embedding.tokens.weight if self.config.tied else self.head.weight
-        return column_parallel(
-            self.final_norm(x),
-            weight,
-            None,
-            tp=self.tp,
-            weight_gradients=self.weight_gradients,
-        )
+        return self.head(self.final_norm(x))
 
     def by_first_use(self) -> list[tuple[nn.Module, list[str]]]:
-        """Modules in the order of a forward, and the parameters that are first used when each of them is called."""
-        modules: dict[str, nn.Module] = {}
-        if self.is_first:
-            modules["embedding."] = self.embedding
-        modules |= {f"layers.{name}.": layer for name, layer in self.layers.items()}
-        found = [(module, [n for n, _ in self.named_parameters() if n.startswith(p)]) for p, module in modules.items()]
-        if self.is_last:
-            before = {name for _, names in found for name in names}
-            # The head is a bare product, after the final norm.
-            found.append((self.final_norm, [name for name, _ in self.named_parameters() if name not in before]))
+        """Modules in the order of a forward, each with the parameters that no module before it uses."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        found = []
+        for part in (part for chunk in self.chunks for part in self._parts(chunk)):
+            found.append((part, [names.pop(parameter) for parameter in _used_by(part) if parameter in names]))
         return found
 
     def users(self) -> dict[str, list[User]]:
-        """Who uses each parameter: a tied embedding looks up in one chunk and multiplies in another."""
-        products = deferrable_weights(self)
-        found: dict[str, list[User]] = {name: [] for name, _ in self.named_parameters()}
+        """Users of each parameter. A tied embedding has two: it looks up in one chunk and multiplies in another."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        found: dict[str, list[User]] = {name: [] for name in names.values()}
         for number, chunk in enumerate(self.chunks):
-            prefixes = tuple(f"layers.{n}." for n in chunk.layers)
-            prefixes += ("embedding.",) if chunk.is_first else ()
-            prefixes += ("final_norm.", "head.") if chunk.is_last else ()
-            for name, users in found.items():
-                if name.startswith(prefixes):
-                    users.append(User(number, name in products))
-            if chunk.is_last and self.config.tied:
-                found["embedding.tokens.weight"].append(User(number, True))
+            for part in self._parts(chunk):
+                deferrable = deferrable_weights(part)
+                for parameter in _used_by(part):
+                    found[names[parameter]].append(User(number, parameter in deferrable))
         return found
 
+    def _parts(self, chunk: ModelChunk) -> list[nn.Module]:
+        """Modules that a forward of the chunk calls, in order."""
+        before = [self.embedding] if chunk.is_first else []
+        after = [self.final_norm, self.head] if chunk.is_last else []
+        return [*before, *(self.layers[str(n)] for n in chunk.layers), *after]
 
-class Head(ColumnParallelLinear):
-    """[S, B, D] -> [S, B, V/tp]: an output layer of its own. Padding is not part of its global tensor."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        padded_vocab_size: int,
-        *,
-        tp: TensorParallel,
-        init_std: float,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            padded_vocab_size,
-            tp=tp,
-            bias=False,
-            init_std=init_std,
-        )
-        self.vocab_size = vocab_size
-
-    def shardings(self) -> dict[str, Sharding]:
-        """Rows are cut over tp, like the embedding's."""
-        shape = (self.vocab_size, self.in_features)
-        return {"weight": Sharding(shape, dim=0, sections=self.sections, init_std=self.init_std)}
+def _used_by(part: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the module, and the one of another module that a tied output layer multiplies by."""
+    return list(dict.fromkeys((*part.parameters(), *deferrable_weights(part))))

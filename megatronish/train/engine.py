@@ -21,7 +21,8 @@ from megatronish.config.training import TrainingConfig
 from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
-from megatronish.layers.weight_gradients import WeightGradients, split_backward
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock

@@ -12,14 +12,14 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatronish.launch.place import Place
-from megatronish.layers.linear import ColumnParallelLinear
-from megatronish.layers.weight_gradients import WeightGradients, split_backward
+from megatronish.layers.linear import ColumnParallelLinear, split_backward
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Boundary, Executor
 from megatronish.schedule.plan import Action, Placement, Plan, looped
-from megatronish.schedule.plan import Place as Position
+from megatronish.schedule.plan import StageChunk as Position
 from megatronish.schedule.schedules import RECEIVES_AHEAD, SCHEDULES
 from megatronish.schedule.simulate import simulate
 
@@ -66,9 +66,9 @@ class WatchedGradients(WeightGradients):
         super().defer(weight, dy, x, axis=axis)
 
     def compute(self, *, chunk: int, micro_batch: int) -> None:
-        others = set(self.due) - {(chunk, micro_batch)}
+        others = set(self.pending) - {(chunk, micro_batch)}
         super().compute(chunk=chunk, micro_batch=micro_batch)
-        assert set(self.due) == others
+        assert set(self.pending) == others
 
 
 class Trace(torch.autograd.Function):
