@@ -36,7 +36,7 @@ class MLP(nn.Module):
         """See the class."""
         # A kernel adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
         apart = not self.config.squared_relu and is_fused(x)
-        x = self.fc1(x, leaves_bias=apart)
+        x = self.fc1(x, skip_bias=apart)
         return self.fc2(self.activate(x, self.fc1.bias if apart else None))
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,11 +23,13 @@ from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
-from megatronish.layers.weight_gradients import WeightGradients, split_backward
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import TransformerBlock
-from megatronish.model.gpt import GPT, MakeBlock, ModelChunk
+from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.execution import Execution
+from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.loss_scale import LossScale, loss_scale_of
@@ -107,15 +109,17 @@ class Engine:
                 vocab_size=vocab_size,
                 num_positions=model.max_position_embeddings or training.seq_length,
                 tp=tp,
-                cp=mesh.cp,
-                cp_comm_type=parallel.cp_comm_type,
-                attention_backend=training.attention_backend,
                 chunks=[
                     ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place))
                     for place in places
                 ],
-                seed=training.seed,
-                recompute=_recompute(recompute or RecomputeConfig(), mesh.tp),
+                execution=Execution(
+                    mesh.cp,
+                    parallel.cp_comm_type,
+                    training.attention_backend,
+                    _recompute(recompute or RecomputeConfig(), mesh.tp),
+                    dropout_seed=training.seed,
+                ),
                 make_block=make_block,
             )
         shardings = collect_shardings(stage)
@@ -155,7 +159,7 @@ class Engine:
                 device=mesh.device,
             ),
             executor=Executor(
-                [partial(stage, chunk=chunk) for chunk in range(stages.num_chunks)],
+                [partial(_summed, stage, chunk) for chunk in range(stages.num_chunks)],
                 stages.placement,
                 lines=mesh.p2p_axes,
                 boundary=boundary,
@@ -305,6 +309,12 @@ def _share(
             for name, users in stage.users().items()
         },
     )
+
+
+def _summed(stage: GPT, chunk: int, x: torch.Tensor | None, batch: MicroBatch, *, step: int | None) -> torch.Tensor:
+    """A chunk's forward; where it ends the model, the sum of the losses that count."""
+    y = stage(x, batch, step=step, chunk=chunk)
+    return (y * batch.loss_mask.t()).sum() if stage.chunks[chunk].is_last else y
 
 
 def _recompute(config: RecomputeConfig, tp: Axis) -> Recompute:

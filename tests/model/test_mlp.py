@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatronish.config.model import ModelConfig
 from megatronish.launch.place import Place
-from megatronish.layers.weight_gradients import WeightGradients, split_backward
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model import mlp

@@ -23,6 +23,7 @@ from megatronish.layout import Layout
 from megatronish.memory import bytes_per_score
 from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.batch import MicroBatch
+from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
 from megatronish.sharding import collect_shardings, initialize
@@ -61,8 +62,7 @@ def model_of(
         vocab_size=50,
         num_positions=S,
         tp=tp,
-        attention_backend=attention_backend,
-        recompute=recompute,
+        execution=Execution(attention_backend=attention_backend, recompute=recompute),
     )
     initialize(model, collect_shardings(model), seed=1, domains=dense_domain(model.tp.axis))
     return model.bfloat16()
@@ -71,7 +71,7 @@ def model_of(
 def bytes_of(model: GPT) -> int:
     """What a whole forward keeps."""
     with saved_by(model) as saved:
-        loss = model(None, batch(), step=0)
+        loss = model(None, batch(), step=0).sum()
     loss.backward()
     return saved.num_bytes
 
@@ -176,7 +176,7 @@ def test_what_is_computed_again_is_the_same_in_every_bit_dropout_and_all(how: Re
     found = []
     for recompute in (Recompute(), how):
         model = model_of(config, recompute=recompute).float()
-        loss = model(None, batch(), step=0)
+        loss = model(None, batch(), step=0).sum()
         loss.backward()
         found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -195,7 +195,7 @@ def test_inputs_that_wait_in_the_cpus_memory_come_back() -> None:
     for recompute in (Recompute(), Recompute("full", offload=True)):
         model = model_of(MODEL, recompute=recompute).cuda()
         with saved_by(model) as saved:
-            loss = model(None, batch().to(torch.device("cuda")), step=0)
+            loss = model(None, batch().to(torch.device("cuda")), step=0).sum()
         loss.backward()
         found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
         assert saved.num_bytes > 0

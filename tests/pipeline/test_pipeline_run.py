@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatronish.launch.place import Place
-from megatronish.layers.linear import ColumnParallelLinear
-from megatronish.layers.weight_gradients import WeightGradients, split_backward
+from megatronish.layers.linear import ColumnParallelLinear, split_backward
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
@@ -65,9 +65,9 @@ class WatchedGradients(WeightGradients):
         super().defer(weight, dy, x, axis=axis)
 
     def compute(self, *, chunk: int, micro_batch: int) -> None:
-        others = set(self.due) - {(chunk, micro_batch)}
+        others = set(self.pending) - {(chunk, micro_batch)}
         super().compute(chunk=chunk, micro_batch=micro_batch)
-        assert set(self.due) == others
+        assert set(self.pending) == others
 
 
 class Trace(torch.autograd.Function):
