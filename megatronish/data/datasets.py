@@ -27,7 +27,7 @@ def kind_of(data: DataConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Datasets:
+class DatasetSplits:
     """Data sets of a run. `valid` is empty and `test` None where the config gives them nothing."""
 
     train: Dataset
@@ -81,7 +81,7 @@ class _Reader:
         return {"validation": self.blend(paths, name="validation", part=part)}
 
 
-def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int) -> Datasets:
+def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int) -> DatasetSplits:
     """Open all data sets that `data` asks for. UserError with a remedy for what cannot be read."""
     settings = DatasetSettings(
         seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path
@@ -95,14 +95,14 @@ def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: 
         paths, until = data.data_path, train + valid
         if train == 0:
             raise UserError(f"--split {data.split} leaves nothing to train on; for example 969,30,1")
-        return Datasets(
+        return DatasetSplits(
             train=read.blend(paths, name="training", part=(0.0, train)),
             valid=_part(lambda: read.valid(paths, multiple=multiple, part=(train, until)), data) or {} if valid else {},
             test=_part(lambda: read.blend(paths, name="test", part=(until, 1.0)), data) if test else None,
         )
     if not data.train_data_path:
         raise UserError("there is no data to train on; give --data-path or --train-data-path, or use --mock-data")
-    return Datasets(
+    return DatasetSplits(
         train=read.blend(data.train_data_path, name="training"),
         valid=read.valid(data.valid_data_path, multiple=multiple) if data.valid_data_path else {},
         test=read.blend(data.test_data_path, name="test") if data.test_data_path else None,
@@ -120,10 +120,10 @@ def _part(make: Callable[[], T], data: DataConfig) -> T | None:
         return None
 
 
-def _without_paths(read: _Reader) -> Datasets:
+def _without_paths(read: _Reader) -> DatasetSplits:
     """All data sets of a kind that reads no files, told apart by their names."""
 
     def of(name: str) -> Dataset:
         return read.open(DatasetSource(name), read.settings)
 
-    return Datasets(train=of("training"), valid={"validation": of("validation")}, test=of("test"))
+    return DatasetSplits(train=of("training"), valid={"validation": of("validation")}, test=of("test"))

@@ -82,16 +82,20 @@ class GPTSamples:
 
     def sample(self, index: int) -> Sample:
         """Tokens from a cut of the shuffled documents on; documents end with the tokens that end them."""
+        # The S + 1 places [begin, end) of the epoch: documents end to end, in the epoch's order.
         number, place = divmod(index, self.num_samples)
         epoch = self._epoch(number)
         begin = int(epoch.cuts[place]) * self.seq_length
         end = begin + self.seq_length + 1
+        # The d documents first..last that overlap it: where each starts in .bin and begins in the epoch. All are [d].
         first, last = np.searchsorted(epoch.ends, [begin, end - 1], side="right")
-        ends = np.asarray(epoch.ends[first : last + 1])
         starts = np.asarray(epoch.starts[first : last + 1])
+        ends = np.asarray(epoch.ends[first : last + 1])
         lengths = np.diff(ends, prepend=epoch.ends[first - 1] if first else 0)
-        from_ = starts + np.maximum(begin - (ends - lengths), 0)
-        to = starts + np.minimum(end - (ends - lengths), lengths)
+        begins = ends - lengths
+        # The part of each document inside [begin, end), as places of .bin; empty documents have none.
+        from_ = starts + np.maximum(begin - begins, 0)
+        to = starts + np.minimum(end - begins, lengths)
         tokens = self._file.tokens
         found = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
         self._check_tokens(found)

@@ -9,7 +9,7 @@ import torch
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.data.collate import Collator
-from megatronish.data.datasets import Datasets, build_datasets
+from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Dataset
 from megatronish.errors import RunError
@@ -32,7 +32,7 @@ class TrainingJob:
     mesh: Mesh
     tokenizer: Tokenizer
     vocab_size: int
-    datasets: Datasets
+    datasets: DatasetSplits
 
     @classmethod
     def open(cls, config: Config, mesh: Mesh) -> "TrainingJob":

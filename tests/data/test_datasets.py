@@ -8,7 +8,7 @@ import pytest
 
 from megatronish.config.data import DataConfig
 from megatronish.data.blend import PERIOD, Blend
-from megatronish.data.datasets import Datasets, build_datasets
+from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.indexed import IndexedWriter
 from megatronish.data.mock import MockSamples
 
@@ -24,7 +24,7 @@ def write(prefix: Path, *, first: int, documents: int = 40, length: int = 50) ->
     return str(prefix)
 
 
-def build(**options: object) -> Datasets:
+def build(**options: object) -> DatasetSplits:
     return build_datasets(DataConfig(**options), seq_length=S, seed=1, vocab_size=1000, eod=999)  # type: ignore[arg-type]
 
 

@@ -70,13 +70,13 @@ def open_dialogues(source: DatasetSource, settings: DatasetSettings) -> Dataset:
     return Dialogues(source.path, 2, name=source.name)
 
 
-def train(place: Place, dp: int, per_sample: int) -> list[tuple[float, float, int]]:
+def train(place: Place, layout: Layout, per_sample: int) -> list[tuple[float, float, int]]:
     """Loss, gradient norm and loss tokens of three steps over the same dialogues."""
-    mesh = Mesh.start(Layout(dp=dp), rank=place.rank, init_method=place.rendezvous)
+    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous)
     engine = Engine.build(
         mesh,
         model=MODEL,
-        parallel=ParallelConfig(data_parallel_size=dp),
+        parallel=ParallelConfig(data_parallel_size=layout.dp, context_parallel_size=layout.cp),
         training=TrainingConfig(seq_length=S, micro_batch_size=2),
         optimizer=OptimizerConfig(optimizer="sgd"),
         vocab_size=VOCABULARY,
@@ -88,7 +88,7 @@ def train(place: Place, dp: int, per_sample: int) -> list[tuple[float, float, in
             Dialogues("any", per_sample, name="training"),
             consumed_samples=step * size,
             global_batch_size=size,
-            share=BatchShare(mesh.dp.rank, dp, 2),
+            share=BatchShare(mesh.dp.rank, layout.dp, 2),
             collate=Collator(EOD),
         )
         result = engine.step(batches, step=step, learning_rate=0.1, weight_decay=0.0)
@@ -96,16 +96,18 @@ def train(place: Place, dp: int, per_sample: int) -> list[tuple[float, float, in
     return results
 
 
-def test_it_trains_and_two_data_ranks_find_what_one_process_finds() -> None:
-    alone = train(Place(), 1, 2)
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2)])
+def test_it_trains_and_two_ranks_find_what_one_process_finds(layout: Layout) -> None:
+    alone = train(Place(), Layout(), 2)
     trained = sum(int(dialogue(number).loss_mask.sum()) for number in range(NUM_DIALOGUES))  # type: ignore[union-attr]
     assert alone[0][2] == trained
-    for found in run_ranks(2, train, 2, 2):
+    for found in run_ranks(2, train, layout, 2):
         assert np.array(found) == pytest.approx(np.array(alone), rel=1e-5)
 
 
 def test_packed_samples_are_the_same_samples_one_to_a_row() -> None:
-    assert np.array(train(Place(), 1, 2)) == pytest.approx(np.array(train(Place(), 1, 1)), rel=1e-5)
+    packed_, one_to_a_row = (np.array(train(Place(), Layout(), per_sample)) for per_sample in (2, 1))
+    assert packed_ == pytest.approx(one_to_a_row, rel=1e-5)
 
 
 def test_a_kind_of_data_set_is_one_line_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
