@@ -30,12 +30,14 @@ import torch
 from plain_loop import WARM_UP_STEPS, PlainLoop, Sizes, random_batch
 from torch import Tensor
 
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,20 +60,22 @@ class Pair(NamedTuple):
     plain: Callable[[int], tuple[float, float]]
 
 
-def build_engine() -> Engine:
+def megatronish_engine() -> Engine:
     """Megatronish, on one process."""
-    return Engine.build(
-        Mesh.start(),
-        model=ModelConfig(
-            num_layers=SIZES.num_layers,
-            hidden_size=SIZES.hidden_size,
-            num_attention_heads=SIZES.num_heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
+    return build_engine(
+        Config(
+            model=ModelConfig(
+                num_layers=SIZES.num_layers,
+                hidden_size=SIZES.hidden_size,
+                num_attention_heads=SIZES.num_heads,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+            ),
+            parallel=ParallelConfig(),
+            training=TrainingConfig(seq_length=SIZES.seq_length, micro_batch_size=SIZES.micro_batch_size),
+            optimizer=OptimizerConfig(adam_beta2=0.999),
         ),
-        parallel=ParallelConfig(),
-        training=TrainingConfig(seq_length=SIZES.seq_length, micro_batch_size=SIZES.micro_batch_size),
-        optimizer=OptimizerConfig(adam_beta2=0.999),
+        Mesh.start(),
         vocab_size=SIZES.vocab_size,
     )
 
@@ -90,9 +94,9 @@ def as_micro_batch(tokens: Tensor, labels: Tensor, step: int) -> MicroBatch:
 
 def build_pair() -> Pair:
     """Both in this process, from the same weights."""
-    engine = build_engine()
+    engine = megatronish_engine()
     loop = PlainLoop(SIZES, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    ours: list[Tensor] = list(engine.model.parameters())
+    ours: list[Tensor] = list(engine.stage.model.parameters())
     plain: list[Tensor] = list(loop.model.parameters())
     assert [parameter.shape for parameter in ours] == [parameter.shape for parameter in plain]
     with torch.no_grad():

@@ -96,7 +96,7 @@ class Recorder:
 
     def watch(self, engine: Engine) -> None:
         """Note forward and backward of each layer, and the optimizer's update."""
-        for name, layer in engine.model.get_submodule("layers").named_children():
+        for name, layer in engine.stage.model.get_submodule("layers").named_children():
             layer.register_forward_pre_hook(partial(self._begin, "forward", name))
             layer.register_forward_hook(partial(self._end, "forward", name))
             layer.register_full_backward_pre_hook(partial(self._begin, "backward", name))

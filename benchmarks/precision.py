@@ -16,12 +16,14 @@ from collections.abc import Callable
 
 import torch
 
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 
 VOCAB_SIZE, SEQ_LENGTH, MICRO_BATCH_SIZE = 8192, 256, 8
@@ -31,20 +33,25 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 def build(*, precision: str, num_layers: int, hidden_size: int) -> Engine:
     """A GPT-2 on one process."""
-    return Engine.build(
+    return build_engine(
+        Config(
+            model=ModelConfig(
+                num_layers=num_layers,
+                hidden_size=hidden_size,
+                num_attention_heads=hidden_size // 64,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+            ),
+            parallel=ParallelConfig(device="cpu"),
+            training=TrainingConfig(
+                seq_length=SEQ_LENGTH,
+                micro_batch_size=MICRO_BATCH_SIZE,
+                bf16=precision == "bf16",
+                fp16=precision == "fp16",
+            ),
+            optimizer=OptimizerConfig(),
+        ),
         Mesh.start(),
-        model=ModelConfig(
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_attention_heads=hidden_size // 64,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        parallel=ParallelConfig(device="cpu"),
-        training=TrainingConfig(
-            seq_length=SEQ_LENGTH, micro_batch_size=MICRO_BATCH_SIZE, bf16=precision == "bf16", fp16=precision == "fp16"
-        ),
-        optimizer=OptimizerConfig(),
         vocab_size=VOCAB_SIZE,
     )
 
@@ -122,7 +129,7 @@ def main() -> None:
         name: build(precision=name, num_layers=arguments.layers, hidden_size=arguments.hidden_size)
         for name in arguments.precisions
     }
-    count = sum(parameter.numel() for parameter in next(iter(engines.values())).model.parameters())
+    count = sum(parameter.numel() for parameter in next(iter(engines.values())).stage.model.parameters())
     print(f"{count:,} parameters, {arguments.layers} layers of {arguments.hidden_size}")
     turns = take_turns(engines, num_turns=arguments.turns, num_steps=arguments.steps, clock=CLOCKS[arguments.seconds])
     print(f"torch {torch.__version__}, {arguments.threads} threads, load {os.getloadavg()[0]:.1f}")

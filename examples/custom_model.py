@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -24,13 +25,12 @@ from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
-from megatronish.layout import Layout
 from megatronish.mesh import Mesh, TensorParallel, leave
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
-from megatronish.train.engine import Engine
+from megatronish.train.build import build_engine
 
-LAYOUT = Layout(dp=2, tp=2)
+PARALLEL = ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2)
 VOCAB_SIZE, GLOBAL_BATCH_SIZE = 128, 16
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
 TRAINING = TrainingConfig(seq_length=64, micro_batch_size=8)
@@ -56,13 +56,10 @@ class ParallelBlock(nn.Module):
 
 def train(place: Place) -> int:
     """What every rank does."""
-    mesh = Mesh.start(LAYOUT, rank=place.rank, init_method=place.rendezvous)
-    engine = Engine.build(
+    mesh = Mesh.of(PARALLEL, place)
+    engine = build_engine(
+        Config(model=MODEL, parallel=PARALLEL, training=TRAINING, optimizer=OptimizerConfig()),
         mesh,
-        model=MODEL,
-        parallel=ParallelConfig(),
-        training=TRAINING,
-        optimizer=OptimizerConfig(),
         vocab_size=VOCAB_SIZE,
         make_block=ParallelBlock,
     )
@@ -84,4 +81,4 @@ def train(place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(train, world_size=LAYOUT.world_size))
+    sys.exit(launch(train, world_size=PARALLEL.layout.world_size))

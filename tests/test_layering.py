@@ -24,6 +24,7 @@ ROWS = (
     ("ops",),
     ("layers", "attention"),
     ("model",),
+    ("objectives",),
     ("optim",),
     ("pipeline", "data_parallel", "data", "tokenizer"),
     ("checkpoint",),

@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from engines import evaluated
 from pairwise import Chosen, covered_pairs, pairwise, possible_pairs
 from ranks import run_ranks
 from torch import Tensor
 
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -37,7 +39,9 @@ from megatronish.layout import Layout
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.streams import numpy_stream
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
+from megatronish.train.statistics import params_norm
 
 RTOL = 1e-5
 SEED = 7
@@ -198,13 +202,13 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
     of_muon = {
         name: held
         for name, held in parts(engine, masters_of(engine)).items()
-        if problem.optimizer == "muon" and engine.shardings[name].role == "matrix"
+        if problem.optimizer == "muon" and engine.stage.shardings[name].role == "matrix"
     }
     return Record(
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
-        evaluation=engine.evaluate(batches(NUM_STEPS)),
-        params_norm=engine.params_norm(),
+        evaluation=evaluated(engine, batches(NUM_STEPS)),
+        params_norm=params_norm(engine),
         initial_parts=initial,
         gradient_parts=gradients,
         trained_parts=parts(sgd, masters_of(sgd)),
@@ -213,20 +217,22 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
 
 
 def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConfig) -> Engine:
-    return Engine.build(
-        mesh,
-        model=problem.model,
-        parallel=spread.parallel,
-        recompute=spread.recompute,
-        training=TrainingConfig(
-            seq_length=problem.seq_length,
-            micro_batch_size=spread.micro_batch_size,
-            global_batch_size=problem.global_batch_size,
-            seed=SEED,
-            bf16=problem.bf16,
-            attention_backend=spread.attention_backend,
+    return build_engine(
+        Config(
+            model=problem.model,
+            parallel=spread.parallel,
+            recompute=spread.recompute,
+            training=TrainingConfig(
+                seq_length=problem.seq_length,
+                micro_batch_size=spread.micro_batch_size,
+                global_batch_size=problem.global_batch_size,
+                seed=SEED,
+                bf16=problem.bf16,
+                attention_backend=spread.attention_backend,
+            ),
+            optimizer=optimizer,
         ),
-        optimizer=optimizer,
+        mesh,
         vocab_size=VOCABULARY,
     )
 

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
+from megatronish.config.parallel import ParallelConfig
 from megatronish.errors import UserError
-from megatronish.model.gpt import GPT
-from megatronish.sharding import Sharding, collect_shardings
+from megatronish.mesh import Mesh
+from megatronish.pipeline.stage import build_stage
+from megatronish.pipeline.stages import Stages
+from megatronish.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,16 @@ class Description:
 
     def shardings(self) -> dict[str, Sharding]:
         """The true shape of every parameter of this model, and how it is cut, by megatronish's names."""
-        with torch.device("meta"):
-            return collect_shardings(GPT(self.model, vocab_size=self.vocab_size, num_positions=self.num_positions))
+        stages = Stages.of(ParallelConfig(), self.model, vocab_size=self.vocab_size, seq_length=self.seq_length)
+        stage = build_stage(
+            self.model,
+            stages,
+            Mesh.start(),
+            vocab_size=self.vocab_size,
+            num_positions=self.num_positions,
+            device=torch.device("meta"),
+        )
+        return stage.shardings
 
     @property
     def stops(self) -> frozenset[int]:

@@ -19,12 +19,13 @@ from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.formats.native import description_of
 from megatronish.formats.weights import Description
-from megatronish.mesh import Mesh, TensorParallel
-from megatronish.model.gpt import GPT, ModelChunk
+from megatronish.mesh import Mesh
+from megatronish.model.gpt import GPT
+from megatronish.pipeline.stage import build_stage
 from megatronish.pipeline.stages import Stages
-from megatronish.schedule.plan import StageChunk
-from megatronish.sharding import Shard, collect_shardings
+from megatronish.sharding import Shard
 from megatronish.tokenizer import build_tokenizer
+from megatronish.train.build import build_engine, nothing
 from megatronish.train.engine import Engine
 from megatronish.train.state import tensors_of
 
@@ -109,18 +110,16 @@ def load_model(
     stages = Stages.of(
         parallel, description.model, vocab_size=description.vocab_size, seq_length=description.seq_length
     )
-    place = StageChunk(mesh.pp.rank, 0)
-    with mesh.device:
-        model = GPT(
-            description.model,
-            vocab_size=description.vocab_size,
-            num_positions=description.num_positions,
-            tp=TensorParallel(mesh.tp),
-            chunks=[ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place))],
-        ).to(dtype)
-    shardings = collect_shardings(model)
+    built = build_stage(
+        description.model,
+        stages,
+        mesh,
+        vocab_size=description.vocab_size,
+        num_positions=description.num_positions,
+    )
+    model, shardings = built.model.to(dtype), built.shardings
     shards = {
-        name: Shard(parameter.detach(), tuple(shardings[name].pieces({"tp": mesh.tp})))
+        name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains["dense"].model)))
         for name, parameter in model.named_parameters()
     }
     load_tensors(found.checkpoint, model_tensors(shards, shardings, mesh.domains), mesh=mesh)
@@ -129,16 +128,8 @@ def load_model(
 
 def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
     """What evaluates this rank's share of the model, and cannot train it; all ranks call this."""
-    engine = Engine.build(
-        mesh,
-        model=config.model,
-        parallel=config.parallel,
-        training=config.training,
-        optimizer=config.optimizer,
-        vocab_size=found.description.vocab_size,
-        learns=False,
-    )
+    engine = build_engine(config, mesh, vocab_size=found.description.vocab_size, trainable=nothing)
     load_tensors(found.checkpoint, tensors_of(engine, with_optimizer=False), mesh=mesh)
     engine.data_parallel.gather_parameters(frozen=True)
-    engine.model.eval()
+    engine.stage.model.eval()
     return engine

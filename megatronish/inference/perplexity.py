@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare
 from megatronish.data.windows import Windows
+from megatronish.objectives.objective import LOSS
 from megatronish.train.engine import Engine
 
 MICRO_BATCHES_A_STAGE = 8  # between two sums over all ranks: few enough to hold, enough to fill a pipeline
@@ -60,8 +61,8 @@ def measure(
         if dp.size == engine.mesh.pp.size == 1:
             parts = [range(part.start, min(part.stop, len(windows))) for part in parts]
         batches = [collate([windows.sample(number) for number in part], part) for part in parts]
-        losses, predictions = engine.evaluate(batches)
-        nats, count = nats + losses, count + predictions
+        totals = engine.evaluate(batches)
+        nats, count = nats + totals.sums[LOSS], count + totals.weight
         on_progress(num_windows)
     assert count == windows.num_predictions, f"{count} of {windows.num_predictions} predictions were counted"
     return Perplexity(count, nats, num_bytes)

@@ -1,7 +1,7 @@
-"""How does a rank carry out its part of a plan? One loop over actions, for every schedule.
+"""Executor of a pipeline schedule on one rank: one loop over the actions of its plan, whatever the schedule.
 
 Activations travel to the next position of the model, gradients to the one before; where that is another chunk of the
-same stage they are handed over on the spot. transfers.py says how they travel, weight_gradients.py what W actions do.
+same stage they are handed over on the spot. transfers.py sends and receives, weight_gradients.py computes W actions.
 """
 
 import time
@@ -20,13 +20,21 @@ from megatronish.schedule.plan import Action, Placement, StageChunk, routes
 from megatronish.schedule.schedules import RECEIVES_AHEAD
 
 
-class ChunkForward(Protocol):
-    """A piece of the model: x [S, B, D] (None where it starts the model) -> the same, or the sum of losses at its end.
+class ChunkOutput(NamedTuple):
+    """What the forward of a chunk yields.
 
-    `step` None means evaluation.
+    `x` [S, B, D] is for the next position; at the end of the model it is the scalar that backward starts from. `sums`
+    are scalars that add up over micro-batches, without a graph.
     """
 
-    def __call__(self, x: Tensor | None, micro_batch: MicroBatch, /, *, step: int | None) -> Tensor: ...
+    x: Tensor
+    sums: Mapping[str, Tensor]
+
+
+class ChunkForward(Protocol):
+    """A piece of the model: x [S, B, D], None where it starts the model. `step` None means evaluation."""
+
+    def __call__(self, x: Tensor | None, micro_batch: MicroBatch, /, *, step: int | None) -> ChunkOutput: ...
 
 
 class SavedForward(NamedTuple):
@@ -46,7 +54,7 @@ Observer = Callable[[Action, float, float], None]
 
 
 def _ignore(_action: Action, _is_last: bool) -> None:
-    """Nobody asked."""
+    """No data ranks need to know."""
 
 
 class Executor:
@@ -64,13 +72,13 @@ class Executor:
         chunks: Sequence[ChunkForward],
         placement: Placement,
         *,
-        lines: Mapping[tuple[str, bool], Axis],
+        p2p_axes: Mapping[tuple[str, bool], Axis],
         boundary: Boundary,
         weight_gradients: WeightGradients | None = None,
     ) -> None:
         self.chunks, self.boundary, self.weight_gradients = chunks, boundary, weight_gradients
-        self.lines = {direction: Line(axis, boundary) for direction, axis in lines.items()}
-        self.stage = lines["F", True].rank
+        self.lines = {direction: Line(axis, boundary) for direction, axis in p2p_axes.items()}
+        self.stage = p2p_axes["F", True].rank
         self.peak_live = 0
         self._routes = routes(placement)
         self._num_chunks = 1 + max(place.chunk for place in placement)
@@ -85,30 +93,33 @@ class Executor:
         *,
         step: int | None,
         loss_scale: float = 1.0,
-        starting: Callable[[Action, bool], None] = _ignore,
+        begin_action: Callable[[Action, bool], None] = _ignore,
         observers: Sequence[Observer] = (),
-    ) -> Tensor:
-        """The sum of the losses of the micro-batches, fp32 (zero on ranks that do not end the model).
+    ) -> dict[str, Tensor]:
+        """The sums of this rank's chunks over the micro-batches, fp32 scalars by name.
 
-        Backward starts from `loss_scale` times each loss. `step` None means evaluation. `starting` is told each action
-        before it computes, and whether it is the last one of its kind in its chunk.
+        Backward starts from `loss_scale` times what ends the model. `step` None means evaluation. `begin_action` is
+        told each action before it computes, and whether it is the last one of its kind in its chunk.
         """
-        total = torch.zeros((), dtype=torch.float32, device=self.boundary.device)
+        totals: dict[str, Tensor] = {}
         last = {(action.kind, action.chunk): action for action in actions}
         training = any(action.kind == "B" for action in actions)
         splits = any(action.kind == "W" for action in actions)
         assert not training or splits == (self.weight_gradients is not None), "a plan has W if its backward is split"
         self.peak_live = 0
         for i, action in enumerate(actions):
+            # 1. Post the receives of this action and of those just ahead, so that tensors travel meanwhile.
             for upcoming in actions[i : i + 1 + RECEIVES_AHEAD]:
                 self._post(upcoming)
+            # 2. Wait for this action's input: [S, B, D], or the gradient of what this chunk has sent.
             arrived = self._take(action)
-            starting(action, action == last[action.kind, action.chunk])
+            begin_action(action, action == last[action.kind, action.chunk])
             start = self._now() if observers else 0.0
+            # 3. Compute.
             output: Tensor | None = None
             if action.kind == "F":
                 micro_batch = micro_batches[action.micro_batch]
-                output = self._forward(action, arrived, micro_batch, step, loss_scale if training else None)
+                output = self._forward(action, arrived, micro_batch, step, loss_scale if training else None, totals)
             elif action.kind == "B":
                 output = self._backward(action, arrived)
             else:
@@ -118,24 +129,33 @@ class Executor:
                 end = self._now()
                 for observe in observers:
                     observe(action, start, end)
-            if output is not None and self._target(action) is None:
-                total += output
-            elif output is not None:
+            # 4. Send the output to the position that needs it; the ends of the model need nobody.
+            if output is not None and self._target(action) is not None:
                 self._hand_on(action, output)
             del arrived, output  # so that nothing is held while the next action waits
             self.peak_live = max(self.peak_live, len(self._live()))
         for line in self.lines.values():
             line.flush()
         assert not self._live(), f"the plan never completes {sorted(self._live())}"
-        return total
+        return totals
 
     def _forward(
-        self, action: Action, x: Tensor | None, micro_batch: MicroBatch, step: int | None, loss_scale: float | None
+        self,
+        action: Action,
+        x: Tensor | None,
+        micro_batch: MicroBatch,
+        step: int | None,
+        loss_scale: float | None,
+        totals: dict[str, Tensor],
     ) -> Tensor:
-        """The chunk's output; `loss_scale` None keeps nothing for a backward."""
+        """The chunk's output, its sums added to `totals`; `loss_scale` None keeps nothing for a backward."""
         if x is not None:
             x.requires_grad_(loss_scale is not None)
-        y = self.chunks[action.chunk](x, micro_batch, step=step)
+        y, sums = self.chunks[action.chunk](x, micro_batch, step=step)
+        for name, value in sums.items():
+            if name not in totals:
+                totals[name] = torch.zeros((), dtype=torch.float32, device=self.boundary.device)
+            totals[name] += value
         if loss_scale is not None:
             loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None
             self._forwards[_place_in(action)] = SavedForward(x, get_gradient_edge(y), loss_gradient)

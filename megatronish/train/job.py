@@ -19,6 +19,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.tokenizer import Tokenizer, build_tokenizer
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.hooks.log import Speed
 from megatronish.train.trainer import Progress
@@ -100,17 +101,8 @@ class TrainingJob:
 
     def build_engine(self) -> Engine:
         """Engine with this rank's part of the model, initialised."""
-        config = self.config
         try:
-            return Engine.build(
-                self.mesh,
-                model=config.model,
-                parallel=config.parallel,
-                training=config.training,
-                optimizer=config.optimizer,
-                vocab_size=self.vocab_size,
-                recompute=config.recompute,
-            )
+            return build_engine(self.config, self.mesh, vocab_size=self.vocab_size)
         except RuntimeError as error:
             if "allocate" not in str(error):
                 raise

@@ -92,7 +92,7 @@ def resume(
         return Progress()
     if with_optimizer:
         optimizer.num_steps = state["optimizer_steps"]
-    engine.loss_scale.load(state.get("loss_scale", {}))
+    engine.rule.loss_scale.load(state.get("loss_scale", {}))
     return Progress(
         state["step"], state["consumed_samples"], state.get("skipped_steps", 0), state.get("skipped_samples", 0)
     )

@@ -1,7 +1,7 @@
 """A training run on one rank, from a config to its last line: mesh, job, engine, hooks and trainer put together."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.job import TrainingJob
 from megatronish.train.resume import begin
+from megatronish.train.statistics import num_zeros, params_norm
 from megatronish.train.summary import first_lines
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
@@ -111,9 +112,9 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
-    extras = {
-        **({"params_norm": engine.params_norm} if log.log_params_norm else {}),
-        **({"num_zeros": lambda: float(engine.num_zeros())} if log.log_num_zeros_in_grad else {}),
+    extras: dict[str, Callable[[], float]] = {
+        **({"params_norm": partial(params_norm, engine)} if log.log_params_norm else {}),
+        **({"num_zeros": lambda: float(num_zeros(engine))} if log.log_num_zeros_in_grad else {}),
     }
     hooks: list[Hook] = [
         stopper,

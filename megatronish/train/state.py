@@ -19,7 +19,7 @@ LARGEST_COUNT = 2**62
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
     """What a checkpoint holds of this rank."""
-    where = (engine.shardings, engine.mesh.domains)
+    where = (engine.stage.shardings, engine.mesh.domains)
     tensors = model_tensors(engine.data_parallel.shards, *where)
     return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
 

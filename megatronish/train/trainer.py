@@ -5,14 +5,11 @@ everything and change nothing but `stop_reason`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from megatronish import comm
 from megatronish.data.loader import Prefetcher
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
@@ -72,7 +69,7 @@ class Hook:
         """Numbers to be summed over all ranks in step `step`; their names are the same on every rank, in every step."""
         return {}
 
-    def decided(self, trainer: "Trainer", sums: dict[str, float]) -> None:
+    def decided(self, trainer: "Trainer", sums: Mapping[str, float]) -> None:
         """Called with the sums of all hooks' votes, before any hook's `after_step`."""
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
@@ -126,9 +123,8 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(self)
         record = self.step(micro_batches)
-        sums = self._sum_votes(record.step)
         for hook in self.hooks:
-            hook.decided(self, sums)
+            hook.decided(self, record.result.votes)
         for hook in self.hooks:
             hook.after_step(self, record)
 
@@ -143,6 +139,7 @@ class Trainer:
             num_steps_done=before.step,
             learning_rate=learning_rate,
             weight_decay=schedule.learning_rate.weight_decay(learned_from),
+            votes=self._votes,
         )
         seconds = time.perf_counter() - start
         size = schedule.batch_size.at(before.consumed_samples)
@@ -156,13 +153,10 @@ class Trainer:
             self.progress.step, result, learning_rate, size, self.progress.consumed_samples, seconds=seconds
         )
 
-    def _sum_votes(self, step: int) -> dict[str, float]:
-        """The votes of all hooks after step `step`, summed over the world in one all-reduce."""
-        votes = {name: vote for hook in self.hooks for name, vote in hook.votes(step).items()}
-        if not votes:
-            return {}
-        sums = comm.all_reduce(torch.tensor(list(votes.values()), dtype=torch.float64), self.engine.mesh.world)
-        return dict(zip(votes, sums.tolist(), strict=True))
+    def _votes(self) -> dict[str, float]:
+        """The votes of this rank's hooks after the step that is being computed."""
+        step = self.progress.step + 1
+        return {name: vote for hook in self.hooks for name, vote in hook.votes(step).items()}
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """The states of the hooks that keep something, by name."""

@@ -71,7 +71,7 @@ def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> in
     mesh = start_mesh(config, place)
     job = TrainingJob.open(config, mesh)
     engine = job.build_engine()
-    recorder = Recorder(engine.model, mesh)
+    recorder = Recorder(engine.stage.model, mesh)
     trainer = Trainer(
         engine=engine,
         schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
@@ -98,11 +98,11 @@ def _gradient_squares(engine: Engine) -> dict[str, float]:
     """The sum of squares of every parameter's gradient (after clipping), over the ranks that hold parts."""
     found = {}
     sharing = engine.data_parallel
-    for name in engine.shardings:
+    for name in engine.stage.shardings:
         part = sharing.gradients.get(name)
         squares = torch.zeros((), dtype=torch.float64) if part is None else part.double().square().sum().cpu()
-        domain = sharing.domains[engine.shardings[name].domain]
-        for axis in (domain.shard, *(domain.model[cut.axis] for cut in engine.shardings[name].cuts)):
+        domain = sharing.domains[engine.stage.shardings[name].domain]
+        for axis in (domain.shard, *(domain.model[cut.axis] for cut in engine.stage.shardings[name].cuts)):
             comm.all_reduce(squares, axis)
         found[name] = float(squares)
     return found

@@ -5,6 +5,7 @@ import torch
 from ranks import run_ranks
 from saved import saved_by
 
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -15,7 +16,7 @@ from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
-from megatronish.train.engine import Engine
+from megatronish.train.build import build_engine
 
 S, VOCABULARY = 32_768, 64
 MODEL = ModelConfig(
@@ -32,12 +33,14 @@ MODEL = ModelConfig(
 def train(place: Place, cp: int) -> tuple[list[float], int]:
     """The losses of two steps, and the bytes that the first one kept for its backward."""
     mesh = Mesh.start(Layout(cp=cp), rank=place.rank, init_method=place.rendezvous)
-    engine = Engine.build(
+    engine = build_engine(
+        Config(
+            model=MODEL,
+            parallel=ParallelConfig(context_parallel_size=cp),
+            training=TrainingConfig(seq_length=S, micro_batch_size=1, global_batch_size=1),
+            optimizer=OptimizerConfig(),
+        ),
         mesh,
-        model=MODEL,
-        parallel=ParallelConfig(context_parallel_size=cp),
-        training=TrainingConfig(seq_length=S, micro_batch_size=1, global_batch_size=1),
-        optimizer=OptimizerConfig(),
         vocab_size=VOCABULARY,
     )
     dataset = MockSamples(name="train", seq_length=S, seed=1, vocab_size=VOCABULARY, eod=0)
@@ -46,7 +49,7 @@ def train(place: Place, cp: int) -> tuple[list[float], int]:
         batch = micro_batches(
             dataset, consumed_samples=step, global_batch_size=1, share=BatchShare(0, 1, 1), collate=Collator(eod=0)
         )
-        with saved_by(engine.model) as saved:
+        with saved_by(engine.stage.model) as saved:
             losses.append(engine.step(batch, num_steps_done=step, learning_rate=1e-2, weight_decay=0.0).loss)
         kept = kept or saved.num_bytes
     return losses, kept

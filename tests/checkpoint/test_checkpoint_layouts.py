@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import VOCABULARY, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
-from saved_runs import alone, assert_same_bits, build_engine, read_whole
+from saved_runs import alone, assert_same_bits, engine_of_run, read_whole
 
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.load import load_tensors
@@ -36,7 +36,7 @@ def load_and_save(
     place: Place, argv: list[str], source: Path, target: Path, make_block: MakeBlock = TransformerBlock
 ) -> float:
     """One rank that takes over a checkpoint and leaves it again, unchanged, in its own layout; the loss there."""
-    job, engine = build_engine(place, argv, make_block)
+    job, engine = engine_of_run(place, argv, make_block)
     progress = resume(engine, checkpoint=source, weights_only=False, with_optimizer=True, check=lambda _: None)
     tensors = tensors_of(engine, with_optimizer=True)
     for name, tensor in tensors.items():
@@ -178,7 +178,7 @@ class Reading(NamedTuple):
 
 def read_in_the_same_layout(place: Place, argv: list[str], folder: Path) -> Reading:
     """Save what this layout holds, and load it again."""
-    _, engine = build_engine(place, argv)
+    _, engine = engine_of_run(place, argv)
     tensors = tensors_of(engine, with_optimizer=True)
     checkpoint = save_checkpoint(folder, step=1, tensors=tensors, state={}, mesh=engine.mesh)
     load_tensors(checkpoint, tensors, mesh=engine.mesh)  # whatever is imported on the way

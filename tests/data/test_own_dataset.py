@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
+from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
@@ -23,7 +24,7 @@ from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
 from megatronish.streams import numpy_stream
-from megatronish.train.engine import Engine
+from megatronish.train.build import build_engine
 
 S, VOCABULARY, EOD, NUM_DIALOGUES = 16, 32, 0, 8
 MODEL = ModelConfig(
@@ -73,12 +74,14 @@ def open_dialogues(source: DatasetSource, settings: DatasetSettings) -> Dataset:
 def train(place: Place, layout: Layout, per_sample: int) -> list[tuple[float, float, int]]:
     """Loss, gradient norm and loss tokens of three steps over the same dialogues."""
     mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous)
-    engine = Engine.build(
+    engine = build_engine(
+        Config(
+            model=MODEL,
+            parallel=ParallelConfig(data_parallel_size=layout.dp, context_parallel_size=layout.cp),
+            training=TrainingConfig(seq_length=S, micro_batch_size=2),
+            optimizer=OptimizerConfig(optimizer="sgd"),
+        ),
         mesh,
-        model=MODEL,
-        parallel=ParallelConfig(data_parallel_size=layout.dp, context_parallel_size=layout.cp),
-        training=TrainingConfig(seq_length=S, micro_batch_size=2),
-        optimizer=OptimizerConfig(optimizer="sgd"),
         vocab_size=VOCABULARY,
     )
     size = NUM_DIALOGUES // per_sample

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engines import evaluated
 from jobs import run_job, tiny
 from ranks import run_ranks
 from torch import Tensor
@@ -17,9 +18,11 @@ from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh
 from megatronish.model.block import TransformerBlock
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
+from megatronish.train.statistics import num_zeros, params_norm
 from tools import verify_layout
 
 STEPS = 2
@@ -42,16 +45,7 @@ def build(
     config, _ = read_config(tiny(Path("never-written"), flags))
     mesh = start_mesh(config, place)
     job = TrainingJob.open(config, mesh)
-    engine = Engine.build(
-        mesh,
-        model=config.model,
-        parallel=config.parallel,
-        training=config.training,
-        optimizer=config.optimizer,
-        recompute=config.recompute,
-        vocab_size=job.vocab_size,
-        make_block=make_block,
-    )
+    engine = build_engine(config, mesh, vocab_size=job.vocab_size, make_block=make_block)
     return mesh, engine, job
 
 
@@ -66,9 +60,9 @@ def run(place: Place, flags: str, make_block: Callable[..., Any] = TransformerBl
     return Seen(
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
-        evaluation=engine.evaluate(batches(0, batch)),
-        params_norm=engine.params_norm(),
-        num_zeros=engine.num_zeros(),
+        evaluation=evaluated(engine, batches(0, batch)),
+        params_norm=params_norm(engine),
+        num_zeros=num_zeros(engine),
         masters={
             (name, piece.global_offset): piece.view(shard.master.detach()).clone()
             for name, shard in engine.data_parallel.shards.items()
@@ -124,7 +118,7 @@ def keep(place: Place, flags: str) -> Kept:
         engine.step(batches(0, batch), num_steps_done=0, learning_rate=1e-3, weight_decay=0.1)
     engine.evaluate(batches(0, batch))
     sharing = engine.data_parallel
-    parameters = [p for p in engine.model.parameters() if isinstance(p, DTensor)]
+    parameters = [p for p in engine.stage.model.parameters() if isinstance(p, DTensor)]
     return Kept(
         parameters=sum(p.to_local().numel() for p in parameters),
         masters=sum(shard.master.numel() for shard in sharing.shards.values()),
@@ -225,7 +219,7 @@ def test_what_is_frozen_stays_and_the_rest_learns(layout: str) -> None:
 def initial(place: Place, flags: str) -> dict[str, Tensor]:
     """The parameters as they are initialised."""
     _, engine, _ = build(place, flags)
-    return {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in engine.stage.model.named_parameters()}
 
 
 def test_verify_layout_takes_it_for_any_other_stage(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def gradients_of(engine: Engine) -> list[Tensor]:
     """Where they add up on the device."""
     sharing = engine.data_parallel
     if not isinstance(sharing, Zero):
-        return [p.grad for p in engine.model.parameters() if p.grad is not None]
+        return [p.grad for p in engine.stage.model.parameters() if p.grad is not None]
     buckets = sharing.buckets.buckets
     return [bucket.part for bucket in buckets] + [bucket.flat for bucket in buckets if bucket.flat is not None]
 
@@ -84,7 +84,7 @@ def hold(place: Place, flags: str) -> tuple[Held, Shape]:
     engine = job.build_engine()
     for step in range(2):
         take_step(job, engine, step)
-    parameters, gradients = storages(engine.model.parameters()), storages(gradients_of(engine))
+    parameters, gradients = storages(engine.stage.model.parameters()), storages(gradients_of(engine))
     masters = engine.optimizer.masters.values()
     read = [master.grad for master in masters if master.grad is not None]
     states = [state for states in engine.optimizer.state.values() for state in states.values()]
@@ -166,7 +166,7 @@ def watch_buckets(place: Place, flags: str) -> Passing:
         filling = [bucket.plan.size for bucket in buckets.buckets if bucket.flat is not None]
         moments.append(sum([*filling, *(bucket.plan.size for bucket, _ in buckets._reducing)]))
 
-    for parameter in engine.model.parameters():
+    for parameter in engine.stage.model.parameters():
         parameter.register_post_accumulate_grad_hook(look)
     take_step(job, engine, 0)
     sizes = [bucket.plan.size for bucket in buckets.buckets]
@@ -180,14 +180,16 @@ def watch_layers(place: Place, flags: str) -> Passing:
     moments = list[int]()
 
     def look(*_: object) -> None:
-        whole = [p for p in engine.model.parameters() if not isinstance(p, DTensor) and p.untyped_storage().nbytes()]
+        whole = [
+            p for p in engine.stage.model.parameters() if not isinstance(p, DTensor) and p.untyped_storage().nbytes()
+        ]
         moments.append(sum(p.numel() for p in whole))
 
-    blocks = [module for name, module in engine.model.named_modules() if name.endswith(".mlp")]
+    blocks = [module for name, module in engine.stage.model.named_modules() if name.endswith(".mlp")]
     for block in blocks:
         block.register_forward_pre_hook(look)
         block.register_full_backward_hook(look)
-    sizes = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in engine.stage.model.named_parameters()}
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     take_step(job, engine, 0)
     look()

@@ -92,7 +92,7 @@ def send(place: Place, flags: str) -> tuple[Sent, Shape, int]:
     axes = [axis for axis in (mesh.data, dense.shard, dense.replicate) if axis.group is not None]
     with Counting({axis.group.group_name: axis.size for axis in axes if axis.group is not None}) as counting:
         take_step(job, engine, 1)
-    around = [p for name, p in engine.model.named_parameters() if not name.startswith("layers.")]
+    around = [p for name, p in engine.stage.model.named_parameters() if not name.startswith("layers.")]
     ranks = dense.shard.size
     return counting.sent(), shape_of(engine), sum(-(-len(p) // ranks) * ranks * p.shape[1:].numel() for p in around)
 

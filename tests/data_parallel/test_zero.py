@@ -106,7 +106,7 @@ def prefetched(place: Place) -> list[int]:
     engine, batches = engine_of(place, ParallelConfig(data_parallel_size=2, zero_stage=3))
     engine.gradients(batches, num_steps_done=0)
     assert isinstance(engine.data_parallel, FullySharded)
-    units = [engine.model, *engine.model.get_submodule("layers").children()]
+    units = [engine.stage.model, *engine.stage.model.get_submodule("layers").children()]
     return [len(unit._get_fsdp_state()._states_to_backward_prefetch) for unit in units]  # type: ignore[operator, union-attr]
 
 

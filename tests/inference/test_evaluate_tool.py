@@ -278,7 +278,7 @@ def test_an_engine_that_only_evaluates_holds_the_parameters_alone(runs: dict, li
     engine: Engine = load_engine(find_trained(runs["gpt2"]), task.config, mesh)
     assert not engine.data_parallel.gradients
     assert not engine.optimizer.state
-    assert not any(parameter.requires_grad for parameter in engine.model.parameters())
+    assert not any(parameter.requires_grad for parameter in engine.stage.model.parameters())
 
 
 def test_the_program_starts_its_own_ranks(runs: dict, lines: Path, tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def see(place: Place, flags: str) -> Seen:
 
         return hook
 
-    for name, layer in engine.model.get_submodule("layers").named_children():
+    for name, layer in engine.stage.model.get_submodule("layers").named_children():
         layer.register_full_backward_pre_hook(looker(seen.backward, name, "reduce", first=False))
     with recorder.listening():
         take_step(job, engine, 1)
-        for name, layer in engine.model.get_submodule("layers").named_children():
+        for name, layer in engine.stage.model.get_submodule("layers").named_children():
             layer.register_forward_pre_hook(looker(seen.forward, name, "gather", first=True))
         backward = dict(seen.backward)
         take_step(job, engine, 2)

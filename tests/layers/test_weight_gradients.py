@@ -21,7 +21,7 @@ from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.executor import Boundary, Executor
+from megatronish.pipeline.executor import Boundary, ChunkOutput, Executor
 from megatronish.schedule.draw import label
 from megatronish.schedule.plan import Action
 from megatronish.schedule.schedules import SCHEDULES
@@ -60,17 +60,19 @@ class Net(nn.Module):
     def residual(self, mlp: nn.Sequential, x: Tensor) -> Tensor:
         return x + (checkpoint(mlp, x, use_reentrant=False) if self.case.checkpointed else mlp(x))
 
-    def start(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> Tensor:
+    def start(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
         assert x is None and step == 0
-        return self.residual(self.first, self.tokens(batch.tokens))
+        return ChunkOutput(self.residual(self.first, self.tokens(batch.tokens)), {})
 
-    def end(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> Tensor:
+    def end(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
         assert x is not None and step == 0
         logits = self.head(self.residual(self.second, x))
-        return vocab_parallel_cross_entropy(logits, batch.labels.t(), vocab_size=VOCABULARY, tp=self.tp.axis).sum()
+        losses = vocab_parallel_cross_entropy(logits, batch.labels.t(), vocab_size=VOCABULARY, tp=self.tp.axis)
+        loss = losses.sum()
+        return ChunkOutput(loss, {"loss": loss.detach()})
 
-    def whole(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> Tensor:
-        return self.end(self.start(x, batch, step=step), batch, step=step)
+    def whole(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
+        return self.end(self.start(x, batch, step=step).x, batch, step=step)
 
     def sources(self) -> dict[str, frozenset[Source]]:
         """The embedding's gradient comes from the first chunk's backward and from the last one's product."""
@@ -144,7 +146,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     executor = Executor(
         [net.whole] if case.num_chunks == 1 else [net.start, net.end],
         schedule.place(num_stages=1, num_chunks=case.num_chunks),
-        lines=mesh.p2p_axes,
+        p2p_axes=mesh.p2p_axes,
         boundary=Boundary((S, B, D), dtype, mesh.device),
         weight_gradients=queue if schedule.has_weight_gradients else None,
     )
@@ -160,7 +162,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
         launched.clear()
         queue.launched.clear()
         buckets.zero()
-        loss = float(executor.run(actions, batches(mesh.data.rank), step=0, starting=starting))
+        loss = float(executor.run(actions, batches(mesh.data.rank), step=0, begin_action=starting)["loss"])
         buckets.finish()
         found = {name: view.clone() for name, view in views.items()}
         seen.append(Seen(loss, found, queue.lengths, list(launched), list(queue.launched)))

@@ -17,7 +17,7 @@ from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.executor import Boundary, Executor
+from megatronish.pipeline.executor import Boundary, ChunkOutput, Executor
 from megatronish.schedule.plan import Action, Placement, Plan, StageChunk, looped
 from megatronish.schedule.schedules import RECEIVES_AHEAD, SCHEDULES
 from megatronish.schedule.simulate import simulate
@@ -59,10 +59,10 @@ class WatchedGradients(WeightGradients):
         super().__init__(sums)
         self.watch = watch
 
-    def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis) -> None:
+    def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, **others: Any) -> None:
         assert self._filling is not None
         self.watch.queued.append((self._filling, weakref.ref(dy)))
-        super().defer(weight, dy, x, axis=axis)
+        super().defer(weight, dy, x, **others)
 
     def compute(self, *, chunk: int, micro_batch: int) -> None:
         others = set(self.pending) - {(chunk, micro_batch)}
@@ -99,7 +99,7 @@ class Piece(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         self.steps: set[int | None] = set()
 
-    def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None) -> Tensor:
+    def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None) -> ChunkOutput:
         self.steps.add(step)
         assert (x is None) == self.is_first
         if x is None:
@@ -109,9 +109,10 @@ class Piece(nn.Module):
         self.watch.outputs_held = max(self.watch.outputs_held, sum(y() is not None for y in self.watch.outputs))
         y = Trace.apply(x + self.linear(x).tanh(), (self.chunk, int(batch.sample_ids[0])), self.watch)
         if self.is_last:
-            return y.square().sum()
+            loss = y.square().sum()
+            return ChunkOutput(loss, {"loss": loss.detach(), "largest": y.detach().abs().max()})
         self.watch.outputs.append(weakref.ref(y))
-        return y
+        return ChunkOutput(y, {})
 
 
 def batches(num_microbatches: int) -> list[MicroBatch]:
@@ -187,7 +188,7 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
         for piece in pieces:
             split_backward(piece, queue)
     boundary = Boundary((S, B, D), torch.float32, mesh.device, same_over)
-    executor = Executor(pieces, case.placement, lines=mesh.p2p_axes, boundary=boundary, weight_gradients=queue)
+    executor = Executor(pieces, case.placement, p2p_axes=mesh.p2p_axes, boundary=boundary, weight_gradients=queue)
     actions = case.plan[mesh.pp.rank]
     answers = []
     with no_collector():
@@ -199,16 +200,16 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
                 note = also_check_receives(note, executor, actions)
             if training:
                 micro_batches = batches(case.num_microbatches)
-                total = executor.run(
-                    actions, micro_batches, step=5, loss_scale=LOSS_SCALE, starting=note, observers=[record]
+                sums = executor.run(
+                    actions, micro_batches, step=5, loss_scale=LOSS_SCALE, begin_action=note, observers=[record]
                 )
             else:
                 forwards = [action for action in actions if action.kind == "F"]
                 with torch.no_grad():
-                    total = executor.run(forwards, batches(case.num_microbatches), step=None, starting=note)
+                    sums = executor.run(forwards, batches(case.num_microbatches), step=None, begin_action=note)
             answers.append(
                 Seen(
-                    total=float(total),
+                    total=float(sums.get("loss", 0.0)),
                     gradients=[[p.grad.clone() for p in piece.parameters() if p.grad is not None] for piece in pieces],
                     peaks=(watch.peak, executor.peak_live),
                     left=len(watch.alive) + sum(len(line.receiving) for line in executor.lines.values()),
@@ -244,7 +245,7 @@ def serial(num_positions: int, num_microbatches: int) -> tuple[float, list[list[
     for batch in batches(num_microbatches):
         x: Tensor | None = None
         for piece in pieces:
-            x = piece(x, batch, step=None)
+            x = piece(x, batch, step=None).x
         assert x is not None
         total = total + x
     (total * LOSS_SCALE).backward()

@@ -1,5 +1,6 @@
 """What does one rank of a run hold and do? An engine and its batches, made from the flags of a tiny run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from jobs import tiny
 from megatronish.config.read import read_config
 from megatronish.data_parallel.zero import Zero
 from megatronish.launch.place import Place
+from megatronish.model.batch import MicroBatch
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
@@ -56,7 +58,7 @@ def shape_of(engine: Engine) -> Shape:
 def _shape_of_buckets(engine: Engine, sharing: Zero) -> Shape:
     """Of stages 0 to 2: parameters, and the parts of the ranks that share a bucket, begin at multiples of 16 bytes."""
     shard = engine.mesh.domains["dense"].shard
-    unit = 4 if next(engine.model.parameters()).dtype == torch.float32 else 8
+    unit = 4 if next(engine.stage.model.parameters()).dtype == torch.float32 else 8
 
     def rounded(size: int, multiple: int) -> int:
         return -(-size // multiple) * multiple
@@ -69,14 +71,14 @@ def _shape_of_buckets(engine: Engine, sharing: Zero) -> Shape:
             kept += max(min(begin + size, (shard.rank + 1) * share) - max(begin, shard.rank * share), 0)
             begin += rounded(size, unit)
         shares.append(share)
-    held = sum(parameter.numel() for parameter in engine.model.parameters())
+    held = sum(parameter.numel() for parameter in engine.stage.model.parameters())
     return Shape(held, shard.size * sum(shares), sum(shares), kept)
 
 
 def _shape_of_rows(engine: Engine) -> Shape:
     """Of stage 3: every rank has room for as many rows of a parameter, the last ones may have fewer."""
     axis = engine.mesh.domains["dense"].shard
-    shapes = [(parameter.shape[0], parameter.shape[1:].numel()) for parameter in engine.model.parameters()]
+    shapes = [(parameter.shape[0], parameter.shape[1:].numel()) for parameter in engine.stage.model.parameters()]
     room = [-(-rows // axis.size) for rows, _ in shapes]
     kept = [min(max(rows - axis.rank * most, 0), most) for (rows, _), most in zip(shapes, room, strict=True)]
     share = sum(most * row for most, (_, row) in zip(room, shapes, strict=True))
@@ -86,3 +88,9 @@ def _shape_of_rows(engine: Engine) -> Shape:
         padded_share=share,
         kept=sum(mine * row for mine, (_, row) in zip(kept, shapes, strict=True)),
     )
+
+
+def evaluated(engine: Engine, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    """The sum of the losses of an evaluation, and what divides it."""
+    totals = engine.evaluate(micro_batches)
+    return totals.sums["loss"], totals.weight

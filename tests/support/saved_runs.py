@@ -17,6 +17,7 @@ from megatronish.launch.place import Place
 from megatronish.mesh import Mesh
 from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.sharding import Piece
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
@@ -58,19 +59,13 @@ def saved_value(folder: Path) -> float | None:
     return value
 
 
-def build_engine(place: Place, argv: list[str], make_block: MakeBlock = TransformerBlock) -> tuple[TrainingJob, Engine]:
+def engine_of_run(
+    place: Place, argv: list[str], make_block: MakeBlock = TransformerBlock
+) -> tuple[TrainingJob, Engine]:
     """A rank's share of a run that has not begun."""
     config, _ = read_config(argv)
     mesh = start_mesh(config, place)
-    engine = Engine.build(
-        mesh,
-        model=config.model,
-        parallel=config.parallel,
-        training=config.training,
-        optimizer=config.optimizer,
-        vocab_size=VOCABULARY,
-        make_block=make_block,
-    )
+    engine = build_engine(config, mesh, vocab_size=VOCABULARY, make_block=make_block)
     return TrainingJob.open(config, mesh), engine
 
 

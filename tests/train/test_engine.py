@@ -11,6 +11,7 @@ from saved import saved_by
 from torch import Tensor
 
 from megatronish import comm
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -26,6 +27,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, ModelChunk, User
 from megatronish.pipeline.stages import Stages
 from megatronish.schedule.plan import StageChunk
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 
 S, B, H, VOCABULARY = 32, 2, 24, 64
@@ -52,20 +54,22 @@ def engine_of(
 ) -> tuple[Engine, list[MicroBatch]]:
     layout, mesh = parallel.layout, Mesh.of(parallel, place)
     batch = B * layout.dp * num_microbatches
-    engine = Engine.build(
-        mesh,
-        model=model,
-        parallel=parallel,
-        training=TrainingConfig(
-            seq_length=S,
-            micro_batch_size=B,
-            global_batch_size=batch,
-            bf16=bf16,
-            attention_backend=attention_backend,
+    engine = build_engine(
+        Config(
+            model=model,
+            parallel=parallel,
+            recompute=recompute or RecomputeConfig(),
+            training=TrainingConfig(
+                seq_length=S,
+                micro_batch_size=B,
+                global_batch_size=batch,
+                bf16=bf16,
+                attention_backend=attention_backend,
+            ),
+            optimizer=optimizer or OptimizerConfig(),
         ),
-        optimizer=optimizer or OptimizerConfig(),
+        mesh,
         vocab_size=VOCABULARY,
-        recompute=recompute,
     )
     dataset = MockSamples(name="train", seq_length=S, seed=1, vocab_size=VOCABULARY, eod=0)
     share = BatchShare(mesh.dp.rank, layout.dp, B)
@@ -77,8 +81,8 @@ def engine_of(
 def kept(place: Place, parallel: ParallelConfig, recompute: RecomputeConfig, model: ModelConfig) -> int:
     """Bytes that the forward of a micro-batch keeps."""
     engine, (batch,) = engine_of(place, parallel, recompute=recompute, model=model, num_microbatches=1)
-    with saved_by(engine.model) as saved:
-        loss = engine.model(None, batch, step=0).sum()
+    with saved_by(engine.stage.model) as saved:
+        loss = engine.stage.model(None, batch, step=0).sum()
     loss.backward()  # what is computed again is kept there for a moment: that is not what is counted
     return saved.num_bytes
 

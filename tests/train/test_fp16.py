@@ -8,6 +8,7 @@ import torch
 from jobs import steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -18,7 +19,7 @@ from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
-from megatronish.train.engine import Engine
+from megatronish.train.build import build_engine
 
 S, VOCABULARY = 16, 64
 MODEL = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=4, make_vocab_size_divisible_by=8)
@@ -27,14 +28,16 @@ MODEL = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=4, make_vo
 def overflow_on_one_rank(place: Place) -> tuple[list[bool], list[float], bool]:
     """Of three steps, in the second of which the last rank finds an infinite gradient."""
     mesh = Mesh.start(Layout(dp=2, tp=2), rank=place.rank, init_method=place.rendezvous)
-    engine = Engine.build(
-        mesh,
-        model=MODEL,
-        parallel=ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2),
-        training=TrainingConfig(
-            seq_length=S, micro_batch_size=1, global_batch_size=2, fp16=True, initial_loss_scale=256.0, hysteresis=1
+    engine = build_engine(
+        Config(
+            model=MODEL,
+            parallel=ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2),
+            training=TrainingConfig(
+                seq_length=S, micro_batch_size=1, global_batch_size=2, fp16=True, initial_loss_scale=256.0, hysteresis=1
+            ),
+            optimizer=OptimizerConfig(),
         ),
-        optimizer=OptimizerConfig(),
+        mesh,
         vocab_size=VOCABULARY,
     )
     dataset = MockSamples(name="train", seq_length=S, seed=1, vocab_size=VOCABULARY, eod=0)
@@ -47,10 +50,10 @@ def overflow_on_one_rank(place: Place) -> tuple[list[bool], list[float], bool]:
             share=BatchShare(mesh.dp.rank, 2, 1),
             collate=Collator(eod=0),
         )
-        before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+        before = [parameter.detach().clone() for parameter in engine.stage.model.parameters()]
         handle = None
         if step == 1 and place.rank == 3:
-            weight = next(iter(engine.model.parameters()))
+            weight = next(iter(engine.stage.model.parameters()))
             handle = weight.register_hook(lambda gradient: gradient * torch.inf)
         result = engine.step(batches, num_steps_done=step, learning_rate=1e-2, weight_decay=0.0)
         if handle is not None:
@@ -58,7 +61,7 @@ def overflow_on_one_rank(place: Place) -> tuple[list[bool], list[float], bool]:
         skipped.append(result.skipped)
         scales.append(result.loss_scale)
         if step == 1:
-            after = engine.model.parameters()
+            after = engine.stage.model.parameters()
             unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert engine.optimizer.num_steps == 2
     return skipped, scales, unchanged

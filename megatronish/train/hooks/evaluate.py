@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatronish.model.batch import MicroBatch
+from megatronish.objectives.objective import LOSS
 from megatronish.train.engine import Engine
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.tensorboard import TensorBoard
@@ -20,9 +21,9 @@ def mean_loss(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[floa
     """The mean over all predictions of `num_batches` global batches, and how many they are."""
     total, tokens = 0.0, 0
     for i in range(num_batches):
-        batch_total, batch_tokens = engine.evaluate(batch_of(i))
-        total += batch_total
-        tokens += batch_tokens
+        totals = engine.evaluate(batch_of(i))
+        total += totals.sums[LOSS]
+        tokens += totals.weight
     return total / max(tokens, 1), tokens
 
 

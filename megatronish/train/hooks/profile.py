@@ -78,12 +78,12 @@ class ProfileSchedule(Hook):
             [
                 (*action, start, end)
                 for action, (start, end) in zip(
-                    engine.stages.actions(stage, num_microbatches), of_stage.tolist(), strict=True
+                    engine.stage.stages.actions(stage, num_microbatches), of_stage.tolist(), strict=True
                 )
             ]
             for stage, of_stage in enumerate(gathered.chunk(engine.mesh.pp.size))
         ]
-        recorded = Recorded(engine.stages.schedule.name, rows)
+        recorded = Recorded(engine.stage.stages.schedule.name, rows)
         try:
             self._draw(recorded, step)
         except OSError as error:

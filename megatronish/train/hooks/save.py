@@ -169,7 +169,7 @@ class Save(Hook):
             "has_optimizer": not self.config.no_save_optim,
             "skipped_steps": progress.skipped_steps,
             "skipped_samples": progress.skipped_samples,
-            "loss_scale": engine.loss_scale.state(),
+            "loss_scale": engine.rule.loss_scale.state(),
             "hooks": trainer.hook_states(),
         }
 

@@ -6,6 +6,7 @@ must agree: each votes, and what any of them wants is done by all.
 
 import signal
 import time
+from collections.abc import Mapping
 from types import FrameType
 
 from megatronish.train.trainer import Hook, Trainer
@@ -47,7 +48,7 @@ class Stopper(Hook):
         }
         return {name: float(wish) for name, wish in wishes.items()}
 
-    def decided(self, trainer: Trainer, sums: dict[str, float]) -> None:
+    def decided(self, trainer: Trainer, sums: Mapping[str, float]) -> None:
         """Do what any rank wants; of several reasons to stop the first is told."""
         self.save_now = sums[SAVE] > 0
         trainer.stop_reason = next((told for name, told in REASONS.items() if sums[name] > 0), trainer.stop_reason)

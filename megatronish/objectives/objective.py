@@ -1,0 +1,32 @@
+"""Objectives: what a model is trained for, as sums over micro-batches.
+
+The model hands over the loss of every token. An objective makes named sums of them, of which "loss" is what backward
+starts from, and says by what the sums of a step are divided. Sums add up over micro-batches, stages and data ranks, and
+are divided once: so no layout changes them (a mean of means would be another number).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from megatronish.model.batch import MicroBatch
+
+Sums = dict[str, Tensor]
+"""Scalars that add up over micro-batches and ranks, by name."""
+
+LOSS = "loss"
+
+
+class Objective(Protocol):
+    """An objective. A new one is a file in this folder and a line in `OBJECTIVES` (table.py)."""
+
+    names: tuple[str, ...]
+    """Names of the sums, `LOSS` first; the same for every micro-batch."""
+
+    def weight(self, batch: MicroBatch) -> int:
+        """What this micro-batch adds to the divisor of the step's sums: counted on the CPU, before the forward."""
+        ...
+
+    def sums(self, token_losses: Tensor, batch: MicroBatch) -> Sums:
+        """[S/cp, B] losses of all tokens that a rank holds -> the sums of the micro-batch; fp32 scalars."""
+        ...

@@ -1,0 +1,55 @@
+"""Construction of a pipeline stage: the modules that a rank holds, and how their parameters are sharded.
+
+Training, evaluation, generation, conversion and counting all build their modules here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatronish.config.model import ModelConfig
+from megatronish.mesh import Mesh, TensorParallel
+from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.execution import Execution
+from megatronish.model.gpt import GPT, ModelChunk
+from megatronish.pipeline.stages import Stages
+from megatronish.schedule.plan import StageChunk
+from megatronish.sharding import Sharding, collect_shardings
+
+
+@dataclass(frozen=True)
+class ModelStage:
+    """The modules of this rank's pipeline stage, the sharding of their parameters, and who holds the other layers."""
+
+    model: GPT
+    shardings: dict[str, Sharding]
+    stages: Stages
+
+
+def build_stage(
+    config: ModelConfig,
+    stages: Stages,
+    mesh: Mesh,
+    *,
+    vocab_size: int,
+    num_positions: int,
+    sequence_parallel: bool = False,
+    execution: Execution | None = None,
+    make_block: MakeBlock = TransformerBlock,
+    device: torch.device | None = None,
+) -> ModelStage:
+    """The stage of this rank, its parameters in fp32 and not yet initialised; by default on the mesh's device."""
+    places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
+    with device or mesh.device:
+        model = GPT(
+            config,
+            vocab_size=vocab_size,
+            num_positions=num_positions,
+            tp=TensorParallel(mesh.tp, sequence_parallel),
+            chunks=[
+                ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
+            ],
+            execution=execution,
+            make_block=make_block,
+        )
+    return ModelStage(model, collect_shardings(model), stages)

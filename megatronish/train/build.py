@@ -1,0 +1,197 @@
+"""Assembly of an engine, one function a step, in the order in which the parts are wrapped around each other.
+
+build_stage      the modules of this rank's stage (pipeline/stage.py)
+freeze           which parameters learn
+share            initial values, and what the data ranks make of parameters and gradients (ZeRO)
+split_backward   weight gradients deferred to W actions, where the schedule has them
+Optimizer        over the fp32 masters that this rank keeps
+build_executor   the loop over the actions of a plan
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from megatronish.config.config import Config
+from megatronish.config.recompute import RecomputeConfig
+from megatronish.data_parallel.data_parallel import DataParallel
+from megatronish.data_parallel.fully_sharded import FullySharded
+from megatronish.data_parallel.settings import DataParallelSettings
+from megatronish.data_parallel.zero import Zero
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.mesh import Axis, Mesh
+from megatronish.model.batch import MicroBatch
+from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.execution import Execution
+from megatronish.model.gpt import GPT
+from megatronish.model.recompute import Recompute
+from megatronish.objectives.objective import LOSS, Objective
+from megatronish.objectives.table import OBJECTIVES
+from megatronish.optim.loss_scale import loss_scale_of
+from megatronish.optim.optimizer import Optimizer
+from megatronish.pipeline.executor import ChunkOutput, Executor
+from megatronish.pipeline.stage import ModelStage, build_stage
+from megatronish.pipeline.stages import Stages
+from megatronish.pipeline.transfers import Boundary
+from megatronish.sharding import Sharding, initialize
+from megatronish.train.engine import Engine, UpdateRule
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Trainable = Callable[[str, Sharding], bool]
+"""Whether a parameter learns, by its name and what it is."""
+
+
+def everything(_name: str, _sharding: Sharding) -> bool:
+    """All parameters learn."""
+    return True
+
+
+def nothing(_name: str, _sharding: Sharding) -> bool:
+    """An engine that only evaluates: neither gradients nor masters nor optimizer states."""
+    return False
+
+
+def build_engine(
+    config: Config,
+    mesh: Mesh,
+    *,
+    vocab_size: int,
+    make_block: MakeBlock = TransformerBlock,
+    trainable: Trainable = everything,
+    objective: Objective | None = None,
+) -> Engine:
+    """This rank's share of a training run.
+
+    Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision. Where
+    nothing is trainable they are for a checkpoint to fill.
+    """
+    assert config.layout == mesh.layout, "the mesh is not that of the config"
+    model, training = config.model, config.training
+    objective = objective or OBJECTIVES["causal_lm"]()
+    settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
+    stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
+    stage = build_stage(
+        model,
+        stages,
+        mesh,
+        vocab_size=vocab_size,
+        num_positions=model.max_position_embeddings or training.seq_length,
+        sequence_parallel=config.parallel.sequence_parallel,
+        execution=execution_of(config, mesh),
+        make_block=make_block,
+        # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole.
+        device=torch.device("meta") if settings.zero_stage == 3 else None,
+    )
+    learning = freeze(stage, trainable)
+    data_parallel = share(stage, mesh, settings, seed=training.seed if learning else None)
+    weight_gradients = None
+    if stages.schedule.has_weight_gradients:
+        weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
+        split_backward(stage.model, weight_gradients)
+    optimizer = Optimizer(
+        data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
+    )
+    executor = build_executor(config, stage, mesh, objective, weight_gradients)
+    rule = UpdateRule(loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad)
+    return Engine(mesh, stage, objective, data_parallel, optimizer, executor, rule)
+
+
+def execution_of(config: Config, mesh: Mesh) -> Execution:
+    """Settings of the forward and backward of layers."""
+    recompute: RecomputeConfig = config.recompute
+    return Execution(
+        mesh.cp,
+        config.parallel.cp_comm_type,
+        config.training.attention_backend,
+        Recompute(
+            recompute.recompute_granularity,
+            recompute.recompute_method,
+            recompute.recompute_num_layers,
+            shard_axis=mesh.tp if recompute.distribute_saved_activations else Axis("tp"),
+            offload=recompute.offload_saved_activations,
+        ),
+        dropout_seed=config.training.seed,
+    )
+
+
+def freeze(stage: ModelStage, trainable: Trainable) -> dict[str, Sharding]:
+    """Take what is not trainable out of autograd; the shardings of what is left to learn.
+
+    A module may have frozen parameters of its own at construction: they stay frozen.
+    """
+    learning = {}
+    for name, parameter in stage.model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and trainable(name, stage.shardings[name]))
+        if parameter.requires_grad:
+            learning[name] = stage.shardings[name]
+    return learning
+
+
+def share(stage: ModelStage, mesh: Mesh, settings: DataParallelSettings, *, seed: int | None) -> DataParallel:
+    """Initial values (`seed` None: none), and what the data ranks make of the stage."""
+    model = stage.model
+    data_parallel: DataParallel
+    if settings.zero_stage == 3:
+        chunks = [[model.layers[str(layer)] for layer in chunk.layers] for chunk in model.chunks]
+        data_parallel = FullySharded(
+            model, chunks, stage.shardings, mesh.domains, settings, device=mesh.device, seed=seed
+        )
+    else:
+        if seed is not None:
+            initialize(model, stage.shardings, seed=seed, domains=mesh.domains)
+        deferred = "W" if stage.stages.schedule.has_weight_gradients else "B"
+        data_parallel = Zero(
+            dict(model.named_parameters()),
+            stage.shardings,
+            mesh.domains,
+            settings,
+            sources={
+                name: frozenset((user.chunk, deferred if user.is_linear else "B") for user in users)
+                for name, users in model.users().items()
+            },
+        )
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.to(settings.dtype)
+    for module, names in model.by_first_use():
+        data_parallel.gather_before(module, names)
+    return data_parallel
+
+
+def build_executor(
+    config: Config,
+    stage: ModelStage,
+    mesh: Mesh,
+    objective: Objective,
+    weight_gradients: WeightGradients | None,
+) -> Executor:
+    """The loop over this stage's actions. Every rank of the pipeline makes its own at the same time."""
+    training, tp = config.training, stage.model.tp
+    local_seq_length = training.seq_length // mesh.cp.size // tp.sequence_axis.size
+    boundary = Boundary(
+        (local_seq_length, training.micro_batch_size, config.model.hidden_size),
+        DTYPES[training.precision],
+        mesh.device,
+        same_over=Axis("tp") if tp.cuts_sequence else mesh.tp,
+    )
+    return Executor(
+        [partial(run_chunk, stage.model, objective, chunk) for chunk in range(stage.stages.num_chunks)],
+        stage.stages.placement,
+        p2p_axes=mesh.p2p_axes,
+        boundary=boundary,
+        weight_gradients=weight_gradients,
+    )
+
+
+def run_chunk(
+    model: GPT, objective: Objective, chunk: int, x: torch.Tensor | None, batch: MicroBatch, *, step: int | None
+) -> ChunkOutput:
+    """The forward of a chunk; where it ends the model, of the objective too."""
+    y = model(x, batch, step=step, chunk=chunk)
+    if not model.chunks[chunk].is_last:
+        return ChunkOutput(y, {})
+    sums = objective.sums(y, batch)
+    return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()})
