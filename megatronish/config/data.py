@@ -3,7 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatronish.config.marks import at_least, at_most
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class DataConfig:
     """Documents packed into one sample do not see each other."""
     eod_mask_loss: bool = False
     """Predictions made from an end-of-document token do not count."""
-    num_workers: int = 2
+    num_workers: Annotated[int, at_least(0), at_most(2**31 - 1)] = 2
     """Batches prepared ahead by a background thread; 0 prepares them in the loop."""
     tokenizer_type: Literal["sentencepiece", "huggingface", "bytes", "null"] = "sentencepiece"
     """Megatron's names (GPTSentencePieceTokenizer, HuggingFaceTokenizer, ...) are accepted too."""
@@ -42,7 +44,7 @@ class DataConfig:
     """vocab.json of a GPT-2 tokenizer, with --merge-file."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """True vocabulary. Derived from the tokenizer."""
 
 

@@ -9,11 +9,11 @@ import ast
 import inspect
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_origin, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, Field
-from megatronish.config.ranges import REQUIRED
+from megatronish.config.marks import REQUIRED
 from megatronish.config.tokenizer_names import MEGATRON_TOKENIZERS
 
 
@@ -220,9 +220,9 @@ def _table(title: str, head: str, rows: list[str]) -> str:
 
 def _field_row(field: Field, meaning: str) -> str:
     flag = " ".join(f"`{name}`" for name in (field.flag, *field.aliases))
-    empty = field.default is None or field.default == () or field.name in REQUIRED
+    empty = field.default is None or field.default == () or REQUIRED in field.marks
     default = "" if empty else f"`{str(field.default).lower() if field.type is bool else field.default}`"
-    values = f" ({field.wants.removeprefix('one of ')})" if get_origin(field.type) is Literal else ""
+    values = f" ({field.wants.removeprefix('one of ')})" if field.choices else ""
     return f"{flag} | {default} | {meaning}{values}"
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatronish.config.check import absurd_size
 from megatronish.config.hf_families import FAMILIES, WINDOW_KEYS
 from megatronish.config.hf_json import CONFIG, MEND, ConfigJson, read_json
 from megatronish.config.hf_rope import KEYS as ROPE_KEYS
 from megatronish.config.model import ModelConfig
-from megatronish.config.ranges import absurd_size
 from megatronish.errors import UserError
 
 

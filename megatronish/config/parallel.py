@@ -5,18 +5,20 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatronish.config.marks import at_least, at_most, greater_than
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Sizes of the mesh's axes, and how the axes talk."""
 
-    tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"]), at_least(1), at_most(100_000)] = 1
     """tp: ranks that share every layer."""
-    pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
+    pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"]), at_least(1), at_most(100_000)] = 1
     """pp: stages that the layers are cut into."""
-    data_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--dp"])] = None
+    data_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--dp"]), at_least(1), at_most(100_000)] = None
     """dp: copies of the model. Derived: all ranks / (tp pp cp), or 1 on a plain start."""
-    context_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--cp"])] = 1
+    context_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--cp"]), at_least(1), at_most(100_000)] = 1
     """cp: ranks that share one sequence."""
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     """How attention sees the whole sequence: p2p sends keys and values round a ring, a2a trades sequence for heads."""
@@ -24,27 +26,29 @@ class ParallelConfig:
     """Norms, dropout and the residual stream hold 1/tp of the sequence (needs tp > 1)."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = None
     """Order of the passes over the stages. Derived: interleaved where virtual stages are asked for, else 1f1b."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Interleave: each stage holds several chunks of so many layers."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Interleave: each stage holds so many chunks."""
     pipeline_split: Literal["even", "auto"] = "even"
     """even: equal stages, as far as they can be; auto: the slowest stage is as fast as can be, head counted."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Layers of the first stage; the others share the rest."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Layers of the last stage; the others share the rest."""
     overlap_grad_reduce: bool = True
     """Exchange each gradient bucket as soon as it is final, while the backward goes on."""
     grad_reduce_in_bf16: bool = False
     """Gradients are summed in bf16 instead of fp32: half the bytes, and 8 bits of each sum (needs --bf16)."""
-    ddp_bucket_size: int = 8_000_000
+    ddp_bucket_size: Annotated[int, at_least(1), at_most(2**63 - 1)] = 8_000_000
     """Elements of one gradient bucket."""
     use_distributed_optimizer: bool = False
     """ZeRO-1: the ranks of dp and cp share masters and optimizer states. The same as --zero-stage 1."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """What the ranks of dp and cp share: 1 optimizer states, 2 gradients too, 3 parameters too. Derived: 0."""
-    num_distributed_optimizer_instances: Annotated[int, tyro.conf.arg(aliases=["--dp-replicate"])] = 1
+    num_distributed_optimizer_instances: Annotated[
+        int, tyro.conf.arg(aliases=["--dp-replicate"]), at_least(1), at_most(2**63 - 1)
+    ] = 1
     """Hybrid sharding: groups of ranks that share among themselves and hold copies of each other."""
     overlap_param_gather: bool = True
     """Gather updated parameters while the next forward computes."""
@@ -54,7 +58,7 @@ class ParallelConfig:
     """The parameters too: a layer's share is brought to the device when the layer is gathered (ZeRO-3)."""
     distributed_backend: str = "auto"
     """auto: nccl on CUDA, gloo on CPU; or any that torch.distributed knows, a plug-in's too."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Annotated[float, greater_than(0)] = 10.0
     """A collective that waits longer than this ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""

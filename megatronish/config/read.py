@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import tyro
 
 from megatronish.config.check import problems as broken_rules
-from megatronish.config.check_parallel import MESH
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, read_fields, with_fields
 from megatronish.config.files import missing_files
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.rules.rule import MESH
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
 from megatronish.config.settle import LOSS_SCALE_RULE, merge, settle
 from megatronish.config.starting import (
@@ -91,7 +91,7 @@ def read_config(
         *settled.problems,
         *([] if start is None else contradictions(start, settled.settings, told)),
         *derived_problems,
-        *broken_rules(config, unsound=unsound),
+        *broken_rules(config, invalid=unsound),
         *missing_files(config.data),
     ]
     if problems:

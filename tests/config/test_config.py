@@ -17,7 +17,6 @@ from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import ALIASES, FIELDS, with_fields
 from megatronish.config.flags import DIFFERENCES, KNOWN, flags_markdown
-from megatronish.config.ranges import LARGEST, RANGES
 from megatronish.config.read import ConfigError, read_config
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -480,12 +479,15 @@ def test_each_rule_is_told_by_value_rule_and_remedy(words: str, sentence: str) -
     assert re.search(sentence, told), told
 
 
-def test_every_number_has_one_range_and_every_whole_one_a_largest() -> None:
-    for ranges, types in ((RANGES, (int, float)), (LARGEST, (int,))):
-        ranged = [name for entry in ranges for name in entry.fields.split()]
-        numbers = {field.name for field in FIELDS.values() if field.type in types}
-        assert len(ranged) == len(set(ranged)) and numbers <= set(ranged)
-        assert all(FIELDS[name].type in (int, float) for name in ranged)
+def test_every_number_has_a_range_and_every_whole_one_a_maximum() -> None:
+    for field in FIELDS.values():
+        bounds = [bound.is_maximum for bound in field.ranges]
+        if field.type is int:
+            assert bounds == [False, True], f"{field.name}: mark its least and its largest value"
+        elif field.type is float:
+            assert bounds in ([False], [False, True]), f"{field.name}: mark its range"
+        else:
+            assert not bounds, f"{field.name} is no number"
 
 
 # files
