@@ -40,6 +40,10 @@ class Field(NamedTuple):
         tables = [mark.table for mark in self.marks if isinstance(mark, NamedIn)]
         return get_args(self.type) if get_origin(self.type) is Literal else tuple(*tables)
 
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the field's type is one of its choices, or None, or the field takes any."""
+        return value is None or not self.choices or value in self.choices
+
     @property
     def wants(self) -> str:
         """Allowed values in words, as in "num_layers must be a whole number such as 4"."""

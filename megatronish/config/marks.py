@@ -28,7 +28,7 @@ class Range:
     is_maximum: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: tyro hashes marks, and tables have no hash
 class NamedIn:
     """Names that are the keys of a table, read from it whenever a config is read."""
 

@@ -5,7 +5,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatronish.config.marks import at_least, at_most, greater_than
+from megatronish.config.marks import NamedIn, at_least, at_most, greater_than
+from megatronish.schedule.schedules import SCHEDULES
+
+_SCHEDULE_NAMES = f"{{None,{','.join(SCHEDULES)}}}"  # as --help shows them
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class ParallelConfig:
     """How attention sees the whole sequence: p2p sends keys and values round a ring, a2a trades sequence for heads."""
     sequence_parallel: bool = False
     """Norms, dropout and the residual stream hold 1/tp of the sequence (needs tp > 1)."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = None
+    pipeline_schedule: Annotated[str | None, NamedIn(SCHEDULES), tyro.conf.arg(metavar=_SCHEDULE_NAMES)] = None
     """Order of the passes over the stages. Derived: interleaved where virtual stages are asked for, else 1f1b."""
     num_layers_per_virtual_pipeline_stage: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Interleave: each stage holds several chunks of so many layers."""
@@ -83,8 +86,10 @@ class ParallelConfig:
 
     def num_chunks(self, num_layers: int) -> int:
         """Pieces of the model that each pipeline stage holds."""
-        if self.schedule == "zb-v":
-            return 2
+        return SCHEDULES[self.schedule].num_chunks or self.num_virtual_chunks(num_layers)
+
+    def num_virtual_chunks(self, num_layers: int) -> int:
+        """Chunks that the virtual stages ask for, whatever the schedule is."""
         if self.num_layers_per_virtual_pipeline_stage is not None:
             layers_of_a_round = self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage
             return max(1, num_layers // layers_of_a_round)

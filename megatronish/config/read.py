@@ -154,6 +154,8 @@ def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
     except SystemExit:
         return None
     read = read_fields(config)
+    if not all(FIELDS[setting.field].allows(read[setting.field]) for setting in settings):
+        return None
     return {setting.field: read[setting.field] for setting in settings} | values
 
 

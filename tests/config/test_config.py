@@ -18,6 +18,8 @@ from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import ALIASES, FIELDS, with_fields
 from megatronish.config.flags import DIFFERENCES, KNOWN, flags_markdown
 from megatronish.config.read import ConfigError, read_config
+from megatronish.optim.optimizer import OPTIMIZERS
+from megatronish.schedule.schedules import SCHEDULES
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -189,6 +191,29 @@ def test_megatrons_flags_of_fp16_mean_the_same_here(tmp_path: Path) -> None:
     assert notes[0].endswith("fp16 (by --bf16)")
 
 
+def test_a_schedule_of_the_table_can_be_named_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = dataclasses.replace(SCHEDULES["zb-v"], name="mine", num_chunks=3)
+    monkeypatch.setitem(SCHEDULES, "mine", mine)
+    file = toml(tmp_path, '[parallel]\npp = 2\npipeline_schedule = "mine"\n')
+    parallel = read(*file).parallel
+    assert (parallel.schedule, parallel.num_chunks(12)) == ("mine", 3)
+    assert problems(small("--mock-data", *file, "--num-virtual-stages-per-pipeline-rank", "2")) == [
+        "pipeline_schedule=mine has 3 chunks a stage in any case; leave the virtual stages out"
+    ]
+    assert (
+        "pipeline_schedule=mine computes those of weights"
+        in problems(small("--mock-data", *file, "--dp", "2", "--zero-stage", "2"))[0]
+    )
+    monkeypatch.delitem(SCHEDULES, "mine")
+    assert problems(small("--mock-data", *file)) == [
+        "[parallel] pipeline_schedule = mine: pipeline_schedule must be one of gpipe, 1f1b, interleaved, zb-h1 or zb-v"
+    ]
+
+
+def test_the_optimizers_of_a_config_are_those_of_the_table() -> None:
+    assert FIELDS["optimizer"].choices == tuple(OPTIMIZERS)
+
+
 # what is wrong, all at once
 
 
@@ -283,7 +308,7 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         (
             "--pp 2 --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
-            r"^pipeline_schedule=zb-v has two chunks .*; leave the virtual stages out",
+            r"^pipeline_schedule=zb-v has 2 chunks .*; leave the virtual stages out",
         ),
         (
             "--pp 2 --num-layers-per-virtual-pipeline-stage 4",

@@ -1,7 +1,9 @@
 """Rules on cutting layers into stages and chunks, and on the micro-batches of a step."""
 
 from megatronish.config.config import Config
+from megatronish.config.fields import one_of
 from megatronish.config.rules.rule import MESH, ConfigRule
+from megatronish.schedule.schedules import SCHEDULES
 from megatronish.schedule.split import stages_problem
 
 LARGEST_NUM_MICROBATCHES = 100_000
@@ -18,13 +20,14 @@ _STAGES = (
 
 def _interleaving(config: Config) -> str | None:
     parallel = config.parallel
-    schedule, pp = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size
+    name, pp = parallel.schedule, parallel.pipeline_model_parallel_size
+    num_chunks = SCHEDULES[name].num_chunks
     layers, chunk = config.model.num_layers, parallel.num_layers_per_virtual_pipeline_stage
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     asked = chunk is not None or virtual is not None
-    if schedule == "interleaved" and chunk is None and virtual in (None, 1):
+    if num_chunks is None and chunk is None and virtual in (None, 1):
         return (
-            "pipeline_schedule=interleaved needs several chunks a stage; add --num-virtual-stages-per-pipeline-rank 2, "
+            f"pipeline_schedule={name} needs several chunks a stage; add --num-virtual-stages-per-pipeline-rank 2, "
             "or --num-layers-per-virtual-pipeline-stage"
         )
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
@@ -33,13 +36,13 @@ def _interleaving(config: Config) -> str | None:
             f"num_layers_per_virtual_pipeline_stage={chunk} makes all chunks equal, which stages with layers of their "
             "own are not; use --num-virtual-stages-per-pipeline-rank instead"
         )
-    if schedule not in ("interleaved", "zb-v") and parallel.num_chunks(layers) > 1:
+    if num_chunks == 1 and parallel.num_virtual_chunks(layers) > 1:
         return (
-            f"pipeline_schedule={schedule} has one chunk a stage, but virtual stages are asked for; "
-            "use --pipeline-schedule interleaved, or leave the virtual stages out"
+            f"pipeline_schedule={name} has one chunk a stage, but virtual stages are asked for; "
+            f"use --pipeline-schedule {_for_any_number_of_chunks()}, or leave the virtual stages out"
         )
-    if schedule == "zb-v" and asked:
-        return "pipeline_schedule=zb-v has two chunks a stage in any case; leave the virtual stages out"
+    if num_chunks is not None and num_chunks > 1 and asked:
+        return f"pipeline_schedule={name} has {num_chunks} chunks a stage in any case; leave the virtual stages out"
     if chunk is not None and layers % (pp * chunk):
         return (
             f"num_layers={layers} must be divisible by pipeline_model_parallel_size={pp} x "
@@ -47,6 +50,10 @@ def _interleaving(config: Config) -> str | None:
             "which cuts any number of layers"
         )
     return None
+
+
+def _for_any_number_of_chunks() -> str:
+    return one_of(name for name, schedule in SCHEDULES.items() if schedule.num_chunks is None)
 
 
 def _layers_over_stages(config: Config) -> str | None:

@@ -3,6 +3,7 @@
 from megatronish.config.config import Config
 from megatronish.config.fields import one_of
 from megatronish.config.rules.rule import MESH, ConfigRule
+from megatronish.schedule.schedules import SCHEDULES
 
 _ZERO = ("zero_stage", "use_distributed_optimizer")
 _SCHEDULE = ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
@@ -13,7 +14,7 @@ def _zero(config: Config) -> str | None:
     stage, schedule = parallel.zero, parallel.schedule
     if parallel.use_distributed_optimizer and parallel.zero_stage == 0:
         return "use_distributed_optimizer=true is ZeRO-1 and contradicts zero_stage=0; leave one of them out"
-    if stage >= 2 and schedule in ("zb-h1", "zb-v"):
+    if stage >= 2 and SCHEDULES[schedule].has_weight_gradients:
         return (
             f"zero_stage={stage} exchanges gradients after every backward, but pipeline_schedule={schedule} computes "
             "those of weights later; use --zero-stage 1, or --pipeline-schedule 1f1b"
