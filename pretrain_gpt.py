@@ -4,9 +4,9 @@
 import sys
 from functools import partial
 
-from megatronish.checkpoint.arguments import read_arguments
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
+from megatronish.formats.start import read_start
 from megatronish.launch.place import Place, place_from_environment
 
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     try:
         place = place_from_environment()
         world_size = place.world_size if place else None
-        config, notes = read_config(argv, world_size=world_size, read_checkpoint=read_arguments)
+        config, notes = read_config(argv, world_size=world_size, read_start=read_start)
 
         # torch is imported only now: --help and the errors of a config need not wait for it.
         from megatronish.inference.sample import print_sample

@@ -47,6 +47,8 @@ MAY_USE_TORCH_DISTRIBUTED = (
 WITHOUT_TORCH = (
     "config/*.py",
     "config/rules/*.py",
+    "formats/start.py",
+    "formats/hf/[!t]*.py",
     "layout.py",
     "schedule/*[!g].py",
     "optim/learning_rate.py",

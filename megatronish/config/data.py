@@ -1,11 +1,14 @@
-"""Which tokens are trained on, and how are they cut into samples?"""
+"""Section [data] of a config: data files, their split, and the tokenizer."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from megatronish.config.marks import at_least, at_most
+from megatronish.config.tokenizer_names import TokenizerType
+
+MOCK_VOCAB_SIZE = 4096  # tokens of the made-up data of --mock-data
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class DataConfig:
     """Predictions made from an end-of-document token do not count."""
     num_workers: Annotated[int, at_least(0), at_most(2**31 - 1)] = 2
     """Batches prepared ahead by a background thread; 0 prepares them in the loop."""
-    tokenizer_type: Literal["sentencepiece", "huggingface", "bytes", "null"] = "sentencepiece"
+    tokenizer_type: TokenizerType = "sentencepiece"
     """Megatron's names (GPTSentencePieceTokenizer, HuggingFaceTokenizer, ...) are accepted too."""
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder)."""
@@ -58,15 +61,15 @@ def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
     if all(number is None for number in numbers):
         return [(None, value) for value in values]
     pairs = list(zip(numbers[::2], values[1::2], strict=False))
-    told = " ".join(values)
+    text = " ".join(values)
     alternating = all(number is not None for number in numbers[::2]) and all(number is None for number in numbers[1::2])
     if len(values) % 2 or not alternating:
         raise ValueError(
-            f"{told!r}: weights and prefixes must alternate; write WEIGHT PREFIX WEIGHT PREFIX, or no weight"
+            f"{text!r}: weights and prefixes must alternate; write WEIGHT PREFIX WEIGHT PREFIX, or no weight"
         )
     weights = [number for number in numbers[::2] if number is not None]
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
-        raise ValueError(f"{told!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
+        raise ValueError(f"{text!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
     return pairs
 
 

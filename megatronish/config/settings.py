@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     settings: list[Setting]
     notes: list[str]
     problems: list[str]
-    unsound: set[str]  # fields that a problem is about, so that no other needs to be
+    invalid: set[str]  # fields with a problem, which need no further complaint
 
 
 class CommandLine(NamedTuple):
@@ -87,16 +87,16 @@ def _read_entry(found: Settings, *, section: str, key: str, value: Any) -> None:
     spelled = f"[{section}] {key} = {str(value).lower() if isinstance(value, bool) else value}"
     if field is not None and field.section != section:
         found.problems.append(f"[{section}] {key} belongs in [{field.section}]; move it there")
-        found.unsound.add(field.name)
+        found.invalid.add(field.name)
         return
     name = key.replace("_", "-")
     values = tuple(value) if isinstance(value, list) else (value,)
     if field is not None and isinstance(value, bool) != (field.type is bool):
         found.problems.append(f"{spelled}: {field.name} must be {field.wants}")
-        found.unsound.add(field.name)
+        found.invalid.add(field.name)
     elif not all(isinstance(part, str | int | float) for part in values):
         found.problems.append(f"{spelled}: {key} must be {field.wants if field else 'a plain value'}")
-        found.unsound.update({field.name} if field else ())
+        found.invalid.update({field.name} if field else ())
     elif isinstance(value, bool):
         _understand(found, name=name if value else f"no-{name}", values=(), spelled=spelled, typed=False)
     else:

@@ -9,7 +9,7 @@ from megatronish.config.settings import Setting
 Values = Mapping[str, Any]
 
 
-class Rivals(NamedTuple):
+class Conflict(NamedTuple):
     """Two groups of fields that cannot both be asked for."""
 
     one: tuple[str, ...]
@@ -23,26 +23,26 @@ LOSS_SCALE_RULE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", 
 _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
 _ONE_ACTIVATION = "an MLP has one activation"
 
-RIVALS = (
-    Rivals(STEPS, SAMPLES, "a run is counted in steps or in samples"),
-    Rivals(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
-    Rivals(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
-    Rivals(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
-    Rivals(("bf16",), ("fp16",), "a model is computed in one precision"),
-    Rivals(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
-    Rivals(("load",), ("load_hf",), "a run starts from one model"),
-    Rivals(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
-    Rivals(
+CONFLICTS = (
+    Conflict(STEPS, SAMPLES, "a run is counted in steps or in samples"),
+    Conflict(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
+    Conflict(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
+    Conflict(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
+    Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
+    Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
+    Conflict(("load",), ("load_hf",), "a run starts from one model"),
+    Conflict(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
+    Conflict(
         ("num_layers_per_virtual_pipeline_stage",),
         ("num_virtual_stages_per_pipeline_rank",),
         "both say how many chunks a stage holds",
     ),
-    Rivals(
+    Conflict(
         ("pipeline_split",),
         ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         "layers are shared out by hand or by weight",
     ),
-    Rivals(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
+    Conflict(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
 )
 
 # A field of the file is idle once another one was typed with one of these values.
@@ -76,7 +76,7 @@ def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
 
 
 def settle(settings: dict[str, Setting], values: Values) -> Settled:
-    """Rivals resolved. `values` are the settings as values; a setting that repeats the default asks for nothing."""
+    """Conflicts resolved. `values` are the settings as values; a setting that repeats the default asks for nothing."""
     left = dict(settings)
     idle: dict[str, str] = {}
     problems = []
@@ -89,7 +89,7 @@ def settle(settings: dict[str, Setting], values: Values) -> Settled:
             idle[loser.field] = winner.spelled
             del left[loser.field]
 
-    for one, other, rule in RIVALS:
+    for one, other, rule in CONFLICTS:
         first, second = asked(one), asked(other)
         typed_first, typed_second = _typed(first), _typed(second)
         if not first or not second:

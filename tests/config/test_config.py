@@ -571,7 +571,7 @@ def test_a_split_sums_to_one() -> None:
 
 # settings that exclude each other
 
-RIVALS = [
+CONFLICTS = [
     "--tp 2 --tensor-model-parallel-size 4",
     "--sequence-parallel --no-sequence-parallel",
     "--train-iters 10 --train-samples 100",
@@ -587,7 +587,7 @@ RIVALS = [
 ]
 
 
-@pytest.mark.parametrize("words", RIVALS)
+@pytest.mark.parametrize("words", CONFLICTS)
 def test_contradicting_flags_are_an_error(words: str) -> None:
     assert any(
         "contradicts" in problem and problem.endswith("leave one of them out") for problem in problems(words.split())
@@ -599,7 +599,7 @@ def test_a_repeated_flag_that_says_the_same_is_fine() -> None:
     assert read("--no-swiglu", "--squared-relu").model.squared_relu
 
 
-def test_what_is_typed_makes_its_rival_in_the_file_idle() -> None:
+def test_what_is_typed_makes_its_conflict_in_the_file_idle() -> None:
     config, notes = read_config(
         ["--config", DEMO, "--mock-data", "--train-samples", "320", "--lr-warmup-samples", "32"]
     )

@@ -14,12 +14,12 @@ _FULL_ONLY = (
 
 def _recompute(config: Config) -> str | None:
     recompute, parallel = config.recompute, config.parallel
-    granularity, told = recompute.recompute_granularity, f"recompute_granularity={recompute.recompute_granularity}"
+    granularity, setting = recompute.recompute_granularity, f"recompute_granularity={recompute.recompute_granularity}"
     if granularity != "full":
         for name in _FULL_ONLY:
             if (value := getattr(recompute, name)) != FIELDS[name].default:
                 return (
-                    f"{name}={str(value).lower()} belongs to full recomputation, not to {told.lower()}; "
+                    f"{name}={str(value).lower()} belongs to full recomputation, not to {setting.lower()}; "
                     f"add --recompute-granularity full, or leave {FIELDS[name].flag} out"
                 )
     if recompute.distribute_saved_activations:

@@ -24,18 +24,18 @@ def _ramp_up(config: Config) -> str | None:
     if config.training.rampup_batch_size is None:
         return None
     start, increment, samples = config.training.rampup_batch_size
-    told = f"rampup_batch_size={start} {increment} {samples}"
+    setting = f"rampup_batch_size={start} {increment} {samples}"
     batch, micro, dp = config.global_batch_size, config.training.micro_batch_size, config.layout.dp
     if start < 1 or increment < 1 or samples < 0:
-        return f"{told}: START and INCREMENT must be at least 1, SAMPLES not negative; start from {micro * dp}"
+        return f"{setting}: START and INCREMENT must be at least 1, SAMPLES not negative; start from {micro * dp}"
     if start % (micro * dp) or increment % (micro * dp):
         return (
-            f"{told}: START and INCREMENT must be divisible by micro_batch_size={micro} x data_parallel_size={dp}; "
+            f"{setting}: START and INCREMENT must be divisible by micro_batch_size={micro} x data_parallel_size={dp}; "
             f"use multiples of {micro * dp}"
         )
     if start > batch or (batch - start) % increment:
         return (
-            f"{told}: global_batch_size={batch} must be START plus a whole number of INCREMENTs; "
+            f"{setting}: global_batch_size={batch} must be START plus a whole number of INCREMENTs; "
             f"use --global-batch-size {start + max(1, round((batch - start) / increment)) * increment}"
         )
     return None

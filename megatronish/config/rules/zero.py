@@ -24,14 +24,14 @@ def _zero(config: Config) -> str | None:
 
 def _copies(config: Config) -> str | None:
     copies, dp, cp = config.parallel.num_distributed_optimizer_instances, config.layout.dp, config.layout.cp
-    told = f"num_distributed_optimizer_instances={copies}"
+    setting = f"num_distributed_optimizer_instances={copies}"
     if copies > 1 and config.parallel.zero == 0:
-        return f"{told} groups of ranks share nothing with zero_stage=0; add --zero-stage 1, 2 or 3, or leave it out"
+        return f"{setting} groups of ranks share nothing with zero_stage=0; add --zero-stage 1, 2 or 3, or leave it out"
     if dp * cp % copies == 0:
         return None
     sizes = [size for size in range(1, dp * cp + 1) if dp * cp % size == 0]
     return (
-        f"{told} must divide data_parallel_size={dp} x context_parallel_size={cp} = {dp * cp}, as groups are of one "
+        f"{setting} must divide data_parallel_size={dp} x context_parallel_size={cp} = {dp * cp}, as groups are of one "
         f"size; use --num-distributed-optimizer-instances {one_of(sizes)}"
     )
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megatronish.config.data import DataConfig
-from megatronish.config.hf import hf_config_of, read_hf_config
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
+from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
 

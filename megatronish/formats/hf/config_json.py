@@ -53,8 +53,8 @@ class ConfigJson:
 
     def refuse(self, key: str, why: str, *, remedy: str = "take another model") -> NoReturn:
         """Say what is wrong with a key."""
-        told = f"{key}={json.dumps(self.values[key])}" if key in self.values else f"{key}, which is absent,"
-        raise UserError(f"{self.path}: {told} {why}; {remedy}")
+        setting = f"{key}={json.dumps(self.values[key])}" if key in self.values else f"{key}, which is absent,"
+        raise UserError(f"{self.path}: {setting} {why}; {remedy}")
 
 
 def read_json(folder: Path) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def read_json(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        told = f"{path} cannot be read ({error.strerror})"
+        problem = f"{path} cannot be read ({error.strerror})"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            told = f"{folder} holds no {CONFIG}" if folder.is_dir() else f"{folder} does not exist as a folder"
-        raise UserError(f"{told}; name the folder of a Hugging Face model") from error
+            problem = f"{folder} holds no {CONFIG}" if folder.is_dir() else f"{folder} does not exist as a folder"
+        raise UserError(f"{problem}; name the folder of a Hugging Face model") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}; fetch it anew") from error
     if not isinstance(values, dict):

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.check import absurd_size
-from megatronish.config.hf_families import FAMILIES, WINDOW_KEYS
-from megatronish.config.hf_json import CONFIG, MEND, ConfigJson, read_json
-from megatronish.config.hf_rope import KEYS as ROPE_KEYS
 from megatronish.config.model import ModelConfig
+from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.errors import UserError
+from megatronish.formats.hf.config_json import CONFIG, MEND, ConfigJson, read_json
+from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
+from megatronish.formats.hf.window import WINDOW_KEYS
 
 
 @dataclass(frozen=True)
@@ -109,19 +111,6 @@ def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
     return tuple(found)
 
 
-def tokenizer_in(folder: Path, *, like_gpt2: bool) -> dict[str, Any]:
-    """The fields of DataConfig for the tokenizer that lies in a folder; none if there is none.
-
-    vocab.json and merges.txt do not say how text is cut into words: they are a tokenizer only if that is `like_gpt2`.
-    """
-    files = {path.name for path in folder.iterdir()}
-    if "tokenizer.json" in files or (like_gpt2 and {"vocab.json", "merges.txt"} <= files):
-        return {"tokenizer_type": "huggingface", "tokenizer_model": str(folder)}
-    if "tokenizer.model" in files:
-        return {"tokenizer_type": "sentencepiece", "tokenizer_model": str(folder / "tokenizer.model")}
-    return {}
-
-
 def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, eos: int | None) -> dict[str, Any]:
     family = FAMILIES[name]
     return {
@@ -141,6 +130,6 @@ def _family_that_says(model: ModelConfig, *, prefer: Any) -> str:
     reasons = {name: family.cannot_say(model) for name, family in FAMILIES.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
-        told = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
-        raise UserError(f"no family of Hugging Face that is known here can say this model: {told}")
+        text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
+        raise UserError(f"no family of Hugging Face that is known here can say this model: {text}")
     return prefer if prefer in able else able[0]

@@ -6,8 +6,8 @@ What is written is the older spelling, which both understand.
 import math
 from typing import Any
 
-from megatronish.config.hf_json import MEND, ConfigJson
 from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import MEND, ConfigJson
 
 ORIGINAL = "original_max_position_embeddings"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)
