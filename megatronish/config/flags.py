@@ -161,7 +161,8 @@ DIFFERENCES: dict[str, str] = {
     "num_query_groups": "Without `--group-query-attention` Megatron-LM ignores it in silence; here that is an error.",
     "max_position_embeddings": "Required in Megatron-LM; here it is the sequence length where it is not given.",
     "loss_scale": "Megatron-LM applies it to bf16, too; here it is idle without `--fp16`.",
-    "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either.",
+    "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either. Lengths given "
+    "in steps (`--train-iters`, `--lr-warmup-iters`, ...) count the samples that these steps consume.",
     "openai_gelu": "Megatron-LM's default activation is the exact GELU without its bias-GELU fusion and the tanh form "
     "with it; here it is exact unless this flag is given.",
     "cp_comm_type": "Megatron-LM has all_gather and a2a+p2p, too, and a value for each layer; here one of p2p and a2a.",

@@ -52,7 +52,7 @@ def tokenizer_named_by(path: Path) -> dict[str, Any]:
 
 
 def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
-    """Model of the checkpoint in `folder`, from its state.json; KeyError for a missing field, TypeError for an unknown one."""
+    """Model of the checkpoint in `folder`, from its state.json; KeyError or TypeError for other fields than ours."""
     config = state["config"]
     data = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
     source = f"--use-checkpoint-args of {folder}"

@@ -15,7 +15,7 @@ from paths import ROOT
 from megatronish.config.config import Config
 from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.dump import resolved, to_toml
-from megatronish.config.fields import ALIASES, FIELDS, with_fields
+from megatronish.config.fields import ALIASES, FIELDS, SECTIONS, with_fields
 from megatronish.config.flags import DIFFERENCES, KNOWN, flags_markdown
 from megatronish.config.read import ConfigError, read_config
 from megatronish.optim.optimizer import OPTIMIZERS
@@ -137,8 +137,11 @@ def test_help_and_import_are_quick_and_need_no_torch() -> None:
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # of work, whoever else is busy
     assert done.returncode == 0, done.stderr
     assert "--config FILE.toml" in done.stdout
-    for words in ("model options", "--sequence-parallel, --no-sequence-parallel", "--tp"):
-        assert words in done.stdout
+    words = " ".join(done.stdout.split())
+    for section in SECTIONS:
+        assert f"[{section}]" in words and f"─ {section} options" in words
+    for part in ("model options", "--sequence-parallel, --no-sequence-parallel", "--tp"):
+        assert part in done.stdout
     assert seconds < 1
 
 
