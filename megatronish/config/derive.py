@@ -23,7 +23,7 @@ class Derived(NamedTuple):
 
 
 def derive(config: Config, *, path: Path | None, world_size: int | None, invalid: Collection[str]) -> Derived:
-    """Fill in the fields that follow from others: data-parallel size, schedule, run folder and others."""
+    """Config with its derived fields filled in: data-parallel size, schedule, run folder and others."""
     notes, problems = [], []
     sizes = {name: getattr(config.parallel, name) for name in MESH}
     if not set(MESH) & set(invalid) and all(size is None or size >= 1 for size in sizes.values()):

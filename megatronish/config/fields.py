@@ -11,7 +11,7 @@ SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1",
 
 
 class Field(NamedTuple):
-    """One field of one section. `type` is bare: no Annotated, no None."""
+    """Field of a section. `type` is the bare type, without Annotated and None."""
 
     name: str
     section: str
@@ -62,7 +62,7 @@ def one_of(values: Any) -> str:
 
 
 def _bare(annotation: Any) -> Any:
-    """The type without `| None`."""
+    """Type without `| None`."""
     if get_origin(annotation) in (UnionType, Union):
         return next(part for part in get_args(annotation) if part is not NoneType)
     return annotation
@@ -85,12 +85,12 @@ ALIASES = {alias.removeprefix("--"): field.name for field in FIELDS.values() for
 
 
 def read_fields(config: Config) -> dict[str, Any]:
-    """{field name: value} over all sections."""
+    """{field name: value} of all sections."""
     return {name: getattr(getattr(config, field.section), name) for name, field in FIELDS.items()}
 
 
 def with_fields(config: Config, **values: Any) -> Config:
-    """A copy in which the named fields, of whatever section, have these values."""
+    """Copy of a config with these values of fields of any section."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(FIELDS[name].section, {})[name] = value

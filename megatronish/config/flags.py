@@ -1,8 +1,8 @@
-"""What becomes of each flag of Megatron-LM that is not a field of ours? One table; docs/FLAGS.md is printed from it.
+"""Table of the flags of Megatron-LM that are not fields here, and the printer of docs/FLAGS.md.
 
-A flag of Megatron-LM either is a field of ours with the same name and meaning, or stands here: it *means* a field under
-another name, or it is *idle* (accepted, because what it asks for is so anyway or does not change the numbers), or it is
-*refused*, with what to do instead. Values in `harmless` turn a refused flag into an idle one.
+A flag of Megatron-LM either is a field with the same name and meaning, or stands in `KNOWN`: it *means* a field of
+another name, or it is *idle* (accepted, because the run does so in any case, or because it changes no number), or it is
+*refused*, with a remedy. Values in `harmless` turn a refused flag into an idle one.
 """
 
 import ast
@@ -18,7 +18,7 @@ from megatronish.config.tokenizer_names import MEGATRON_TOKENIZERS
 
 
 class Known(NamedTuple):
-    """What is known of a flag that is not a field."""
+    """Flag of Megatron-LM that is not a field."""
 
     status: str  # "means" | "idle" | "refused"
     text: str  # why it is idle, or what to do instead
@@ -196,7 +196,7 @@ forms, `--swiglu` and `--no-swiglu`. Names and meanings are Megatron-LM's where 
 
 
 def flags_markdown() -> str:
-    """The text of docs/FLAGS.md."""
+    """Text of the page docs/FLAGS.md."""
     parts = [_INTRODUCTION]
     for section, section_type in get_type_hints(Config).items():
         meanings = _meanings(section_type)
@@ -228,7 +228,7 @@ def _field_row(field: Field, meaning: str) -> str:
 
 
 def _meanings(section_type: type) -> dict[str, str]:
-    """{field: the text under it}, which Python does not keep: read from the source."""
+    """{field: the text under it}, read from the source, as Python keeps no docstrings of fields."""
     (section,) = ast.parse(inspect.getsource(section_type)).body
     assert isinstance(section, ast.ClassDef)
     texts = {}

@@ -1,4 +1,4 @@
-"""Which model is trained? The architecture, under Megatron-LM's flag names; what can be derived is a property."""
+"""Section [model] of a config: the architecture, under Megatron-LM's flag names. Derived sizes are properties."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -81,19 +81,19 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """H."""
+        """Size H of one head."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """Number K of key/value heads."""
         if self.num_query_groups is not None:
             return self.num_query_groups
         return 1 if self.group_query_attention else self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """F, the width of one of the two halves for a gated MLP."""
+        """Inner width F of the MLP; of a gated MLP, the width of one of its two halves."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
@@ -117,10 +117,10 @@ class ModelConfig:
 
     @property
     def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn"]:
-        """The scaling variant, "none" where positions are not RoPE."""
+        """Kind of RoPE scaling, "none" without RoPE."""
         return self.rope_scaling_type if self.position_embedding_type == "rope" else "none"
 
     def padded_vocab_size(self, vocab_size: int, tensor_model_parallel_size: int) -> int:
-        """The true vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
+        """Vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple

@@ -1,4 +1,4 @@
-"""How are parameters updated?"""
+"""Section [optimizer] of a config: optimizer, weight decay, and the learning-rate schedule."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

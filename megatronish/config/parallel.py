@@ -1,4 +1,4 @@
-"""How is the model spread over ranks?"""
+"""Section [parallel] of a config: the mesh, the pipeline schedule, ZeRO and devices."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -73,7 +73,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """The schedule by name: interleaved is what virtual stages mean."""
+        """Name of the schedule: by default interleaved with virtual stages, else 1f1b."""
         if self.pipeline_schedule is not None:
             return self.pipeline_schedule
         several = (self.num_virtual_stages_per_pipeline_rank or 1) > 1
@@ -81,15 +81,15 @@ class ParallelConfig:
 
     @property
     def zero(self) -> int:
-        """The stage of ZeRO."""
+        """Stage of ZeRO, 0 to 3."""
         return self.zero_stage if self.zero_stage is not None else int(self.use_distributed_optimizer)
 
     def num_chunks(self, num_layers: int) -> int:
-        """Pieces of the model that each pipeline stage holds."""
+        """Model chunks on each pipeline stage."""
         return SCHEDULES[self.schedule].num_chunks or self.num_virtual_chunks(num_layers)
 
     def num_virtual_chunks(self, num_layers: int) -> int:
-        """Chunks that the virtual stages ask for, whatever the schedule is."""
+        """Model chunks on each stage by the fields for virtual stages alone."""
         if self.num_layers_per_virtual_pipeline_stage is not None:
             layers_of_a_round = self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage
             return max(1, num_layers // layers_of_a_round)

@@ -1,4 +1,4 @@
-"""What is kept for the backward, and what is computed again?"""
+"""Section [recompute] of a config: which activations the backward computes again."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

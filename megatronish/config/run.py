@@ -1,4 +1,4 @@
-"""Where does a run leave things, and what does it continue from?"""
+"""Sections [checkpoint] and [log] of a config: saving, loading, and what a run prints and records."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Which settings count where two exclude each other? What was typed wins over the file; typed together is an error."""
+"""Resolution of settings that exclude each other: a flag wins over the file; two flags, or two keys, are an error."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ Values = Mapping[str, Any]
 
 
 class Conflict(NamedTuple):
-    """Two groups of fields that cannot both be asked for."""
+    """Two groups of fields that exclude each other."""
 
     one: tuple[str, ...]
     other: tuple[str, ...]
@@ -54,7 +54,7 @@ IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 class Settled(NamedTuple):
-    """What is left, and what there is to say."""
+    """Settings that count, settings that became idle, and problems."""
 
     settings: dict[str, Setting]
     idle: dict[str, str]  # field of the file -> how what overrides it was spelled
@@ -62,7 +62,7 @@ class Settled(NamedTuple):
 
 
 def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
-    """One setting a field. The same field set twice in one source, to different values, is a problem."""
+    """One setting for each field. Two different values of a field in one source are a problem."""
     merged: dict[str, Setting] = {}
     problems = []
     for source in (file, typed):
@@ -76,7 +76,7 @@ def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
 
 
 def settle(settings: dict[str, Setting], values: Values) -> Settled:
-    """Conflicts resolved. `values` are the settings as values; a setting that repeats the default asks for nothing."""
+    """Settings without those that lose a conflict. A setting whose value is the default is in no conflict."""
     left = dict(settings)
     idle: dict[str, str] = {}
     problems = []

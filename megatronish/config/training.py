@@ -1,4 +1,4 @@
-"""How long, on how much, in which precision, and by which attention?"""
+"""Section [training] of a config: batch, length of the run, precision, attention backend."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -57,5 +57,5 @@ class TrainingConfig:
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """What is computed in."""
+        """Precision of the forward and the backward."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"

@@ -30,7 +30,7 @@ def _ffn_over_tp(config: Config) -> str | None:
 
 
 def _multiple(config: Config, of: int, why: str) -> str | None:
-    """The complaint of a sequence that is not cut evenly."""
+    """Complaint about a sequence that is not cut into equal pieces."""
     length = config.training.seq_length
     if length % of == 0:
         return None

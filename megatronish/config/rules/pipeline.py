@@ -70,7 +70,7 @@ def _layers_over_stages(config: Config) -> str | None:
 
 
 def _num_microbatches(config: Config) -> str | None:
-    """Each is an action in a list: more is a slip of the finger."""
+    """Complaint about a number of micro-batches that no run needs: each is an action in the plan."""
     micro, dp = config.training.micro_batch_size, config.layout.dp
     number = config.global_batch_size // (micro * dp)
     if number <= LARGEST_NUM_MICROBATCHES:

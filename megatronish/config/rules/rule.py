@@ -28,7 +28,7 @@ class ConfigRule(NamedTuple):
 
 
 def divide(name: str, number: int, by_name: str, by: int) -> str | None:
-    """Complaint of a size that is not divisible, with the sizes that fit."""
+    """Complaint about a size that is not divisible, with the divisors that are."""
     if number % by == 0:
         return None
     sizes = [size for size in range(1, min(number, LARGEST_NAMED) + 1) if number % size == 0]

@@ -8,7 +8,7 @@ from megatronish.formats.hf.config_json import ConfigJson
 
 
 class ModelFamily(NamedTuple):
-    """A model_type: how it is read, how it is written, and which field of a model keeps it from being one.
+    """Family of models, a `model_type`: how its keys are read and written, and the field of a model that it lacks.
 
     `aliases` are other names of its keys, which transformers reads too.
     """
@@ -19,7 +19,7 @@ class ModelFamily(NamedTuple):
     aliases: dict[str, str]
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig, int], dict[str, Any]]
-    cannot_say: Callable[[ModelConfig], str | None]
+    cannot_describe: Callable[[ModelConfig], str | None]
 
 
 def first_true(reasons: Mapping[str, bool]) -> str | None:

@@ -91,7 +91,7 @@ def _not_llama(model: ModelConfig) -> str | None:
 
 
 def not_llama_block(model: ModelConfig) -> str | None:
-    """What keeps a model from being any of Llama's descendants."""
+    """Field of a model that Llama and its descendants do not have."""
     return first_true(
         {
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "rope",

@@ -7,7 +7,7 @@ WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "lay
 
 
 def qwen_window(config: ConfigJson) -> int | None:
-    """Layers from max_window_layers on have a window, or those that layer_types names."""
+    """Window of a Qwen model: in the layers from max_window_layers on, or in those that layer_types names."""
     slides = all_layers_slide(config)
     if not config.flag("use_sliding_window") or config.values["sliding_window"] is None:
         if slides:
@@ -22,7 +22,7 @@ def qwen_window(config: ConfigJson) -> int | None:
 
 
 def all_layers_slide(config: ConfigJson) -> bool | None:
-    """Whether layer_types gives every layer a window or none; None where it says nothing."""
+    """Whether layer_types gives every layer a window, or none of them; None if the key is absent."""
     kinds = config.values.get("layer_types")
     if kinds is None:
         return None
