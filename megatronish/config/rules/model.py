@@ -31,13 +31,20 @@ def _positions(config: Config) -> str | None:
     if config.model.position_embedding_type != "learned_absolute" or rows is None or rows >= tokens:
         return None
     if config.checkpoint.load_hf is not None or config.checkpoint.use_checkpoint_args:
-        return (
-            f"seq_length={tokens} exceeds the {rows} positions that the model has learned; "
-            f"use --seq-length {rows} or less"
-        )
+        return too_few_positions(rows, seq_length=tokens)
     return (
         f"max_position_embeddings={rows} must be at least seq_length={tokens}; "
         f"use --max-position-embeddings {tokens}, or a shorter --seq-length"
+    )
+
+
+def too_few_positions(rows: int, *, seq_length: int) -> str | None:
+    """Complaint about sequences that are longer than the position table of a trained model."""
+    if seq_length <= rows:
+        return None
+    return (
+        f"seq_length={seq_length} exceeds the {rows} positions that the model has learned; "
+        f"use --seq-length {rows} or less"
     )
 
 

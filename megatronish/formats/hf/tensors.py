@@ -22,6 +22,7 @@ from megatronish.errors import UserError
 from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
+from megatronish.formats.hf.config_json import CONFIG
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
 
@@ -158,9 +159,9 @@ def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -
         sizes[tensor.dtype] += nbytes_of(tensor)
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers' name of it, from 4.56 on and before
     config[key] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-    with new_folder(save, decisive="config.json") as partial:
+    with new_folder(save, decisive=CONFIG) as partial:
         write_folder(partial, model.tensors, max_shard_bytes=max_shard_bytes)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer_files.copy(model.description.tokenizer_files, partial)
 
 
