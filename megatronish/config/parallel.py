@@ -13,7 +13,7 @@ _SCHEDULE_NAMES = f"{{None,{','.join(SCHEDULES)}}}"  # as --help shows them
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the mesh's axes, and how the axes talk."""
+    """Sizes of the mesh's axes, communication, pipeline schedule and ZeRO."""
 
     tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"]), at_least(1), at_most(100_000)] = 1
     """tp: ranks that share every layer."""

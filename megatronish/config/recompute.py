@@ -8,7 +8,7 @@ from megatronish.config.marks import at_least, at_most
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activations traded for time."""
+    """Recomputation of activations, which trades time for memory."""
 
     recompute_granularity: Literal["selective", "full"] | None = None
     """selective: attention's core is computed again; full: whole layers are."""

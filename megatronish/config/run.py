@@ -10,7 +10,7 @@ from megatronish.config.marks import at_least, at_most, greater_than
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving and loading."""
+    """Saving of checkpoints, and the model to start from."""
 
     save: str | None = None
     """Folder of checkpoints. Derived: RUN_DIR/checkpoints."""
@@ -44,7 +44,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run tells while it runs."""
+    """Run folder, log, TensorBoard and recordings."""
 
     run_dir: str | None = None
     """Folder of everything the run leaves. Derived: runs/<name of the config>."""

@@ -12,7 +12,7 @@ AttentionBackend = Literal["auto", "flash", "fused_softmax", "unfused"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch, length of the run, seed, precision, attention."""
+    """Batch, length of the run, seed, precision and attention backend."""
 
     seq_length: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
     """Tokens S of one sample."""
