@@ -4,10 +4,10 @@
 import sys
 from functools import partial
 
-from megatronish.checkpoint.arguments import read_arguments
 from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
+from megatronish.formats.start import read_start
 from megatronish.launch.place import Place, place_from_environment
 
 
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     try:
         place = place_from_environment()
         world_size = place.world_size if place else None
-        config, notes = read_config(argv, world_size=world_size, read_checkpoint=read_arguments)
+        config, notes = read_config(argv, world_size=world_size, read_start=read_start)
         refuse_unrunnable_plans(config)
 
         # torch is imported only now: --help and the errors of a config need not wait for it.

@@ -16,11 +16,10 @@ from typing import Any
 import sentencepiece
 import tokenizers
 
-from megatronish.config.data import DataConfig
+from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.errors import UserError
 
-MOCK_VOCAB_SIZE = 4096
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
 SPACE_MARK = "\u2581"
 

@@ -15,6 +15,7 @@ from paths import ROOT
 from megatronish.config.config import Config
 from megatronish.config.read import ConfigError, read_config
 from megatronish.flops import num_parameters
+from megatronish.formats.start import read_start
 from megatronish.memory import ZeroSettings, expected_memory, format_bytes
 from megatronish.pipeline.stages import Stages
 
@@ -83,7 +84,7 @@ def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch:
     monkeypatch.chdir(ROOT)
     problems: list[str] = []
     try:
-        read_config(words[words.index("pretrain_gpt.py") + 1 :], world_size=world_size(words))
+        read_config(words[words.index("pretrain_gpt.py") + 1 :], world_size=world_size(words), read_start=read_start)
     except ConfigError as error:
         problems = error.problems
     assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here

@@ -47,6 +47,9 @@ MAY_USE_TORCH_DISTRIBUTED = (
 # What answers before torch is imported, so that --help, --dry-run errors and planning are instant.
 WITHOUT_TORCH = (
     "config/*.py",
+    "config/rules/*.py",
+    "formats/start.py",
+    "formats/hf/[!t]*.py",
     "layout.py",
     "schedule/*[!g].py",
     "optim/learning_rate.py",

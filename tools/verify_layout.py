@@ -8,10 +8,10 @@ Where the two differ, it names the first layer whose output does.
 import argparse
 import sys
 
-from megatronish.checkpoint.arguments import read_arguments
 from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
+from megatronish.formats.start import read_start
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     try:
         if {"-h", "--help"} & set(others):
             print(f"{__doc__}\nThe flags of pretrain_gpt.py:\n")
-        config, notes = read_config(others, read_checkpoint=read_arguments)
+        config, notes = read_config(others, read_start=read_start)
         refuse_unrunnable_plans(config)
         if own.steps < 1:
             raise UserError(f"steps={own.steps} must be at least 1")

@@ -1,4 +1,4 @@
-"""What is a whole config? The sections, and the numbers that need more than one of them."""
+"""Config of a run: its sections, and values derived from several sections."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatronish.layout import Layout
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run was told, one section a file. A function is handed the section it reads, never the whole."""
+    """Config of a run, with one module for each section. A function takes the section that it reads, not the whole."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -33,12 +33,12 @@ class Config:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a step once any ramp-up is over."""
+        """Samples in one step, after any ramp-up of the batch size."""
         return self.training.global_batch_size or self.training.micro_batch_size * self.layout.dp
 
     @property
     def run_dir(self) -> Path:
-        """Folder of everything the run leaves."""
+        """Folder of all files that the run writes."""
         return Path(self.log.run_dir or "runs/pretrain_gpt")
 
     @property

@@ -1,9 +1,14 @@
-"""Which tokens are trained on, and how are they cut into samples?"""
+"""Section [data] of a config: data files, their split, and the tokenizer."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
+
+from megatronish.config.marks import at_least, at_most
+from megatronish.config.tokenizer_names import TokenizerType
+
+MOCK_VOCAB_SIZE = 4096  # tokens of the made-up data of --mock-data
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,9 @@ class DataConfig:
     """Documents packed into one sample do not see each other."""
     eod_mask_loss: bool = False
     """Predictions made from an end-of-document token do not count."""
-    num_workers: int = 2
+    num_workers: Annotated[int, at_least(0), at_most(2**31 - 1)] = 2
     """Batches prepared ahead by a background thread; 0 prepares them in the loop."""
-    tokenizer_type: Literal["sentencepiece", "huggingface", "bytes", "null"] = "sentencepiece"
+    tokenizer_type: TokenizerType = "sentencepiece"
     """Megatron's names (GPTSentencePieceTokenizer, HuggingFaceTokenizer, ...) are accepted too."""
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder)."""
@@ -42,7 +47,7 @@ class DataConfig:
     """vocab.json of a GPT-2 tokenizer, with --merge-file."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """True vocabulary. Derived from the tokenizer."""
 
 
@@ -56,15 +61,15 @@ def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
     if all(number is None for number in numbers):
         return [(None, value) for value in values]
     pairs = list(zip(numbers[::2], values[1::2], strict=False))
-    told = " ".join(values)
+    text = " ".join(values)
     alternating = all(number is not None for number in numbers[::2]) and all(number is None for number in numbers[1::2])
     if len(values) % 2 or not alternating:
         raise ValueError(
-            f"{told!r}: weights and prefixes must alternate; write WEIGHT PREFIX WEIGHT PREFIX, or no weight"
+            f"{text!r}: weights and prefixes must alternate; write WEIGHT PREFIX WEIGHT PREFIX, or no weight"
         )
     weights = [number for number in numbers[::2] if number is not None]
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
-        raise ValueError(f"{told!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
+        raise ValueError(f"{text!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
     return pairs
 
 

@@ -1,4 +1,4 @@
-"""How is a config written down, so that --config reads the same config back?"""
+"""Writer of configs: TOML that --config reads as the same config."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from megatronish.config.config import Config
 
 
 def resolved(config: Config) -> dict[str, dict[str, Any]]:
-    """{section: {field: value}} of TOML's and JSON's types; fields that are None are left out, which means the same."""
+    """{section: {field: value}} of TOML's and JSON's types; without fields that are None, as in a file."""
     return {
         section: {
             name: list(value) if isinstance(value, tuple) else value
@@ -20,7 +20,7 @@ def resolved(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """The text of a TOML file with every field that has a value."""
+    """Text of a TOML file with every field that has a value."""
     sections = (
         "\n".join([f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in fields.items()), ""])
         for section, fields in resolved(config).items()
@@ -29,7 +29,7 @@ def to_toml(config: Config) -> str:
 
 
 def _toml(value: bool | int | float | str | list[Any]) -> str:
-    """JSON's spelling of these is TOML's too, but for the control character 127 in strings, and 1e-05 is both's."""
+    """Value in TOML's spelling: JSON's, except for the control character 127 in texts."""
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

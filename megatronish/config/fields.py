@@ -1,33 +1,54 @@
-"""Which fields does a config have, in which section, and what may stand in them?"""
+"""Table of all fields of a config: section, type, default, marks and aliases, read from the sections' classes."""
 
 import dataclasses
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from megatronish.config.config import Config
+from megatronish.config.marks import NamedIn, Range
 
 SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1", str: "a text"}
 
 
 class Field(NamedTuple):
-    """One field of one section. `type` is bare: no Annotated, no None."""
+    """Field of a section. `type` is the bare type, without Annotated and None."""
 
     name: str
     section: str
     type: Any
     default: Any
-    aliases: tuple[str, ...]
+    marks: tuple[Any, ...]
 
     @property
     def flag(self) -> str:
-        """How it is typed."""
+        """Flag of the command line, --num-layers."""
         return "--" + self.name.replace("_", "-")
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Shorter flags of the command line, such as --tp."""
+        return tuple(alias for mark in self.marks for alias in getattr(mark, "aliases", None) or ())
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """Bounds on a number, minimum first."""
+        return tuple(mark for mark in self.marks if isinstance(mark, Range))
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Values of a field that has only a few; empty for a field that takes any value of its type."""
+        tables = [mark.table for mark in self.marks if isinstance(mark, NamedIn)]
+        return get_args(self.type) if get_origin(self.type) is Literal else tuple(*tables)
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the field's type is one of its choices, or None, or the field takes any."""
+        return value is None or not self.choices or value in self.choices
+
+    @property
     def wants(self) -> str:
-        """What may stand in it, in words."""
-        if get_origin(self.type) is Literal:
-            return "one of " + one_of(get_args(self.type))
+        """Allowed values in words, as in "num_layers must be a whole number such as 4"."""
+        if self.choices:
+            return "one of " + one_of(self.choices)
         if get_origin(self.type) is tuple:
             parts = get_args(self.type)
             return "a list of texts" if parts[-1] is Ellipsis else f"{len(parts)} whole numbers"
@@ -41,7 +62,7 @@ def one_of(values: Any) -> str:
 
 
 def _bare(annotation: Any) -> Any:
-    """The type without `| None`."""
+    """Type without `| None`."""
     if get_origin(annotation) in (UnionType, Union):
         return next(part for part in get_args(annotation) if part is not NoneType)
     return annotation
@@ -54,8 +75,7 @@ def _fields() -> dict[str, Field]:
         annotated = get_type_hints(section_type, include_extras=True)
         for field in dataclasses.fields(section_type):
             marks = getattr(annotated[field.name], "__metadata__", ())
-            aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            found[field.name] = Field(field.name, section, _bare(plain[field.name]), field.default, aliases)
+            found[field.name] = Field(field.name, section, _bare(plain[field.name]), field.default, marks)
     return found
 
 
@@ -65,12 +85,12 @@ ALIASES = {alias.removeprefix("--"): field.name for field in FIELDS.values() for
 
 
 def read_fields(config: Config) -> dict[str, Any]:
-    """{field name: value} over all sections."""
+    """{field name: value} of all sections."""
     return {name: getattr(getattr(config, field.section), name) for name, field in FIELDS.items()}
 
 
 def with_fields(config: Config, **values: Any) -> Config:
-    """A copy in which the named fields, of whatever section, have these values."""
+    """Copy of a config with these values of fields of any section."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(FIELDS[name].section, {})[name] = value

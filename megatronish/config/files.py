@@ -1,4 +1,4 @@
-"""Which files that a config names are not there? Cheap looks at names; what is inside is the readers' to check."""
+"""Check that the files which a config names exist. Their content is checked by their readers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from megatronish.config.data import DataConfig, parse_blend
 
 
 def missing_files(data: DataConfig) -> list[str]:
-    """A sentence for each data prefix and tokenizer file that does not exist. Made-up data need no file."""
+    """Complaints about data prefixes and tokenizer files that do not exist; none with --mock-data."""
     if data.mock_data:
         return []
     return [*_missing_data(data), *_missing_tokenizer(data)]

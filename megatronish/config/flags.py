@@ -1,24 +1,24 @@
-"""What becomes of each flag of Megatron-LM that is not a field of ours? One table; docs/FLAGS.md is printed from it.
+"""Table of the flags of Megatron-LM that are not fields here, and the printer of docs/FLAGS.md.
 
-A flag of Megatron-LM either is a field of ours with the same name and meaning, or stands here: it *means* a field under
-another name, or it is *idle* (accepted, because what it asks for is so anyway or does not change the numbers), or it is
-*refused*, with what to do instead. Values in `harmless` turn a refused flag into an idle one.
+A flag of Megatron-LM either is a field with the same name and meaning, or stands in `KNOWN`: it *means* a field of
+another name, or it is *idle* (accepted, because the run does so in any case, or because it changes no number), or it is
+*refused*, with a remedy. Values in `harmless` turn a refused flag into an idle one.
 """
 
 import ast
 import inspect
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_origin, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, Field
-from megatronish.config.ranges import REQUIRED
+from megatronish.config.marks import REQUIRED
 from megatronish.config.tokenizer_names import MEGATRON_TOKENIZERS
 
 
 class Known(NamedTuple):
-    """What is known of a flag that is not a field."""
+    """Flag of Megatron-LM that is not a field."""
 
     status: str  # "means" | "idle" | "refused"
     text: str  # why it is idle, or what to do instead
@@ -161,7 +161,8 @@ DIFFERENCES: dict[str, str] = {
     "num_query_groups": "Without `--group-query-attention` Megatron-LM ignores it in silence; here that is an error.",
     "max_position_embeddings": "Required in Megatron-LM; here it is the sequence length where it is not given.",
     "loss_scale": "Megatron-LM applies it to bf16, too; here it is idle without `--fp16`.",
-    "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either.",
+    "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either. Lengths given "
+    "in steps (`--train-iters`, `--lr-warmup-iters`, ...) count the samples that these steps consume.",
     "openai_gelu": "Megatron-LM's default activation is the exact GELU without its bias-GELU fusion and the tanh form "
     "with it; here it is exact unless this flag is given.",
     "cp_comm_type": "Megatron-LM has all_gather and a2a+p2p, too, and a value for each layer; here one of p2p and a2a.",
@@ -195,7 +196,7 @@ forms, `--swiglu` and `--no-swiglu`. Names and meanings are Megatron-LM's where 
 
 
 def flags_markdown() -> str:
-    """The text of docs/FLAGS.md."""
+    """Text of the page docs/FLAGS.md."""
     parts = [_INTRODUCTION]
     for section, section_type in get_type_hints(Config).items():
         meanings = _meanings(section_type)
@@ -220,14 +221,14 @@ def _table(title: str, head: str, rows: list[str]) -> str:
 
 def _field_row(field: Field, meaning: str) -> str:
     flag = " ".join(f"`{name}`" for name in (field.flag, *field.aliases))
-    empty = field.default is None or field.default == () or field.name in REQUIRED
+    empty = field.default is None or field.default == () or REQUIRED in field.marks
     default = "" if empty else f"`{str(field.default).lower() if field.type is bool else field.default}`"
-    values = f" ({field.wants.removeprefix('one of ')})" if get_origin(field.type) is Literal else ""
+    values = f" ({field.wants.removeprefix('one of ')})" if field.choices else ""
     return f"{flag} | {default} | {meaning}{values}"
 
 
 def _meanings(section_type: type) -> dict[str, str]:
-    """{field: the text under it}, which Python does not keep: read from the source."""
+    """{field: the text under it}, read from the source, as Python keeps no docstrings of fields."""
     (section,) = ast.parse(inspect.getsource(section_type)).body
     assert isinstance(section, ast.ClassDef)
     texts = {}

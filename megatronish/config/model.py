@@ -1,54 +1,56 @@
-"""Which model is trained? The architecture, under Megatron-LM's flag names; what can be derived is a property."""
+"""Section [model] of a config: the architecture, under Megatron-LM's flag names. Derived sizes are properties."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatronish.config.marks import REQUIRED, TRAINING_ONLY, at_least, at_most, fraction, greater_than
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Architecture of a GPT. Sizes of 0 mean "not given"; None means "derived from the others"."""
 
-    num_layers: int = 0
+    num_layers: Annotated[int, REQUIRED, at_least(1), at_most(100_000)] = 0
     """Transformer layers in all."""
-    hidden_size: int = 0
+    hidden_size: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
     """Width D of the residual stream."""
-    num_attention_heads: int = 0
+    num_attention_heads: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
     """Query heads N."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Inner width F of the MLP. Derived: 4 D, with --swiglu 8/3 D rounded down to a multiple of 64."""
-    kv_channels: int | None = None
+    kv_channels: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Size H of one head. Derived: D / N."""
     group_query_attention: bool = False
     """Query heads share key/value heads, --num-query-groups of them."""
-    num_query_groups: int | None = None
+    num_query_groups: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Key/value heads K. Derived: N, or 1 with --group-query-attention."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Rows of the learned position table. Derived: the sequence length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """How positions enter the model."""
-    rotary_base: float = 10000.0
+    rotary_base: Annotated[float, greater_than(0)] = 10000.0
     """Base of RoPE's wavelengths."""
-    rotary_percent: float = 1.0
+    rotary_percent: Annotated[float, fraction(excluding=0)] = 1.0
     """Part of each head that RoPE turns."""
     rotary_interleaved: bool = False
     """RoPE turns neighbouring pairs instead of the two halves of a head."""
     rope_scaling_type: Literal["none", "linear", "llama3", "yarn"] = "none"
     """How RoPE is stretched to longer contexts. Megatron's --use-rope-scaling is llama3."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: Annotated[float, greater_than(0)] = 8.0
     """How many times longer the stretched context is."""
-    rope_original_max_positions: int = 8192
+    rope_original_max_positions: Annotated[int, at_least(1), at_most(2**31 - 1)] = 8192
     """Context length the model had before stretching (llama3, yarn)."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Annotated[float, greater_than(0)] = 1.0
     """llama3: wavelengths longer than the original context / this are fully stretched."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Annotated[float, greater_than(0)] = 4.0
     """llama3: wavelengths shorter than the original context / this are left alone."""
-    rope_beta_fast: float = 32.0
+    rope_beta_fast: Annotated[float, greater_than(0)] = 32.0
     """yarn: turns over the original context above which a wavelength is left alone."""
-    rope_beta_slow: float = 1.0
+    rope_beta_slow: Annotated[float, greater_than(0)] = 1.0
     """yarn: turns over the original context below which a wavelength is fully stretched."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Which norm."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Annotated[float, greater_than(0)] = 1e-5
     """Added to the variance under the root."""
     apply_layernorm_1p: bool = False
     """Norm weights are stored as w - 1 (so that weight decay and zero initialisation pull towards 1)."""
@@ -64,34 +66,34 @@ class ModelConfig:
     """A bias on the query/key/value projection even with --disable-bias-linear (Qwen2)."""
     qk_layernorm: bool = False
     """Normalise each head's queries and keys before attention (Qwen3)."""
-    window_size: int | None = None
+    window_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Sliding window: a token sees itself and the window_size - 1 tokens before it (Mistral)."""
     untie_embeddings_and_output_weights: bool = False
     """The output layer has a weight of its own."""
-    attention_dropout: float = 0.1
+    attention_dropout: Annotated[float, fraction(excluding=1), TRAINING_ONLY] = 0.1
     """Dropout of attention probabilities."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: Annotated[float, fraction(excluding=1), TRAINING_ONLY] = 0.1
     """Dropout of each sublayer's output and of the embedding."""
-    init_method_std: float = 0.02
+    init_method_std: Annotated[float, greater_than(0), TRAINING_ONLY] = 0.02
     """Standard deviation of the initial weights; residual outputs get std / sqrt(2 num_layers)."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: Annotated[int, at_least(1), at_most(2**31 - 1), TRAINING_ONLY] = 128
     """The padded vocabulary is a multiple of this times the tensor-parallel size."""
 
     @property
     def head_size(self) -> int:
-        """H."""
+        """Size H of one head."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """Number K of key/value heads."""
         if self.num_query_groups is not None:
             return self.num_query_groups
         return 1 if self.group_query_attention else self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """F, the width of one of the two halves for a gated MLP."""
+        """Inner width F of the MLP; of a gated MLP, the width of one of its two halves."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
@@ -115,10 +117,10 @@ class ModelConfig:
 
     @property
     def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn"]:
-        """The scaling variant, "none" where positions are not RoPE."""
+        """Kind of RoPE scaling, "none" without RoPE."""
         return self.rope_scaling_type if self.position_embedding_type == "rope" else "none"
 
     def padded_vocab_size(self, vocab_size: int, tensor_model_parallel_size: int) -> int:
-        """The true vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
+        """Vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple

@@ -1,7 +1,9 @@
-"""How are parameters updated?"""
+"""Section [optimizer] of a config: optimizer, weight decay, and the learning-rate schedule."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatronish.config.marks import REQUIRED, at_least, at_most, fraction, greater_than
 
 
 @dataclass(frozen=True)
@@ -10,57 +12,57 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam is AdamW: decoupled weight decay. muon is for the matrices of layers, with adam for the rest."""
-    lr: float | None = None
+    lr: Annotated[float | None, REQUIRED, greater_than(0)] = None
     """Learning rate at its peak."""
-    min_lr: float = 0.0
+    min_lr: Annotated[float, at_least(0)] = 0.0
     """The learning rate decays to this."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape after warm-up."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Steps until min_lr is reached. Derived: all of the run."""
-    lr_decay_samples: int | None = None
+    lr_decay_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Samples until min_lr is reached, with --train-samples."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: Annotated[int, at_least(0), at_most(2**63 - 1)] = 0
     """Steps of linear warm-up."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: Annotated[int, at_least(0), at_most(2**63 - 1)] = 0
     """Samples of linear warm-up, with --train-samples."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: Annotated[float | None, fraction(excluding=1)] = None
     """Warm-up as a part of the decay."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: Annotated[float, at_least(0)] = 0.0
     """Learning rate that warm-up starts from."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the last part of warm-up-stable-decay."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Steps of the last part of WSD."""
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Samples of the last part of WSD, with --train-samples."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, at_least(0)] = 0.01
     """Of matrices; norms and biases have none."""
-    start_weight_decay: float | None = None
+    start_weight_decay: Annotated[float | None, at_least(0)] = None
     """Weight decay at the first step, where it changes over the run."""
-    end_weight_decay: float | None = None
+    end_weight_decay: Annotated[float | None, at_least(0)] = None
     """Weight decay at the last step, where it changes over the run."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay goes from start to end."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, at_least(0)] = 1.0
     """Largest global gradient norm; 0 for no clipping."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, fraction(excluding=1)] = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, fraction(excluding=1)] = 0.999
     """Decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: Annotated[float, greater_than(0)] = 1e-8
     """Added to the root of the second moment."""
-    sgd_momentum: float = 0.9
+    sgd_momentum: Annotated[float, fraction(excluding=1)] = 0.9
     """Momentum of sgd."""
-    muon_momentum: float = 0.95
+    muon_momentum: Annotated[float, fraction(excluding=1)] = 0.95
     """Momentum of muon."""
     muon_nesterov: bool = False
     """Nesterov's momentum, as in the papers on Muon."""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: Annotated[int, at_least(1), at_most(100_000)] = 5
     """Newton-Schulz steps that make a matrix orthogonal."""
     muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
     """Of these steps: quintic has one set for each of five, simple has Jordan's for all."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """A step of muon times sqrt(max(rows, columns)), sqrt(rows / columns) or sqrt(max(1, rows / columns))."""
-    muon_extra_scale_factor: float = 1.0
+    muon_extra_scale_factor: Annotated[float, greater_than(0)] = 1.0
     """And times this: with spectral and 0.2, muon takes the learning rate and weight decay of adam."""

@@ -1,45 +1,34 @@
-"""What is the config of this run? The TOML file, flags over it, what follows from both, and all complaints at once."""
+"""Reading of a run's config: a TOML file, flags over it, derived fields, and all complaints together."""
 
 import contextlib
 import io
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
 
 from megatronish.config.check import problems as broken_rules
-from megatronish.config.check_parallel import MESH
 from megatronish.config.config import Config
-from megatronish.config.fields import FIELDS, read_fields, with_fields
+from megatronish.config.derive import derive
+from megatronish.config.fields import FIELDS, SECTIONS, read_fields, with_fields
 from megatronish.config.files import missing_files
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
-from megatronish.config.settle import LOSS_SCALE_RULE, merge, settle
-from megatronish.config.starting import (
-    ReadCheckpoint,
-    Start,
-    contradictions,
-    of_another_format,
-    start_of_hf,
-    stretched,
-    tokenizer_named_by,
-)
-from megatronish.config.training import TrainingConfig
+from megatronish.config.settle import merge, settle
+from megatronish.config.starting import ReadStart, Start, contradictions, stretched, tokenizer_named_by
 from megatronish.errors import UserError
 
 PROGRAM = "pretrain_gpt.py"
+_NAMES = [f"[{section}]" for section in SECTIONS]
 DESCRIPTION = (
-    "Pretrains a GPT. --config FILE.toml reads sections [model], [parallel], [training], [optimizer], [data], "
-    "[checkpoint] and [log]; the flags below override it. Names and meanings are Megatron-LM's where it has the flag."
+    f"Pretrains a GPT. --config FILE.toml reads sections {', '.join(_NAMES[:-1])} and {_NAMES[-1]}; the flags below "
+    "override it. Names and meanings are Megatron-LM's where it has the flag."
 )
-MOCK_VOCAB_SIZE = 4096
 
 
 class ConfigError(UserError):
-    """All that the user has to mend, a sentence each."""
+    """All errors of a config, a sentence each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -48,18 +37,18 @@ class ConfigError(UserError):
 
 
 class ReadConfig(NamedTuple):
-    """The config as it counts, and what the user may want to know about it."""
+    """Config of a run, with notes for the user."""
 
     config: Config
     notes: list[str]
 
 
 def read_config(
-    argv: Sequence[str], *, world_size: int | None = None, read_checkpoint: ReadCheckpoint | None = None
+    argv: Sequence[str], *, world_size: int | None = None, read_start: ReadStart | None = None
 ) -> ReadConfig:
-    """The config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
+    """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
-    `read_checkpoint` is asked for the model of a checkpoint where --use-checkpoint-args wants it.
+    `read_start` reads the model that --load-hf or --use-checkpoint-args names.
 
     Prints and exits 0 on --help. ConfigError with every problem of file, flags, rules and files together.
     """
@@ -71,39 +60,59 @@ def read_config(
     if isinstance(file, str):
         raise ConfigError([file, *line.flags.problems])
 
+    # Settings as values: flags override the file, and of settings that exclude each other one is left.
     merged = merge(file=file.settings, typed=line.flags.settings)
-    values, misfits = _values(merged.settings)
+    values, type_errors = _values(merged.settings)
     settled = settle({name: merged.settings[name] for name in values}, values)
-    told = {name: values[name] for name in settled.settings}
-    if told.get("tokenizer_model") is not None and "tokenizer_type" not in told:
-        told |= tokenizer_named_by(Path(told["tokenizer_model"]))
-    start = _start(told, read_checkpoint)
+    given = {name: values[name] for name in settled.settings}
+    if given.get("tokenizer_model") is not None and "tokenizer_type" not in given:
+        given |= tokenizer_named_by(Path(given["tokenizer_model"]))
+
+    # The model that the run starts from fills in what is not given.
+    start = _start(given, read_start)
     if isinstance(start, str):
-        raise ConfigError([start, *file.problems, *line.flags.problems, *merged.problems, *misfits.values()])
-    config = with_fields(Config(), **({} if start is None else start.fields(told)) | told)
-    unsound = {*misfits, *file.unsound}
-    config, derived_notes, derived_problems = _derive(config, path=path, world_size=world_size, unsound=unsound)
+        raise ConfigError([start, *file.problems, *line.flags.problems, *merged.problems, *type_errors.values()])
+    config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
+    invalid = {*type_errors, *file.invalid}
+    derived = derive(config, path=path, world_size=world_size, invalid=invalid)
+
     problems = [
         *file.problems,
         *line.flags.problems,
         *merged.problems,
-        *misfits.values(),
+        *type_errors.values(),
         *settled.problems,
-        *([] if start is None else contradictions(start, settled.settings, told)),
-        *derived_problems,
-        *broken_rules(config, unsound=unsound),
-        *missing_files(config.data),
+        *([] if start is None else contradictions(start, settled.settings, given)),
+        *derived.problems,
+        *broken_rules(derived.config, invalid=invalid),
+        *missing_files(derived.config.data),
     ]
     if problems:
         raise ConfigError(problems)
     idle = [f"{name} (by {winner})" for name, winner in settled.idle.items()]
     idle_line = [f"idle in {path}: {', '.join(idle)}"] if idle else []
-    notes = [*idle_line, *file.notes, *line.flags.notes, *derived_notes]
-    return ReadConfig(config, notes if start is None else [*notes, *stretched(start, config.training.seq_length)])
+    notes = [*idle_line, *file.notes, *line.flags.notes, *derived.notes]
+    if start is not None:
+        notes += stretched(start, derived.config.training.seq_length)
+    return ReadConfig(derived.config, notes)
+
+
+def _start(given: Mapping[str, Any], read_start: ReadStart | None) -> Start | str | None:
+    """Model that the run starts from, if its files describe it, or why they cannot be read."""
+    checkpoint = with_fields(Config(), **given).checkpoint
+    if read_start is None:
+        assert not (checkpoint.load_hf or (checkpoint.load and checkpoint.use_checkpoint_args)), (
+            "the caller passes a reader of models"
+        )
+        return None
+    try:
+        return read_start(checkpoint)
+    except UserError as error:
+        return str(error)
 
 
 def _read_file(path: Path | None) -> Settings | str:
-    """The file's settings, or why it cannot be read."""
+    """Settings of the file, or why it cannot be read."""
     if path is None:
         return Settings([], [], [], set())
     try:
@@ -118,23 +127,23 @@ def _read_file(path: Path | None) -> Settings | str:
 
 
 def _values(settings: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, str]]:
-    """({field: value}, {field: complaint}). tyro stops at its first bad value, so then they are read one by one."""
+    """({field: value}, {field: complaint}). tyro stops at its first bad value: then settings are read one by one."""
     together = _parse(list(settings.values()))
     if together is not None:
         return together, {}
     values: dict[str, Any] = {}
-    misfits = {}
+    type_errors = {}
     for name, setting in settings.items():
         alone = _parse([setting])
         if alone is None:
-            misfits[name] = f"{setting.spelled}: {name} must be {FIELDS[name].wants}"
+            type_errors[name] = f"{setting.spelled}: {name} must be {FIELDS[name].wants}"
         else:
             values |= alone
-    return values, misfits
+    return values, type_errors
 
 
 def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
-    """{field: value}, or None if any of them does not fit its field."""
+    """{field: value}, or None if a value is not of its field's type."""
     values: dict[str, Any] = {}
     arguments = []
     for setting in settings:
@@ -154,117 +163,6 @@ def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
     except SystemExit:
         return None
     read = read_fields(config)
+    if not all(FIELDS[setting.field].allows(read[setting.field]) for setting in settings):
+        return None
     return {setting.field: read[setting.field] for setting in settings} | values
-
-
-def _start(told: Mapping[str, Any], read_checkpoint: ReadCheckpoint | None) -> Start | str | None:
-    """The model that the run starts from if that says which one it is, or why it cannot be read."""
-    try:
-        if told.get("load_hf") is not None:
-            return start_of_hf(Path(told["load_hf"]))
-        if told.get("load") is not None and (misplaced := of_another_format(Path(told["load"]))):
-            return misplaced
-        if told.get("use_checkpoint_args") and told.get("load") is not None:
-            assert read_checkpoint is not None, "whoever reads flags of a user says how a checkpoint is read"
-            return read_checkpoint(Path(told["load"]), told.get("ckpt_step"))
-    except UserError as error:
-        return str(error)
-    return None
-
-
-class _Derived(NamedTuple):
-    config: Config
-    notes: list[str]
-    problems: list[str]
-
-
-def _derive(config: Config, *, path: Path | None, world_size: int | None, unsound: Collection[str]) -> _Derived:
-    """Fill in what follows from the rest: data-parallel size, run folder, the stand-ins of made-up data."""
-    notes, problems = [], []
-    sizes = {name: getattr(config.parallel, name) for name in MESH}
-    if not set(MESH) & set(unsound) and all(size is None or size >= 1 for size in sizes.values()):
-        problem = _world_size_problem(config.parallel, world_size)
-        problems += [problem] if problem else []
-        model = config.parallel.model_parallel_size
-        derived = 1 if world_size is None else max(1, world_size // model)
-        config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        config = with_fields(config, sequence_parallel=False)
-        notes.append(
-            "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
-        )
-    notes += _idle_loss_scale(config.training)
-    config = with_fields(config, pipeline_schedule=config.parallel.schedule)
-    parallel = config.parallel
-    if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
-        notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
-    if parallel.pipeline_model_parallel_size == 1 and parallel.pipeline_split != "even":
-        notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
-    if parallel.device == "cpu" and config.recompute.offload_saved_activations:
-        notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
-    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer)
-    if config.data.mock_data:
-        stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
-        config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
-        notes.append(
-            f"mock_data needs no file and no tokenizer: the vocabulary is {config.data.vocab_size} made-up tokens"
-        )
-    if config.log.run_dir is None:
-        config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
-    return _Derived(config, notes, problems)
-
-
-def _idle_loss_scale(training: TrainingConfig) -> list[str]:
-    """What is said of a loss scale that nothing needs."""
-    names = ("loss_scale", *LOSS_SCALE_RULE)
-    told = [f"{name}={value}" for name in names if (value := getattr(training, name)) != FIELDS[name].default]
-    if training.fp16 or not told:
-        return []
-    return [f"{', '.join(told)}: idle, as {training.precision} needs no loss scale; --fp16 would use it"]
-
-
-def _idle_sharing(parallel: ParallelConfig) -> list[str]:
-    """What is said of settings that the stage of ZeRO does not ask."""
-    notes = []
-    if parallel.zero == 3 and not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
-        notes.append(
-            "overlap_grad_reduce and overlap_param_gather are idle: with zero_stage=3 fully_shard overlaps both"
-        )
-    if parallel.optimizer_cpu_offload and parallel.param_cpu_offload:
-        notes.append("optimizer_cpu_offload is idle: param_cpu_offload takes masters and states along")
-    return notes
-
-
-def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
-    """What is said of settings that belong to another optimizer."""
-    used = {"adam": ("adam_",), "sgd": ("sgd_",), "muon": ("muon_", "adam_")}[optimizer.optimizer]
-    told = [
-        f"{name}={getattr(optimizer, name)}"
-        for name in vars(optimizer)
-        if name.startswith(("adam_", "sgd_", "muon_"))
-        and not name.startswith(used)
-        and getattr(optimizer, name) != FIELDS[name].default
-    ]
-    return [f"{', '.join(told)}: idle with optimizer={optimizer.optimizer}"] if told else []
-
-
-def _world_size_problem(parallel: ParallelConfig, world_size: int | None) -> str | None:
-    """What is wrong between the processes a launcher started and the mesh that was asked for."""
-    model, dp = parallel.model_parallel_size, parallel.data_parallel_size
-    if world_size is None or world_size == model * (dp or 0):
-        return None
-    sizes = (
-        f"tp {parallel.tensor_model_parallel_size} x pp {parallel.pipeline_model_parallel_size} "
-        f"x cp {parallel.context_parallel_size}"
-    )
-    if world_size % model:
-        return (
-            f"world size {world_size} must be divisible by {sizes} = {model}; start {model} processes or a multiple of "
-            "that, or change --tp and --pp"
-        )
-    if dp is None:
-        return None
-    return (
-        f"world size {world_size} must be dp {dp} x {sizes} = {dp * model}; start {dp * model} processes, "
-        f"or use --dp {world_size // model}"
-    )

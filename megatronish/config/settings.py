@@ -1,4 +1,4 @@
-"""What did the user set, on the command line and in the TOML file? Names are settled here, values are still text."""
+"""Settings of the command line and of the TOML file: field names are resolved, values are still text."""
 
 import difflib
 import re
@@ -12,7 +12,7 @@ from megatronish.config.flags import KNOWN, VALUES, Known
 
 
 class Setting(NamedTuple):
-    """One field that the user set. `spelled` is how, for messages: "--tp 2" or "[parallel] tp = 2"."""
+    """Field that the user set. `spelled` is the setting as written: "--tp 2" or "[parallel] tp = 2"."""
 
     field: str
     values: tuple[str, ...]
@@ -21,16 +21,16 @@ class Setting(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """All of one source, with what there is to say about it."""
+    """Settings of one source, with notes and problems."""
 
     settings: list[Setting]
     notes: list[str]
     problems: list[str]
-    unsound: set[str]  # fields that a problem is about, so that no other needs to be
+    invalid: set[str]  # fields with a problem, which need no further complaint
 
 
 class CommandLine(NamedTuple):
-    """The command line, taken apart."""
+    """Command line, split into the config file's name and flags."""
 
     config_file: str | None
     wants_help: bool
@@ -38,7 +38,7 @@ class CommandLine(NamedTuple):
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Each flag with the values that follow it. Values that start with a dash are written --flag=value."""
+    """Flags with the values that follow them. A value that starts with a dash is written --flag=value."""
     config_files: list[str] = []
     flags = Settings([], [], [], set())
     flags.problems.extend(
@@ -66,7 +66,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def read_file(path: Path) -> Settings:
-    """The settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
+    """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
     found = Settings([], [], [], set())
     for section, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
         if not isinstance(entries, dict):
@@ -82,21 +82,21 @@ def read_file(path: Path) -> Settings:
 
 
 def _read_entry(found: Settings, *, section: str, key: str, value: Any) -> None:
-    """A key of the file is a flag in another spelling: true is `--key`, false is `--no-key`."""
+    """Add the setting of one key, read like a flag: true is `--key`, false is `--no-key`."""
     field = FIELDS.get(ALIASES.get(key, key))
     spelled = f"[{section}] {key} = {str(value).lower() if isinstance(value, bool) else value}"
     if field is not None and field.section != section:
         found.problems.append(f"[{section}] {key} belongs in [{field.section}]; move it there")
-        found.unsound.add(field.name)
+        found.invalid.add(field.name)
         return
     name = key.replace("_", "-")
     values = tuple(value) if isinstance(value, list) else (value,)
     if field is not None and isinstance(value, bool) != (field.type is bool):
         found.problems.append(f"{spelled}: {field.name} must be {field.wants}")
-        found.unsound.add(field.name)
+        found.invalid.add(field.name)
     elif not all(isinstance(part, str | int | float) for part in values):
         found.problems.append(f"{spelled}: {key} must be {field.wants if field else 'a plain value'}")
-        found.unsound.update({field.name} if field else ())
+        found.invalid.update({field.name} if field else ())
     elif isinstance(value, bool):
         _understand(found, name=name if value else f"no-{name}", values=(), spelled=spelled, typed=False)
     else:
@@ -110,7 +110,7 @@ def _stray(found: Settings, key: str) -> None:
 
 
 def _is_text(word: str) -> bool:
-    """Bytes that are no UTF-8 come from the shell as lone surrogates."""
+    """Whether a word is UTF-8 text: other bytes come from the shell as lone surrogates."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -132,7 +132,7 @@ def _chunks(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _understand(found: Settings, *, name: str, values: tuple[str, ...], spelled: str, typed: bool) -> None:
-    """Add what a flag (or a key, which is a flag in another spelling) sets, or says, or is refused for."""
+    """Add the settings, the note or the problem that a flag (or a key, read like a flag) leads to."""
     field = ALIASES.get(name, name.replace("-", "_"))
     negated = field.removeprefix("no_")
     if field in FIELDS:

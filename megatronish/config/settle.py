@@ -1,4 +1,4 @@
-"""Which settings count where two exclude each other? What was typed wins over the file; typed together is an error."""
+"""Resolution of settings that exclude each other: a flag wins over the file; two flags, or two keys, are an error."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ from megatronish.config.settings import Setting
 Values = Mapping[str, Any]
 
 
-class Rivals(NamedTuple):
-    """Two groups of fields that cannot both be asked for."""
+class Conflict(NamedTuple):
+    """Two groups of fields that exclude each other."""
 
     one: tuple[str, ...]
     other: tuple[str, ...]
@@ -23,26 +23,26 @@ LOSS_SCALE_RULE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", 
 _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
 _ONE_ACTIVATION = "an MLP has one activation"
 
-RIVALS = (
-    Rivals(STEPS, SAMPLES, "a run is counted in steps or in samples"),
-    Rivals(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
-    Rivals(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
-    Rivals(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
-    Rivals(("bf16",), ("fp16",), "a model is computed in one precision"),
-    Rivals(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
-    Rivals(("load",), ("load_hf",), "a run starts from one model"),
-    Rivals(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
-    Rivals(
+CONFLICTS = (
+    Conflict(STEPS, SAMPLES, "a run is counted in steps or in samples"),
+    Conflict(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
+    Conflict(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
+    Conflict(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
+    Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
+    Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
+    Conflict(("load",), ("load_hf",), "a run starts from one model"),
+    Conflict(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
+    Conflict(
         ("num_layers_per_virtual_pipeline_stage",),
         ("num_virtual_stages_per_pipeline_rank",),
         "both say how many chunks a stage holds",
     ),
-    Rivals(
+    Conflict(
         ("pipeline_split",),
         ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         "layers are shared out by hand or by weight",
     ),
-    Rivals(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
+    Conflict(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
 )
 
 # A field of the file is idle once another one was typed with one of these values.
@@ -54,7 +54,7 @@ IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 class Settled(NamedTuple):
-    """What is left, and what there is to say."""
+    """Settings that count, settings that became idle, and problems."""
 
     settings: dict[str, Setting]
     idle: dict[str, str]  # field of the file -> how what overrides it was spelled
@@ -62,7 +62,7 @@ class Settled(NamedTuple):
 
 
 def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
-    """One setting a field. The same field set twice in one source, to different values, is a problem."""
+    """One setting for each field. Two different values of a field in one source are a problem."""
     merged: dict[str, Setting] = {}
     problems = []
     for source in (file, typed):
@@ -76,7 +76,7 @@ def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
 
 
 def settle(settings: dict[str, Setting], values: Values) -> Settled:
-    """Rivals resolved. `values` are the settings as values; a setting that repeats the default asks for nothing."""
+    """Settings without those that lose a conflict. A setting whose value is the default is in no conflict."""
     left = dict(settings)
     idle: dict[str, str] = {}
     problems = []
@@ -89,7 +89,7 @@ def settle(settings: dict[str, Setting], values: Values) -> Settled:
             idle[loser.field] = winner.spelled
             del left[loser.field]
 
-    for one, other, rule in RIVALS:
+    for one, other, rule in CONFLICTS:
         first, second = asked(one), asked(other)
         typed_first, typed_second = _typed(first), _typed(second)
         if not first or not second:

@@ -1,50 +1,54 @@
-"""How long, on how much, in which precision, and by which attention?"""
+"""Section [training] of a config: batch, length of the run, precision, attention backend."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatronish.config.marks import REQUIRED, at_least, at_most, greater_than
+
+LOSS_SCALE_LIMIT = at_most(2.0**120, "2^120, as fp32 ends at 2^128")
 
 AttentionBackend = Literal["auto", "flash", "fused_softmax", "unfused"]
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch, length of the run, seed, precision, attention."""
+    """Batch, length of the run, seed, precision and attention backend."""
 
-    seq_length: int = 0
+    seq_length: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
     """Tokens S of one sample."""
-    micro_batch_size: int = 0
+    micro_batch_size: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
     """Samples B in one forward pass."""
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Samples in one step, over all ranks. Derived: micro_batch_size * dp."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
-    train_iters: int | None = None
+    train_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Steps to train for."""
-    train_samples: int | None = None
+    train_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Samples to train for, instead of --train-iters."""
-    exit_interval: int | None = None
+    exit_interval: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Save and leave after every so many steps."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: Annotated[float | None, greater_than(0)] = None
     """Save and leave after so many minutes."""
-    eval_interval: int = 1000
+    eval_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
     """Steps between evaluations."""
-    eval_iters: int = 100
+    eval_iters: Annotated[int, at_least(0), at_most(2**63 - 1)] = 100
     """Global batches of one evaluation; 0 for none."""
-    seed: int = 1234
+    seed: Annotated[int, at_least(0), at_most(2**63 - 1)] = 1234
     """Of initial weights, dropout and data order."""
     bf16: bool = False
     """Compute in bf16; master weights, gradients and their reduction stay in fp32."""
     fp16: bool = False
     """Compute in fp16, with a loss scale; master weights, gradients and their reduction stay in fp32."""
-    loss_scale: float | None = None
+    loss_scale: Annotated[float | None, at_least(0), LOSS_SCALE_LIMIT] = None
     """fp16: a loss scale that stays the same. Without it, or with 0, the scale follows overflows."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: Annotated[float, greater_than(0), LOSS_SCALE_LIMIT] = 2.0**32
     """fp16: where the loss scale starts."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Annotated[float, greater_than(0), LOSS_SCALE_LIMIT] = 1.0
     """fp16: the loss scale is never halved below this."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
     """fp16: steps in a row without an overflow after which the loss scale is doubled."""
-    hysteresis: int = 2
+    hysteresis: Annotated[int, at_least(1), at_most(2**63 - 1)] = 2
     """fp16: with so many overflows since its last doubling the loss scale is halved, and with each one after them."""
     attention_backend: AttentionBackend = "auto"
     """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
@@ -53,5 +57,5 @@ class TrainingConfig:
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """What is computed in."""
+        """Precision of the forward and the backward."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from megatronish.config.data import DataConfig
+from megatronish.config.tokenizer_names import tokenizer_of_files
 
 NAMES = (
     "tokenizer.json",
@@ -52,10 +53,5 @@ def copy(files: Mapping[str, Path], folder: Path) -> None:
 
 def fields_of(names: Collection[str], *, folder: PurePath) -> dict[str, Any]:
     """The fields of DataConfig that name the tokenizer which these files in `folder` make up."""
-    if "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= set(names):
-        kind, model = "huggingface", str(folder)
-    elif "tokenizer.model" in names:
-        kind, model = "sentencepiece", str(folder / "tokenizer.model")
-    else:
-        kind, model = "null", None
-    return {"tokenizer_type": kind, "tokenizer_model": model, "vocab_file": None, "merge_file": None}
+    none = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
+    return none | tokenizer_of_files(names, folder=folder, like_gpt2=True)

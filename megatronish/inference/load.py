@@ -14,10 +14,14 @@ from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.rules.model import too_few_positions
 from megatronish.config.tokenizer_names import TokenizerType
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
+from megatronish.formats.hf.config_json import CONFIG
+from megatronish.formats.megatron.names import LATEST
 from megatronish.formats.native import description_of
+from megatronish.formats.safetensors import INDEX
 from megatronish.formats.weights import Description
 from megatronish.mesh import Mesh
 from megatronish.model.gpt import GPT
@@ -29,7 +33,7 @@ from megatronish.train.build import build_engine, nothing
 from megatronish.train.engine import Engine
 from megatronish.train.state import tensors_of
 
-FOREIGN = ("config.json", "latest_checkpointed_iteration.txt", "model.safetensors.index.json")
+FOREIGN = (CONFIG, LATEST, INDEX)
 
 
 class SavedModel(NamedTuple):
@@ -43,11 +47,8 @@ class SavedModel(NamedTuple):
         """This model in a layout of one's own; UserError if it cannot be spread or fed like that."""
         model, rows = self.description.model, self.description.num_positions
         if model.position_embedding_type == "learned_absolute":
-            if training.seq_length > rows:
-                raise UserError(
-                    f"seq_length={training.seq_length} exceeds the {rows} positions that the model has learned; "
-                    f"use --seq-length {rows} or less"
-                )
+            if complaint := too_few_positions(rows, seq_length=training.seq_length):
+                raise UserError(complaint)
             model = replace(model, max_position_embeddings=rows)
         config = Config(
             model=model,

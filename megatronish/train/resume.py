@@ -9,9 +9,9 @@ from megatronish.checkpoint.all_or_none import all_or_none, same_on_all
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.config.run import CheckpointConfig
-from megatronish.config.starting import of_another_format
 from megatronish.errors import UserError
 from megatronish.formats.fill import load_weights, open_hf
+from megatronish.formats.start import of_another_format
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.job import TrainingJob

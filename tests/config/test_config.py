@@ -15,10 +15,11 @@ from paths import ROOT
 from megatronish.config.config import Config
 from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.dump import resolved, to_toml
-from megatronish.config.fields import ALIASES, FIELDS, with_fields
+from megatronish.config.fields import ALIASES, FIELDS, SECTIONS, with_fields
 from megatronish.config.flags import DIFFERENCES, KNOWN, flags_markdown
-from megatronish.config.ranges import LARGEST, RANGES
 from megatronish.config.read import ConfigError, read_config
+from megatronish.optim.optimizer import OPTIMIZERS
+from megatronish.schedule.schedules import SCHEDULES
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -136,8 +137,11 @@ def test_help_and_import_are_quick_and_need_no_torch() -> None:
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # of work, whoever else is busy
     assert done.returncode == 0, done.stderr
     assert "--config FILE.toml" in done.stdout
-    for words in ("model options", "--sequence-parallel, --no-sequence-parallel", "--tp"):
-        assert words in done.stdout
+    words = " ".join(done.stdout.split())
+    for section in SECTIONS:
+        assert f"[{section}]" in words and f"─ {section} options" in words
+    for part in ("model options", "--sequence-parallel, --no-sequence-parallel", "--tp"):
+        assert part in done.stdout
     assert seconds < 1
 
 
@@ -188,6 +192,29 @@ def test_megatrons_flags_of_fp16_mean_the_same_here(tmp_path: Path) -> None:
     config, notes = read_config(small("--mock-data", *file, "--bf16"))
     assert config.training.precision == "bf16"
     assert notes[0].endswith("fp16 (by --bf16)")
+
+
+def test_a_schedule_of_the_table_can_be_named_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = dataclasses.replace(SCHEDULES["zb-v"], name="mine", num_chunks=3)
+    monkeypatch.setitem(SCHEDULES, "mine", mine)
+    file = toml(tmp_path, '[parallel]\npp = 2\npipeline_schedule = "mine"\n')
+    parallel = read(*file).parallel
+    assert (parallel.schedule, parallel.num_chunks(12)) == ("mine", 3)
+    assert problems(small("--mock-data", *file, "--num-virtual-stages-per-pipeline-rank", "2")) == [
+        "pipeline_schedule=mine has 3 chunks a stage in any case; leave the virtual stages out"
+    ]
+    assert (
+        "pipeline_schedule=mine computes those of weights"
+        in problems(small("--mock-data", *file, "--dp", "2", "--zero-stage", "2"))[0]
+    )
+    monkeypatch.delitem(SCHEDULES, "mine")
+    assert problems(small("--mock-data", *file)) == [
+        "[parallel] pipeline_schedule = mine: pipeline_schedule must be one of gpipe, 1f1b, interleaved, zb-h1 or zb-v"
+    ]
+
+
+def test_the_optimizers_of_a_config_are_those_of_the_table() -> None:
+    assert FIELDS["optimizer"].choices == tuple(OPTIMIZERS)
 
 
 # what is wrong, all at once
@@ -284,7 +311,7 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         (
             "--pp 2 --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
-            r"^pipeline_schedule=zb-v has two chunks .*; leave the virtual stages out",
+            r"^pipeline_schedule=zb-v has 2 chunks .*; leave the virtual stages out",
         ),
         (
             "--pp 2 --num-layers-per-virtual-pipeline-stage 4",
@@ -480,12 +507,15 @@ def test_each_rule_is_told_by_value_rule_and_remedy(words: str, sentence: str) -
     assert re.search(sentence, told), told
 
 
-def test_every_number_has_one_range_and_every_whole_one_a_largest() -> None:
-    for ranges, types in ((RANGES, (int, float)), (LARGEST, (int,))):
-        ranged = [name for entry in ranges for name in entry.fields.split()]
-        numbers = {field.name for field in FIELDS.values() if field.type in types}
-        assert len(ranged) == len(set(ranged)) and numbers <= set(ranged)
-        assert all(FIELDS[name].type in (int, float) for name in ranged)
+def test_every_number_has_a_range_and_every_whole_one_a_maximum() -> None:
+    for field in FIELDS.values():
+        bounds = [bound.is_maximum for bound in field.ranges]
+        if field.type is int:
+            assert bounds == [False, True], f"{field.name}: mark its least and its largest value"
+        elif field.type is float:
+            assert bounds in ([False], [False, True]), f"{field.name}: mark its range"
+        else:
+            assert not bounds, f"{field.name} is no number"
 
 
 # files
@@ -544,7 +574,7 @@ def test_a_split_sums_to_one() -> None:
 
 # settings that exclude each other
 
-RIVALS = [
+CONFLICTS = [
     "--tp 2 --tensor-model-parallel-size 4",
     "--sequence-parallel --no-sequence-parallel",
     "--train-iters 10 --train-samples 100",
@@ -560,7 +590,7 @@ RIVALS = [
 ]
 
 
-@pytest.mark.parametrize("words", RIVALS)
+@pytest.mark.parametrize("words", CONFLICTS)
 def test_contradicting_flags_are_an_error(words: str) -> None:
     assert any(
         "contradicts" in problem and problem.endswith("leave one of them out") for problem in problems(words.split())
@@ -572,7 +602,7 @@ def test_a_repeated_flag_that_says_the_same_is_fine() -> None:
     assert read("--no-swiglu", "--squared-relu").model.squared_relu
 
 
-def test_what_is_typed_makes_its_rival_in_the_file_idle() -> None:
+def test_what_is_typed_makes_its_conflict_in_the_file_idle() -> None:
     config, notes = read_config(
         ["--config", DEMO, "--mock-data", "--train-samples", "320", "--lr-warmup-samples", "32"]
     )

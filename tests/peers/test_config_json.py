@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatronish.config.hf import HfModel, hf_config_of, read_hf_config
-from megatronish.config.hf_families import FAMILIES
 from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config import HfModel, hf_config_of, read_hf_config
+from megatronish.formats.hf.families import FAMILIES
 from megatronish.model.rope import RotaryEmbedding
 
 pytestmark = pytest.mark.peers("transformers")

@@ -22,9 +22,9 @@ import numpy as np
 from ranks import run_ranks, wait_until, warm_context
 
 import pretrain_gpt
-from megatronish.checkpoint.arguments import read_arguments
 from megatronish.config.read import read_config
 from megatronish.data.indexed import IndexedWriter
+from megatronish.formats.start import read_start
 from megatronish.launch.place import Place
 from megatronish.train.plot import read_lines
 from megatronish.train.run import train
@@ -98,7 +98,7 @@ def train_on_ranks(argv: Sequence[str], *, world_size: int = 1) -> str:
 
 def be_rank(place: Place, argv: list[str]) -> str:
     """One rank of a run; what it printed."""
-    config, notes = read_config(argv, read_checkpoint=read_arguments)
+    config, notes = read_config(argv, read_start=read_start)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         status = train(config, notes, place)
     assert status == 0

@@ -1,8 +1,8 @@
-"""What is a Hugging Face model in our names: GPT-2, and Llama with its descendants (Mistral, Qwen2, Qwen3)?
+"""Tensors of Hugging Face models in our names: GPT-2, and Llama with its descendants (Mistral, Qwen2, Qwen3).
 
-Which of them a folder holds, and which of them can say what a model of ours is, is config/hf.py's to answer. Here are
-the tensors. GPT-2 keeps its linear weights transposed and its queries, keys and values in one, the others apart; a
-gate and its up-projection are two there and one here. All of them turn the two halves of a head, as we do.
+The family of a folder, and the family for a model, are found by `config.py`. GPT-2 keeps its linear weights transposed,
+and queries, keys and values in one tensor; Llama and its descendants keep these in three tensors. Gate and
+up-projection are two tensors there and one here. RoPE turns the two halves of a head in all families, as here.
 """
 
 import json
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from megatronish.config.data import DataConfig
-from megatronish.config.hf import hf_config_of, read_hf_config
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
+from megatronish.formats.hf.config import hf_config_of, read_hf_config
+from megatronish.formats.hf.config_json import CONFIG
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
 
@@ -34,7 +35,7 @@ BUFFERS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 
 def describe(load: Path) -> Description:
-    """The model of a Hugging Face folder, without a look at its weights."""
+    """Description of the model in a Hugging Face folder; its weights are not opened."""
     if not load.is_dir():
         raise UserError(f"{load} is no folder; download the model, and name the folder with its config.json")
     found = read_hf_config(load)
@@ -51,7 +52,7 @@ def describe(load: Path) -> Description:
 
 
 def _stops_of_generation(load: Path) -> set[int]:
-    """The eos_token_id, one or several, of the generation_config.json in a folder."""
+    """Ids of the tokens that end a text by the folder's generation_config.json."""
     path = load / "generation_config.json"
     if not path.is_file():
         return set()
@@ -66,7 +67,7 @@ def _stops_of_generation(load: Path) -> set[int]:
 
 
 def read(load: Path) -> Model:
-    """A Hugging Face folder."""
+    """Model of a Hugging Face folder, with tensors that are read when they are used."""
     description = describe(load)
     if not any((load / name).is_file() for name in (FILE, INDEX)):
         old = next((path.name for path in sorted(load.glob("*.bin"))), None)
@@ -86,7 +87,7 @@ def read(load: Path) -> Model:
 
 
 def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """A model saved without its head has no prefix. What the model does not have keeps the name it has in the file."""
+    """Tensors with full names: a model saved without its head has names without a prefix. Unknown names stay."""
     known = {name for rule in rules(description) for name in rule.theirs}
     found = {}
     for name, tensor in tensors.items():
@@ -100,7 +101,7 @@ def _with_prefix(load: Path, description: Description, tensors: Mapping[str, Laz
 
 
 def _with_one_head(load: Path, description: Description, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """A tied head may be stored too: it must be the embedding then."""
+    """Tensors of a tied model without a second copy of the embedding as its head; UserError if the two differ."""
     if not description.model.tied or HEAD not in tensors:
         return tensors
     name = next(iter(rules(description))).theirs[0]
@@ -128,7 +129,7 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
 
 
 def config_json(description: Description) -> dict[str, Any]:
-    """The config.json of a model; UserError, which names the feature, if transformers has no place for it."""
+    """The config.json of a model; UserError, with the field, if transformers has no such model."""
     return hf_config_of(
         description.model,
         vocab_size=description.vocab_size,
@@ -143,13 +144,13 @@ def _base(description: Description) -> str:
 
 
 def rules(description: Description) -> list[TensorRule]:
-    """Embedding first. UserError if transformers has no such model."""
+    """Rules for all tensors of a model, embedding first. UserError if transformers has no such model."""
     make = _gpt2 if _base(description) == "transformer" else _llama
     return list(make(description.model))
 
 
 def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """A folder that `from_pretrained` reads; it must not exist, or be empty."""
+    """Write a folder that `from_pretrained` reads; it must not exist, or be empty."""
     if max_shard_bytes < 1:
         raise UserError(f"--max-shard-bytes {max_shard_bytes} must be at least 1; for example {MAX_SHARD_BYTES}")
     config = config_json(model.description)
@@ -158,9 +159,9 @@ def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -
         sizes[tensor.dtype] += nbytes_of(tensor)
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers' name of it, from 4.56 on and before
     config[key] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-    with new_folder(save, decisive="config.json") as partial:
+    with new_folder(save, decisive=CONFIG) as partial:
         write_folder(partial, model.tensors, max_shard_bytes=max_shard_bytes)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer_files.copy(model.description.tokenizer_files, partial)
 
 
@@ -184,7 +185,7 @@ def _gpt2(model: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _transposed(ours: str, theirs: str) -> Iterator[TensorRule]:
-    """[in, out] there, [out, in] here."""
+    """Rules of a linear layer whose weight is [in, out] there and [out, in] here."""
     yield TensorRule(f"{ours}.weight", (f"{theirs}.weight",), lambda parts: parts[0].t(), lambda whole: (whole.t(),))
     yield TensorRule(f"{ours}.bias", (f"{theirs}.bias",))
 
@@ -228,7 +229,7 @@ def _same(ours: str, theirs: str, *, bias: bool) -> Iterator[TensorRule]:
 
 
 def _stacked(ours: str, theirs: Sequence[str], sizes: Sequence[int], *, bias: bool) -> Iterator[TensorRule]:
-    """Rows of the one above those of the next."""
+    """Rules of one tensor here whose rows are several tensors there, one below the other."""
     for kind in ("weight", "bias")[: 1 + bias]:
         yield TensorRule(
             f"{ours}.{kind}",

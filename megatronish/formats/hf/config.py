@@ -1,8 +1,8 @@
-"""Which model does a Hugging Face folder hold, in our fields, and which config.json says what a model of ours is?
+"""Config of a Hugging Face model: config.json as fields of ModelConfig, and back. Needs no torch.
 
-A family is a `model_type` of transformers. Keys that a config.json leaves out have transformers' own defaults. What a
-family can say and our model cannot, or the other way round, is refused by name: nothing is dropped that would change
-what is computed.
+A family is a `model_type` of transformers. Keys that a config.json leaves out have transformers' own defaults. A
+feature that only one of the two sides has is refused by name: nothing is dropped that would change what a model
+computes.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatronish.config.hf_families import FAMILIES, WINDOW_KEYS
-from megatronish.config.hf_json import CONFIG, MEND, ConfigJson, read_json
-from megatronish.config.hf_rope import KEYS as ROPE_KEYS
+from megatronish.config.check import absurd_size
 from megatronish.config.model import ModelConfig
-from megatronish.config.ranges import absurd_size
+from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.errors import UserError
+from megatronish.formats.hf.config_json import CONFIG, MEND, ConfigJson, read_json
+from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
+from megatronish.formats.hf.window import WINDOW_KEYS
 
 
 @dataclass(frozen=True)
 class HfModel:
-    """What a config.json says, the whole of which is `origin`; `seq_length` is the longest sequence it was made for.
+    """Model of a config.json, which is kept as `origin`; `seq_length` is the longest sequence of the model.
 
     `model` and `data` are fields of ModelConfig and DataConfig.
     """
@@ -34,7 +36,7 @@ class HfModel:
 
 
 def read_hf_config(folder: Path) -> HfModel:
-    """The model of a Hugging Face folder. UserError, naming file and key, for what cannot be read or is not known."""
+    """Model of a Hugging Face folder. UserError, with file and key, for a model that cannot be read or is not known."""
     values = read_json(folder)
     return _understand(values, folder, data=tokenizer_in(folder, like_gpt2=values.get("model_type") == "gpt2"))
 
@@ -47,25 +49,25 @@ def hf_config_of(
     eos_token_id: int | None = None,
     origin: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The config.json of a model: `origin` where that is one, changed only where it says otherwise.
+    """The config.json of a model: `origin` if that is of the same family, with only those keys changed that differ.
 
-    UserError, naming the field, if no family can say it.
+    UserError, with the field, if no family has such a model.
     """
     origin = origin or {}
-    name = _family_that_says(model, prefer=origin.get("model_type"))
+    name = _choose_family(model, prefer=origin.get("model_type"))
     wanted = _write(name, model, vocab_size=vocab_size, seq_length=seq_length, eos=eos_token_id)
     if origin.get("model_type") != name:
         return wanted
     before = _understand(origin, Path(), data={})
     ends_before = eos_token_id in (None, *before.eos_token_ids)
-    said = _write(
+    unchanged = _write(
         name,
         ModelConfig(**before.model),
         vocab_size=before.vocab_size,
         seq_length=before.seq_length,
         eos=eos_token_id if ends_before else None,
     )
-    changed = {key: value for key, value in wanted.items() if said[key] != value}
+    changed = {key: value for key, value in wanted.items() if unchanged[key] != value}
     stale: set[str] = set()
     for group in (ROPE_KEYS, WINDOW_KEYS):
         if changed.keys() & set(group):
@@ -109,19 +111,6 @@ def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
     return tuple(found)
 
 
-def tokenizer_in(folder: Path, *, like_gpt2: bool) -> dict[str, Any]:
-    """The fields of DataConfig for the tokenizer that lies in a folder; none if there is none.
-
-    vocab.json and merges.txt do not say how text is cut into words: they are a tokenizer only if that is `like_gpt2`.
-    """
-    files = {path.name for path in folder.iterdir()}
-    if "tokenizer.json" in files or (like_gpt2 and {"vocab.json", "merges.txt"} <= files):
-        return {"tokenizer_type": "huggingface", "tokenizer_model": str(folder)}
-    if "tokenizer.model" in files:
-        return {"tokenizer_type": "sentencepiece", "tokenizer_model": str(folder / "tokenizer.model")}
-    return {}
-
-
 def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, eos: int | None) -> dict[str, Any]:
     family = FAMILIES[name]
     return {
@@ -136,11 +125,11 @@ def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, e
     }
 
 
-def _family_that_says(model: ModelConfig, *, prefer: Any) -> str:
-    """The name of a family that can say what a model is: `prefer` if that can."""
-    reasons = {name: family.cannot_say(model) for name, family in FAMILIES.items()}
+def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
+    """Name of a family that has such a model, `prefer` if possible."""
+    reasons = {name: family.cannot_describe(model) for name, family in FAMILIES.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
-        told = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
-        raise UserError(f"no family of Hugging Face that is known here can say this model: {told}")
+        text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
+        raise UserError(f"no family of Hugging Face that is known here can say this model: {text}")
     return prefer if prefer in able else able[0]

@@ -1,13 +1,13 @@
-"""How is RoPE spelled in a config.json? transformers 4 has rope_theta and rope_scaling, transformers 5 rope_parameters.
+"""RoPE in config.json: rope_theta and rope_scaling of transformers 4, and rope_parameters of transformers 5.
 
-What is written is the older spelling, which both understand.
+The older spelling, which both versions read, is the one written.
 """
 
 import math
 from typing import Any
 
-from megatronish.config.hf_json import MEND, ConfigJson
 from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import MEND, ConfigJson
 
 ORIGINAL = "original_max_position_embeddings"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)
@@ -15,7 +15,7 @@ BASE = 10000.0
 
 
 def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """The fields of ModelConfig that say how positions turn; UserError for what our RoPE cannot do."""
+    """Fields of ModelConfig on RoPE; UserError for a kind of RoPE that is not implemented."""
     rope, spelled = _parameters(config)
     config.must_be("partial_rotary_factor", None, 1, why="is not there: RoPE turns whole heads in this family")
     if rope.values.get("partial_rotary_factor") not in (None, 1):
@@ -39,7 +39,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """The keys that say it."""
+    """Keys of config.json for the RoPE of a model."""
     if model.rope_scaling == "none":
         return {"rope_theta": model.rotary_base, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
@@ -53,7 +53,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
-    """What says it all, and under which key."""
+    """Object with the parameters of RoPE, and the key that it stands under."""
     for key in ("rope_scaling", "rope_parameters"):
         values = config.values.get(key)
         if isinstance(values, dict) and any(isinstance(value, dict) for value in values.values()):
@@ -66,7 +66,7 @@ def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
 
 
 def _original(config: ConfigJson, rope: ConfigJson) -> int:
-    """The context the model had before it was stretched. Versions of transformers differ in which place counts more."""
+    """Context length before RoPE scaling. Versions of transformers differ in which of two places they read."""
     inner, outer = rope.values.get(ORIGINAL), config.values.get(ORIGINAL)
     if inner is not None and outer is not None and inner != outer:
         config.refuse(ORIGINAL, f"contradicts the {inner} beside RoPE's other parameters", remedy=MEND)
@@ -97,5 +97,5 @@ def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str) -> dict[str, Any]:
 
 
 def _attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """What yarn puts on cos and sin."""
+    """Factor of yarn on cos and sin."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

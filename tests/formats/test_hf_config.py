@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatronish.config.hf import hf_config_of, read_hf_config
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
+from megatronish.formats.hf.config import hf_config_of, read_hf_config
 
 # What these models' own config.json files say.
 GPT2 = {

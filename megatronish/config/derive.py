@@ -1,0 +1,114 @@
+"""Fields of a config that follow from other fields, and notes about fields that nothing reads."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.config.data import MOCK_VOCAB_SIZE
+from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.rules.rule import MESH
+from megatronish.config.settle import LOSS_SCALE_RULE
+from megatronish.config.training import TrainingConfig
+
+
+class Derived(NamedTuple):
+    """Config with derived fields filled in, notes for the user, and complaints."""
+
+    config: Config
+    notes: list[str]
+    problems: list[str]
+
+
+def derive(config: Config, *, path: Path | None, world_size: int | None, invalid: Collection[str]) -> Derived:
+    """Config with its derived fields filled in: data-parallel size, schedule, run folder and others."""
+    notes, problems = [], []
+    sizes = {name: getattr(config.parallel, name) for name in MESH}
+    if not set(MESH) & set(invalid) and all(size is None or size >= 1 for size in sizes.values()):
+        problem = _world_size_complaint(config.parallel, world_size)
+        problems += [problem] if problem else []
+        model = config.parallel.model_parallel_size
+        derived = 1 if world_size is None else max(1, world_size // model)
+        config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        config = with_fields(config, sequence_parallel=False)
+        notes.append(
+            "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
+        )
+    notes += _idle_loss_scale(config.training)
+    config = with_fields(config, pipeline_schedule=config.parallel.schedule)
+    parallel = config.parallel
+    if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
+        notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
+    if parallel.pipeline_model_parallel_size == 1 and parallel.pipeline_split != "even":
+        notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
+    if parallel.device == "cpu" and config.recompute.offload_saved_activations:
+        notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
+    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer)
+    if config.data.mock_data:
+        stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
+        config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
+        notes.append(
+            f"mock_data needs no file and no tokenizer: the vocabulary is {config.data.vocab_size} made-up tokens"
+        )
+    if config.log.run_dir is None:
+        config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
+    return Derived(config, notes, problems)
+
+
+def _idle_loss_scale(training: TrainingConfig) -> list[str]:
+    """Note about a loss scale in a run without fp16."""
+    names = ("loss_scale", *LOSS_SCALE_RULE)
+    given = [f"{name}={value}" for name in names if (value := getattr(training, name)) != FIELDS[name].default]
+    if training.fp16 or not given:
+        return []
+    return [f"{', '.join(given)}: idle, as {training.precision} needs no loss scale; --fp16 would use it"]
+
+
+def _idle_sharing(parallel: ParallelConfig) -> list[str]:
+    """Notes about settings that the stage of ZeRO does not read."""
+    notes = []
+    if parallel.zero == 3 and not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
+        notes.append(
+            "overlap_grad_reduce and overlap_param_gather are idle: with zero_stage=3 fully_shard overlaps both"
+        )
+    if parallel.optimizer_cpu_offload and parallel.param_cpu_offload:
+        notes.append("optimizer_cpu_offload is idle: param_cpu_offload takes masters and states along")
+    return notes
+
+
+def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
+    """Note about settings of other optimizers."""
+    used = {"adam": ("adam_",), "sgd": ("sgd_",), "muon": ("muon_", "adam_")}[optimizer.optimizer]
+    given = [
+        f"{name}={getattr(optimizer, name)}"
+        for name in vars(optimizer)
+        if name.startswith(("adam_", "sgd_", "muon_"))
+        and not name.startswith(used)
+        and getattr(optimizer, name) != FIELDS[name].default
+    ]
+    return [f"{', '.join(given)}: idle with optimizer={optimizer.optimizer}"] if given else []
+
+
+def _world_size_complaint(parallel: ParallelConfig, world_size: int | None) -> str | None:
+    """Complaint about a number of processes that does not fit the sizes of the mesh."""
+    model, dp = parallel.model_parallel_size, parallel.data_parallel_size
+    if world_size is None or world_size == model * (dp or 0):
+        return None
+    sizes = (
+        f"tp {parallel.tensor_model_parallel_size} x pp {parallel.pipeline_model_parallel_size} "
+        f"x cp {parallel.context_parallel_size}"
+    )
+    if world_size % model:
+        return (
+            f"world size {world_size} must be divisible by {sizes} = {model}; start {model} processes or a multiple of "
+            "that, or change --tp and --pp"
+        )
+    if dp is None:
+        return None
+    return (
+        f"world size {world_size} must be dp {dp} x {sizes} = {dp * model}; start {dp * model} processes, "
+        f"or use --dp {world_size // model}"
+    )

@@ -1,0 +1,69 @@
+"""Rules on data files, their split, and the tokenizer."""
+
+from megatronish.config.config import Config
+from megatronish.config.data import parse_blend, parse_split
+from megatronish.config.rules.rule import ConfigRule
+
+
+def _data(config: Config) -> str | None:
+    data = config.data
+    if not (data.mock_data or data.data_path or data.train_data_path):
+        return "no data is given; add --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data"
+    if data.multiple_validation_sets and not (data.valid_data_path or data.data_path or data.mock_data):
+        return "multiple_validation_sets needs several prefixes; add --valid-data-path, or leave it out"
+    return None
+
+
+def _blends(config: Config) -> str | None:
+    data = config.data
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        try:
+            parse_blend(getattr(data, name))
+        except ValueError as error:
+            return f"{name}={error}"
+    return None
+
+
+def _split(config: Config) -> str | None:
+    try:
+        train, _, _ = parse_split(config.data.split)
+    except ValueError as error:
+        return f"split={error}"
+    if config.data.data_path and train == 0:
+        return f"split={config.data.split!r} leaves nothing to train on; for example --split 969,30,1"
+    return None
+
+
+def _tokenizer(config: Config) -> str | None:
+    data = config.data
+    if data.mock_data:
+        return None
+    if data.tokenizer_type == "null" and data.vocab_size is None:
+        return "tokenizer_type=null needs a vocabulary; add --vocab-size"
+    if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None and config.checkpoint.load_hf:
+        return (
+            f"--load-hf {config.checkpoint.load_hf} holds no tokenizer that is known here (tokenizer.json, or "
+            "tokenizer.model); let transformers save it anew, or name one with --tokenizer-model"
+        )
+    if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None:
+        return (
+            "tokenizer_type=sentencepiece needs its file; add --tokenizer-model FILE.model, or --tokenizer-type bytes, "
+            "which needs none"
+        )
+    if data.tokenizer_type == "huggingface" and data.tokenizer_model is None:
+        if (data.vocab_file is None) != (data.merge_file is None):
+            return "vocab_file and merge_file belong together; add the other, or use --tokenizer-model tokenizer.json"
+        if data.vocab_file is None:
+            return (
+                "tokenizer_type=huggingface needs its files; add --tokenizer-model tokenizer.json, or --vocab-file and "
+                "--merge-file"
+            )
+    return None
+
+
+RULES = (
+    ConfigRule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),
+    ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
+    ConfigRule(("split",), _split),
+    ConfigRule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
+)

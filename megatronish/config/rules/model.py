@@ -1,0 +1,88 @@
+"""Rules on the sizes of a model and its position embedding."""
+
+from megatronish.config.config import Config
+from megatronish.config.rules.rule import ConfigRule, divide
+
+_SCALING = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow")
+
+
+def _heads_of_hidden(config: Config) -> str | None:
+    model = config.model
+    if model.kv_channels is not None:
+        return None
+    return divide("hidden_size", model.hidden_size, "num_attention_heads", model.num_attention_heads)
+
+
+def _key_value_heads(config: Config) -> str | None:
+    model = config.model
+    groups, heads = model.num_query_groups, model.num_attention_heads
+    if groups is None:
+        return None
+    if not model.group_query_attention and groups != heads:
+        return (
+            f"num_query_groups={groups} needs group_query_attention (Megatron-LM would ignore it in silence); "
+            "add --group-query-attention, or leave it out"
+        )
+    return divide("num_attention_heads", heads, "num_query_groups", groups)
+
+
+def _positions(config: Config) -> str | None:
+    rows, tokens = config.model.max_position_embeddings, config.training.seq_length
+    if config.model.position_embedding_type != "learned_absolute" or rows is None or rows >= tokens:
+        return None
+    if config.checkpoint.load_hf is not None or config.checkpoint.use_checkpoint_args:
+        return too_few_positions(rows, seq_length=tokens)
+    return (
+        f"max_position_embeddings={rows} must be at least seq_length={tokens}; "
+        f"use --max-position-embeddings {tokens}, or a shorter --seq-length"
+    )
+
+
+def too_few_positions(rows: int, *, seq_length: int) -> str | None:
+    """Complaint about sequences that are longer than the position table of a trained model."""
+    if seq_length <= rows:
+        return None
+    return (
+        f"seq_length={seq_length} exceeds the {rows} positions that the model has learned; "
+        f"use --seq-length {rows} or less"
+    )
+
+
+def _rope_head(config: Config) -> str | None:
+    model = config.model
+    turned = int(model.head_size * model.rotary_percent)
+    if model.position_embedding_type != "rope" or (turned >= 2 and turned % 2 == 0):
+        return None
+    return (
+        f"rotary_percent={model.rotary_percent} of a head of size {model.head_size} is {turned}, but RoPE turns pairs: "
+        "it must be even and at least 2; change --rotary-percent, --kv-channels or --num-attention-heads"
+    )
+
+
+def _rope_scaling(config: Config) -> str | None:
+    model = config.model
+    if model.rope_scaling_type != "none" and model.position_embedding_type != "rope":
+        return (
+            f"rope_scaling_type={model.rope_scaling_type} needs position_embedding_type=rope, "
+            f"not {model.position_embedding_type}; add --position-embedding-type rope, or leave the scaling out"
+        )
+    if model.rope_scaling == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        return (
+            f"rope_high_freq_factor={model.rope_high_freq_factor} must be greater than "
+            f"rope_low_freq_factor={model.rope_low_freq_factor}; Llama 3 has 4 and 1"
+        )
+    if model.rope_scaling == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
+        return (
+            f"rope_beta_fast={model.rope_beta_fast} must be greater than rope_beta_slow={model.rope_beta_slow}; "
+            "the defaults are 32 and 1"
+        )
+    return None
+
+
+RULES = (
+    ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
+    ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
+    ConfigRule(("max_position_embeddings", "seq_length", "position_embedding_type"), _positions),
+    ConfigRule(("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"), _rope_head),
+    ConfigRule(("rope_scaling_type", "position_embedding_type", *_SCALING), _rope_scaling),
+)

@@ -1,0 +1,69 @@
+"""Rules on the learning rate and on weight decay over the steps of a run."""
+
+from megatronish.config.config import Config
+from megatronish.config.rules.rule import ConfigRule
+from megatronish.config.settle import SAMPLES, STEPS
+
+
+def _warm_up(config: Config) -> str | None:
+    training, optimizer = config.training, config.optimizer
+    iters = (optimizer.lr_decay_iters, optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters)
+    samples = (optimizer.lr_decay_samples, optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples)
+    counts = (("iters", training.train_iters, *iters), ("samples", training.train_samples, *samples))
+    for unit, run, decay, warm_up, wsd in counts:
+        whole_name, whole = (f"lr_decay_{unit}", decay) if decay is not None else (f"train_{unit}", run)
+        if whole is None:
+            continue
+        if warm_up >= whole:
+            return (
+                f"lr_warmup_{unit}={warm_up} must be less than {whole_name}={whole}; "
+                f"use a shorter warm-up, for example --lr-warmup-fraction 0.1"
+            )
+        if wsd is not None and wsd > whole:
+            return (
+                f"lr_wsd_decay_{unit}={wsd} must not exceed {whole_name}={whole}; "
+                f"use --lr-wsd-decay-{unit} {whole} or less"
+            )
+    return None
+
+
+def _wsd(config: Config) -> str | None:
+    optimizer = config.optimizer
+    if optimizer.lr_decay_style != "WSD" or optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples:
+        return None
+    unit = "samples" if config.training.train_samples is not None else "iters"
+    return f"lr_decay_style=WSD needs the length of its last part; add --lr-wsd-decay-{unit}"
+
+
+def _learning_rates(config: Config) -> str | None:
+    optimizer = config.optimizer
+    for name in ("min_lr", "lr_warmup_init"):
+        value = getattr(optimizer, name)
+        if optimizer.lr is not None and value > optimizer.lr:
+            return f"{name}={value} must not exceed lr={optimizer.lr}; use a smaller one, or a larger --lr"
+    return None
+
+
+def _weight_decay(config: Config) -> str | None:
+    optimizer = config.optimizer
+    start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
+    if style == "constant":
+        if (start, end) == (None, None):
+            return None
+        return (
+            f"start_weight_decay={start}, end_weight_decay={end} need a weight_decay_incr_style other than constant; "
+            "add --weight-decay-incr-style linear or cosine, or use --weight-decay alone"
+        )
+    if start is None or end is None:
+        return f"weight_decay_incr_style={style} needs both ends; add --start-weight-decay and --end-weight-decay"
+    return None
+
+
+LENGTH_RULES = (
+    ConfigRule((*STEPS, *SAMPLES), _warm_up),
+    ConfigRule(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), _wsd),
+)
+
+RATE_RULES = (ConfigRule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),)
+
+WEIGHT_DECAY_RULES = (ConfigRule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),)

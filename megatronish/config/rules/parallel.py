@@ -1,0 +1,95 @@
+"""Rules on cutting the model's sizes and the sequence over tp and cp, and on the backend."""
+
+import math
+
+from megatronish.config.config import Config
+from megatronish.config.rules.rule import ConfigRule, divide
+
+_TP = "tensor_model_parallel_size"
+_CP = "context_parallel_size"
+
+
+def _heads_over_tp(config: Config) -> str | None:
+    tp = config.parallel.tensor_model_parallel_size
+    return divide("num_attention_heads", config.model.num_attention_heads, "tensor_model_parallel_size", tp)
+
+
+def _key_value_heads_over_tp(config: Config) -> str | None:
+    tp = config.parallel.tensor_model_parallel_size
+    if config.model.num_kv_heads == config.model.num_attention_heads:
+        return None
+    return divide("num_query_groups", config.model.num_kv_heads, "tensor_model_parallel_size", tp)
+
+
+def _ffn_over_tp(config: Config) -> str | None:
+    model = config.model
+    if model.ffn_size < 1:
+        return f"ffn_hidden_size derived from hidden_size={model.hidden_size} is 0; add --ffn-hidden-size"
+    tp = config.parallel.tensor_model_parallel_size
+    return divide("ffn_hidden_size", model.ffn_size, "tensor_model_parallel_size", tp)
+
+
+def _multiple(config: Config, of: int, why: str) -> str | None:
+    """Complaint about a sequence that is not cut into equal pieces."""
+    length = config.training.seq_length
+    if length % of == 0:
+        return None
+    return f"seq_length={length} must be divisible by {why} = {of}; use --seq-length {-(-length // of) * of}"
+
+
+def _sequence_over_cp(config: Config) -> str | None:
+    cp = config.parallel.context_parallel_size
+    return _multiple(config, 2 * cp, f"2 x context_parallel_size={cp}") if cp > 1 else None
+
+
+def _sequence_over_tp(config: Config) -> str | None:
+    cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    if not config.parallel.sequence_parallel or _sequence_over_cp(config):
+        return None
+    cut = f"tensor_model_parallel_size={tp}"
+    pieces = tp
+    if cp > 1:
+        pieces = math.lcm(2 * cp, cp * tp)
+        cut = f"both 2 x context_parallel_size={cp} and context_parallel_size x {cut}"
+    complaint = _multiple(config, pieces, cut)
+    return f"{complaint}, or leave --sequence-parallel out" if complaint else None
+
+
+def _heads_over_cp(config: Config) -> str | None:
+    cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads
+    if cp == 1 or config.parallel.cp_comm_type != "a2a" or heads % tp or heads // tp % cp == 0:
+        return None
+    return (
+        f"cp_comm_type=a2a trades sequence for heads: num_attention_heads={heads} / tensor_model_parallel_size={tp} "
+        f"= {heads // tp} must be divisible by context_parallel_size={cp}; use --cp-comm-type p2p, which cuts no heads"
+    )
+
+
+def _attention_over_cp(config: Config) -> str | None:
+    backend, cp = config.training.attention_backend, config.parallel.context_parallel_size
+    if cp == 1 or config.parallel.cp_comm_type == "a2a" or backend in ("auto", "flash"):
+        return None
+    return (
+        f"attention_backend={backend} needs the scores of whole rows, and with context_parallel_size={cp} and "
+        "cp_comm_type=p2p a rank sees them block by block; use --cp-comm-type a2a, or --attention-backend auto"
+    )
+
+
+def _backend(config: Config) -> str | None:
+    if config.parallel.distributed_backend == "nccl" and config.parallel.device == "cpu":
+        return "distributed_backend=nccl needs CUDA, but device=cpu; use --distributed-backend gloo, or --device cuda"
+    return None
+
+
+CUT_RULES = (
+    ConfigRule(("num_attention_heads", _TP), _heads_over_tp),
+    ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention", _TP), _key_value_heads_over_tp),
+    ConfigRule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
+    ConfigRule(("seq_length", _CP), _sequence_over_cp),
+    ConfigRule(("seq_length", "sequence_parallel", _TP, _CP), _sequence_over_tp),
+    ConfigRule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
+    ConfigRule(("attention_backend", "cp_comm_type", _CP), _attention_over_cp),
+)
+
+BACKEND_RULES = (ConfigRule(("distributed_backend", "device"), _backend),)

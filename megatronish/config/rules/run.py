@@ -1,0 +1,59 @@
+"""Rules on checkpoints and on the recording of a pipeline schedule."""
+
+from megatronish.config.config import Config
+from megatronish.config.rules.rule import ConfigRule
+
+
+def _profile(config: Config) -> str | None:
+    log, steps = config.log, config.training.train_iters
+    first, end = log.profile_step_start, log.profile_step_end
+    if not log.profile_schedule:
+        return None
+    if end <= first:
+        return f"profile_step_end={end} must be greater than profile_step_start={first}; use {first + 1} for one step"
+    if steps is not None and first > steps:
+        return f"profile_step_start={first} is after the last step, train_iters={steps}; use an earlier one"
+    return None
+
+
+def _starting_point(config: Config) -> str | None:
+    keep = config.checkpoint
+    if keep.load is not None or keep.load_hf is not None:
+        return None
+    if keep.finetune:
+        return (
+            "finetune takes its weights from a checkpoint, and none is given; add --load DIR, or leave --finetune out"
+        )
+    return None
+
+
+def _arguments(config: Config) -> str | None:
+    if not config.checkpoint.use_checkpoint_args or config.checkpoint.load is not None:
+        return None
+    return (
+        "use_checkpoint_args takes the model's settings from a checkpoint, and none is given; add --load DIR, "
+        "or leave --use-checkpoint-args out"
+    )
+
+
+def _kept_steps(config: Config) -> str | None:
+    every, interval = config.checkpoint.keep_every, config.checkpoint.save_interval
+    if every is None:
+        return None
+    if interval is None:
+        return f"keep_every={every} keeps none of the steps in between without a save_interval; add --save-interval"
+    if every % interval:
+        return (
+            f"keep_every={every} must be divisible by save_interval={interval}, or steps that it would keep are not "
+            f"saved; use --keep-every {max(1, round(every / interval)) * interval}"
+        )
+    return None
+
+
+RECORD_RULES = (ConfigRule(("profile_schedule", "profile_step_start", "profile_step_end", "train_iters"), _profile),)
+
+CHECKPOINT_RULES = (
+    ConfigRule(("finetune", "load", "load_hf"), _starting_point),
+    ConfigRule(("use_checkpoint_args", "load"), _arguments),
+    ConfigRule(("keep_every", "save_interval"), _kept_steps),
+)

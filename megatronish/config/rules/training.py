@@ -1,0 +1,97 @@
+"""Rules on the batch, the length of the run, precision and attention."""
+
+from megatronish.config.config import Config
+from megatronish.config.fields import one_of
+from megatronish.config.rules.rule import LARGEST_NAMED, MESH, ConfigRule
+
+_BATCH = (*MESH, "global_batch_size", "micro_batch_size")
+
+
+def _batches(config: Config) -> str | None:
+    batch, micro, dp = config.global_batch_size, config.training.micro_batch_size, config.layout.dp
+    if batch % (micro * dp) == 0:
+        return None
+    nearest = max(1, round(batch / (micro * dp))) * micro * dp
+    sizes = [size for size in range(1, min(batch, LARGEST_NAMED) + 1) if batch % (size * dp) == 0]
+    other = f" or --micro-batch-size {one_of(sizes[:12])}" if sizes else ""
+    return (
+        f"global_batch_size={batch} must be divisible by micro_batch_size={micro} x data_parallel_size={dp}; "
+        f"use --global-batch-size {nearest}{other}"
+    )
+
+
+def _ramp_up(config: Config) -> str | None:
+    if config.training.rampup_batch_size is None:
+        return None
+    start, increment, samples = config.training.rampup_batch_size
+    setting = f"rampup_batch_size={start} {increment} {samples}"
+    batch, micro, dp = config.global_batch_size, config.training.micro_batch_size, config.layout.dp
+    if start < 1 or increment < 1 or samples < 0:
+        return f"{setting}: START and INCREMENT must be at least 1, SAMPLES not negative; start from {micro * dp}"
+    if start % (micro * dp) or increment % (micro * dp):
+        return (
+            f"{setting}: START and INCREMENT must be divisible by micro_batch_size={micro} x data_parallel_size={dp}; "
+            f"use multiples of {micro * dp}"
+        )
+    if start > batch or (batch - start) % increment:
+        return (
+            f"{setting}: global_batch_size={batch} must be START plus a whole number of INCREMENTs; "
+            f"use --global-batch-size {start + max(1, round((batch - start) / increment)) * increment}"
+        )
+    return None
+
+
+def _length_of_run(config: Config) -> str | None:
+    if config.training.train_iters is None and config.training.train_samples is None:
+        return "the length of the run is not given; add --train-iters or --train-samples"
+    return None
+
+
+def _at_least_a_step(config: Config) -> str | None:
+    samples, batch = config.training.train_samples, config.global_batch_size
+    if samples is None or samples >= batch:
+        return None
+    return f"train_samples={samples} must be at least global_batch_size={batch}; train longer, or on smaller batches"
+
+
+def _loss_scales(config: Config) -> str | None:
+    training = config.training
+    if not training.fp16 or training.min_loss_scale <= training.initial_loss_scale:
+        return None
+    return (
+        f"min_loss_scale={training.min_loss_scale} must not exceed initial_loss_scale={training.initial_loss_scale}; "
+        "use a smaller one, or a larger --initial-loss-scale"
+    )
+
+
+def _reduction_in_bf16(config: Config) -> str | None:
+    if not config.parallel.grad_reduce_in_bf16 or config.training.bf16:
+        return None
+    return (
+        f"grad_reduce_in_bf16 rounds gradients further than a run in {config.training.precision} does; "
+        "add --bf16, or leave it out"
+    )
+
+
+def _attention(config: Config) -> str | None:
+    dropout = config.model.attention_dropout
+    if config.training.attention_backend != "flash" or dropout == 0:
+        return None
+    return (
+        f"attention_backend=flash must have attention_dropout=0, not {dropout}: it draws masks of its own, which no "
+        "other layout could draw again; add --attention-dropout 0, or use --attention-backend auto"
+    )
+
+
+BATCH_RULES = (
+    ConfigRule(_BATCH, _batches),
+    ConfigRule((*_BATCH, "rampup_batch_size"), _ramp_up),
+    ConfigRule(("train_iters", "train_samples"), _length_of_run),
+    ConfigRule((*_BATCH, "train_samples"), _at_least_a_step),
+)
+
+PRECISION_RULES = (
+    ConfigRule(("fp16", "initial_loss_scale", "min_loss_scale"), _loss_scales),
+    ConfigRule(("bf16", "fp16", "grad_reduce_in_bf16"), _reduction_in_bf16),
+    ConfigRule(("attention_backend", "attention_dropout"), _attention),
+)

@@ -1,0 +1,27 @@
+"""Families of Hugging Face models: the record of a family, a `model_type` of transformers."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import ConfigJson
+
+
+class ModelFamily(NamedTuple):
+    """Family of models, a `model_type`: how its keys are read and written, and the field of a model that it lacks.
+
+    `aliases` are other names of its keys, which transformers reads too.
+    """
+
+    architecture: str
+    seq_length: str
+    defaults: dict[str, Any]
+    aliases: dict[str, str]
+    read: Callable[[ConfigJson], dict[str, Any]]
+    write: Callable[[ModelConfig, int], dict[str, Any]]
+    cannot_describe: Callable[[ModelConfig], str | None]
+
+
+def first_true(reasons: Mapping[str, bool]) -> str | None:
+    """First key whose value is true."""
+    return next((reason for reason, holds in reasons.items() if holds), None)

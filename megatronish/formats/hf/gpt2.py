@@ -1,0 +1,94 @@
+"""GPT-2's keys of config.json: read into fields of ModelConfig, and written from them."""
+
+from typing import Any
+
+from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import ConfigJson
+from megatronish.formats.hf.family import ModelFamily, first_true
+
+_GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact", "relu2": "relu2"}
+
+
+def _read_gpt2(config: ConfigJson) -> dict[str, Any]:
+    config.must_be("scale_attn_weights", True, why="leaves attention unscaled, which is not there")
+    for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
+        config.must_be(key, False, None, why="is not there")
+    kind = config.values["activation_function"]
+    if not isinstance(kind, str) or kind not in _GELU:
+        config.refuse("activation_function", f"is not there; {', '.join(_GELU)} are")
+    hidden_size = config.whole("n_embd")
+    return {
+        "num_layers": config.whole("n_layer"),
+        "hidden_size": hidden_size,
+        "num_attention_heads": config.whole("n_head"),
+        "ffn_hidden_size": config.whole("n_inner", null=4 * hidden_size),
+        "max_position_embeddings": config.whole("n_positions"),
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": config.number("layer_norm_epsilon"),
+        "swiglu": False,
+        "openai_gelu": _GELU[kind] == "tanh",
+        "squared_relu": _GELU[kind] == "relu2",
+        "disable_bias_linear": False,
+        "attention_dropout": config.number("attn_pdrop"),
+        "hidden_dropout": config.number("resid_pdrop"),
+    }
+
+
+def _write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    return {
+        "n_positions": seq_length,
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ffn_size,
+        "activation_function": "gelu_new" if model.openai_gelu else "relu2" if model.squared_relu else "gelu",
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "layer_norm_epsilon": model.norm_epsilon,
+    }
+
+
+def _not_gpt2(model: ModelConfig) -> str | None:
+    return first_true(
+        {
+            f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type
+            != "learned_absolute",
+            f"normalization={model.normalization}": model.normalization != "LayerNorm",
+            "swiglu": model.swiglu,
+            "disable_bias_linear": not model.linear_bias,
+            "qk_layernorm": model.qk_layernorm,
+            f"window_size={model.window_size}": model.window_size is not None,
+            f"num_query_groups={model.num_kv_heads}": model.num_kv_heads != model.num_attention_heads,
+            f"kv_channels={model.head_size}": model.head_size * model.num_attention_heads != model.hidden_size,
+            "apply_layernorm_1p": model.apply_layernorm_1p,
+        }
+    )
+
+
+_GPT2 = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "resid_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+    "eos_token_id": 50256,
+}
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
+GPT2 = ModelFamily("GPT2LMHeadModel", "n_positions", _GPT2, _GPT2_ALIASES, _read_gpt2, _write_gpt2, _not_gpt2)

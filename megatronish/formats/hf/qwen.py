@@ -1,0 +1,57 @@
+"""Qwen2's and Qwen3's keys of config.json: read into fields of ModelConfig, and written from them."""
+
+from typing import Any
+
+from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import ConfigJson
+from megatronish.formats.hf.family import ModelFamily, first_true
+from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, not_llama_block, read_llama, without_biases, write_llama
+from megatronish.formats.hf.window import qwen_window
+
+_QWEN2 = LLAMA_DEFAULTS | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "eos_token_id": None,
+}
+
+
+def _read_qwen2(config: ConfigJson) -> dict[str, Any]:
+    return read_llama(config) | {"add_qkv_bias": True, "window_size": qwen_window(config)}
+
+
+def _write_qwen2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    slides = {"use_sliding_window": model.window_size is not None, "sliding_window": model.window_size}
+    return without_biases(write_llama(model, seq_length)) | slides | {"max_window_layers": 0}
+
+
+def _not_qwen2(model: ModelConfig) -> str | None:
+    return not_llama_block(model) or first_true(
+        {
+            "no bias on queries, keys and values": not model.qkv_bias,
+            "biases of all linear layers": model.linear_bias,
+            "qk_layernorm": model.qk_layernorm,
+        }
+    )
+
+
+def _read_qwen3(config: ConfigJson) -> dict[str, Any]:
+    config.must_be("attention_bias", False, None, why="is not there beside a norm of queries and keys")
+    return read_llama(config) | {"qk_layernorm": True, "window_size": qwen_window(config)}
+
+
+def _write_qwen3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    return _write_qwen2(model, seq_length) | {"attention_bias": False}
+
+
+def _not_qwen3(model: ModelConfig) -> str | None:
+    biases = {"biases of linear layers": model.qkv_bias, "no qk_layernorm": not model.qk_layernorm}
+    return not_llama_block(model) or first_true(biases)
+
+
+QWEN2 = ModelFamily("Qwen2ForCausalLM", ROWS, _QWEN2, {}, _read_qwen2, _write_qwen2, _not_qwen2)
+QWEN3 = ModelFamily("Qwen3ForCausalLM", ROWS, _QWEN2 | {"head_dim": 128}, {}, _read_qwen3, _write_qwen3, _not_qwen3)

@@ -1,0 +1,88 @@
+"""Model that a run starts from: which of its fields are fixed, and how its reader is passed in."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatronish.config.fields import FIELDS
+from megatronish.config.marks import TRAINING_ONLY
+from megatronish.config.model import ModelConfig
+from megatronish.config.read import ConfigError, read_config
+from megatronish.config.run import CheckpointConfig
+from megatronish.config.starting import Start, function_of
+from megatronish.errors import UserError
+
+GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+ROPE = replace(GPT, position_embedding_type="rope")
+YARN = replace(ROPE, rope_scaling_type="yarn")
+MODELS = (GPT, ROPE, YARN, replace(ROPE, rope_scaling_type="llama3"), replace(GPT, disable_bias_linear=True))
+NAMES = [field.name for field in fields(ModelConfig)]
+RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --train-iters 2 --lr 1 --mock-data"
+
+
+def other(name: str, value: Any) -> Any:
+    """Another value of a field's type."""
+    field = FIELDS[name]
+    if field.choices:
+        return next(choice for choice in field.choices if choice != value)
+    if field.type is bool:
+        return not value
+    return 2 * value if value else 1
+
+
+def changes_function(model: ModelConfig, name: str) -> bool:
+    changed = replace(model, **{name: other(name, getattr(model, name))})
+    return function_of(changed, seq_length=64) != function_of(model, seq_length=64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_of_a_model_changes_what_it_computes_or_is_excluded_by_name(name: str) -> None:
+    assert any(changes_function(model, name) for model in MODELS) != (TRAINING_ONLY in FIELDS[name].marks)
+
+
+def test_the_fields_that_training_alone_reads_are_these() -> None:
+    excluded = {name for name in NAMES if TRAINING_ONLY in FIELDS[name].marks}
+    assert excluded == {"attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+
+
+@pytest.mark.parametrize(
+    ("model", "idle"),
+    [
+        (GPT, {"rotary_base": 5.0, "rotary_percent": 0.5, "rope_scaling_type": "yarn", "rope_beta_fast": 3.0}),
+        (ROPE, {"max_position_embeddings": 128, "rope_scaling_factor": 3.0, "rope_low_freq_factor": 2.0}),
+        (YARN, {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 3.0}),
+        (GPT, {"ffn_hidden_size": 128, "kv_channels": 8, "num_query_groups": 4, "max_position_embeddings": 64}),
+        (GPT, {"group_query_attention": True, "num_query_groups": 4}),
+        (GPT, {"add_qkv_bias": True}),
+    ],
+)
+def test_fields_that_a_model_does_not_read_or_that_repeat_derived_sizes_change_nothing(
+    model: ModelConfig, idle: dict[str, Any]
+) -> None:
+    assert function_of(replace(model, **idle), seq_length=64) == function_of(model, seq_length=64)
+
+
+def test_the_reader_of_the_model_to_start_from_is_passed_in() -> None:
+    asked = []
+
+    def read_start(checkpoint: CheckpointConfig) -> Start:
+        asked.append(checkpoint.load_hf)
+        return Start("--load-hf here", GPT, vocab_size=100, seq_length=16, tokenizer={})
+
+    config = read_config([*RUN.split(), "--load-hf", "here"], read_start=read_start).config
+    assert asked == ["here"]
+    assert (config.training.seq_length, config.data.vocab_size) == (16, 100)
+    with pytest.raises(ConfigError, match="--swiglu contradicts --load-hf here, which has swiglu=false; leave it out"):
+        read_config([*RUN.split(), "--load-hf", "here", "--swiglu"], read_start=read_start)
+
+
+def test_a_model_that_cannot_be_read_is_one_of_the_problems(tmp_path: Path) -> None:
+    def read_start(checkpoint: CheckpointConfig) -> Start:
+        raise UserError(f"{checkpoint.load_hf} is damaged; fetch it anew")
+
+    with pytest.raises(ConfigError) as error:
+        read_config([*RUN.split(), "--load-hf", str(tmp_path), "--lrr", "1"], read_start=read_start)
+    assert error.value.problems[0] == f"{tmp_path} is damaged; fetch it anew"
+    assert len(error.value.problems) == 2
