@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
+"""Nonlinearity of an MLP; swiglu is gated, gelu_tanh is GELU in its tanh form."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -97,6 +100,15 @@ class ModelConfig:
         if self.swiglu:
             return int(4 * self.hidden_size * 2 / 3 / 64) * 64
         return 4 * self.hidden_size
+
+    @property
+    def activation(self) -> Activation:
+        """Nonlinearity of the MLP, as --swiglu, --squared-relu and --openai-gelu say together."""
+        if self.swiglu:
+            return "swiglu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "gelu_tanh" if self.openai_gelu else "gelu"
 
     @property
     def linear_bias(self) -> bool:
