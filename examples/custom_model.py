@@ -2,8 +2,9 @@
 
     python examples/custom_model.py
 
-The block is GPT-J's: attention and MLP read the same norm and are added together. It says nothing about ranks but the
-`tp` axis that it hands to the layers it is built of; pass other sizes to `Layout`, and it trains the same model.
+The block is GPT-J's: attention and MLP read the same norm and are added together. It says nothing about ranks but
+the `tp` and `core` that it hands to the layers it is built of. Pass other sizes to `Layout`, and it trains the same
+model.
 """
 
 import sys
@@ -23,8 +24,8 @@ from megatronish.launch.place import Place
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, leave
-from megatronish.model.block import Attention
+from megatronish.mesh import Mesh, TensorParallel, leave
+from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.train.engine import Engine
 
@@ -37,17 +38,17 @@ TRAINING = TrainingConfig(seq_length=64, micro_batch_size=8)
 class ParallelBlock(nn.Module):
     """[S, B, D] -> [S, B, D]: x + attention(norm(x)) + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, *, layer: int, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
         super().__init__()
         width, std = config.hidden_size, config.init_method_std
-        self.norm = Norm(width, kind="RMSNorm", epsilon=config.norm_epsilon, partial=sequence_parallel)
-        self.attention = Attention(config, layer=layer, tp=tp, sequence_parallel=sequence_parallel, output_std=std)
-        linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "bias": False, "init_std": std}
+        self.norm = Norm(width, kind="RMSNorm", epsilon=config.norm_epsilon, partial=tp.cuts_sequence)
+        self.attention = Attention(config, layer=layer, tp=tp, core=core, output_std=std)
+        linear: dict[str, Any] = {"tp": tp, "bias": False, "init_std": std}
         self.up = ColumnParallelLinear(width, 4 * width, **linear)
         self.down = RowParallelLinear(4 * width, width, **linear)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """See the class."""
+        """Both sublayers read one norm, and both are added to the residual stream."""
         y = self.norm(x)
         return x + self.attention(y, context) + self.down(F.relu(self.up(y)).square())
 

@@ -155,3 +155,30 @@ def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Tensor parallelism of a layer: the axis over which its weights are cut.
+
+    With `sequence`, activations between a row-parallel and the next column-parallel layer are cut over the same axis
+    along the sequence (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). One rank cuts nothing.
+    """
+
+    axis: Axis = Axis("tp")
+    sequence: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the layer."""
+        return self.axis.size
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether a rank holds only a part [S/tp, B, D] of the residual stream."""
+        return self.sequence and self.axis.size > 1
+
+    @property
+    def sequence_axis(self) -> Axis:
+        """Axis that cuts the residual stream along the sequence: one of a single rank without sequence parallelism."""
+        return self.axis if self.cuts_sequence else Axis("sequence")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.sharding import Piece, Sharding, collect_shardings, initialize
 
@@ -38,7 +38,7 @@ def gpt(tp: Axis, *, layers: range | None = None, num_layers: int = 2, **options
         config,
         vocab_size=VOCABULARY,
         num_positions=16,
-        tp=tp,
+        tp=TensorParallel(tp),
         chunks=[ModelChunk(stage, is_first=stage[0] == 0, is_last=stage[-1] == num_layers - 1)],
     )
 
@@ -97,7 +97,7 @@ FAMILIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", FAMILIES)
 def test_initial_values_are_the_same_for_every_tp(options: dict[str, Any]) -> None:
     serial = gpt(Axis("tp"), **options)
-    initialize(serial, collect_shardings(serial), seed=3, tp=serial.tp)
+    initialize(serial, collect_shardings(serial), seed=3, tp=serial.tp.axis)
     expected = dict(serial.named_parameters())
     for tp_size in (2, 3, 8):
         covered = {name: torch.zeros_like(values) for name, values in expected.items()}
@@ -118,12 +118,12 @@ def test_initial_values_are_the_same_for_every_tp(options: dict[str, Any]) -> No
 
 def test_a_stage_has_the_names_and_values_of_its_part_of_the_model() -> None:
     whole = gpt(Axis("tp"), num_layers=4)
-    initialize(whole, collect_shardings(whole), seed=3, tp=whole.tp)
+    initialize(whole, collect_shardings(whole), seed=3, tp=whole.tp.axis)
     expected = dict(whole.named_parameters())
     seen: list[str] = []
     for layers in (range(0, 2), range(2, 3), range(3, 4)):
         stage = gpt(Axis("tp"), num_layers=4, layers=layers)
-        initialize(stage, collect_shardings(stage), seed=3, tp=stage.tp)
+        initialize(stage, collect_shardings(stage), seed=3, tp=stage.tp.axis)
         for name, parameter in stage.named_parameters():
             assert torch.equal(parameter, expected[name])
             seen.append(name)
@@ -133,7 +133,7 @@ def test_a_stage_has_the_names_and_values_of_its_part_of_the_model() -> None:
 def test_values_have_the_spread_that_their_sharding_says() -> None:
     model = gpt(Axis("tp"))
     shardings = collect_shardings(model)
-    initialize(model, shardings, seed=3, tp=model.tp)
+    initialize(model, shardings, seed=3, tp=model.tp.axis)
     for name, parameter in model.named_parameters():
         std = shardings[name].init_std
         if std is None:
@@ -149,9 +149,9 @@ def test_values_have_the_spread_that_their_sharding_says() -> None:
 def test_another_seed_is_another_model() -> None:
     model = gpt(Axis("tp"))
     weight = dict(model.named_parameters())["layers.0.mlp.fc1.weight"]
-    initialize(model, collect_shardings(model), seed=3, tp=model.tp)
+    initialize(model, collect_shardings(model), seed=3, tp=model.tp.axis)
     before = weight.detach().clone()
-    initialize(model, collect_shardings(model), seed=4, tp=model.tp)
+    initialize(model, collect_shardings(model), seed=4, tp=model.tp.axis)
     assert (weight == before).float().mean() < 0.01
 
 

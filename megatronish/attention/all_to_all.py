@@ -21,7 +21,7 @@ def all_to_all_attention(
     v: Tensor,
     *,
     cp: Axis,
-    visibility: AttentionMask,
+    mask: AttentionMask,
     backend: AttentionBackend,
     first_head: int,
     dropout: ProbabilityDropout | None,
@@ -38,7 +38,7 @@ def all_to_all_attention(
     whole = from_zigzag(comm.all_to_all(mine, cp), cp.size)
     q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
     first_head += cp.rank * q.shape[2]
-    out = attend_alone(q, k, v, visibility=visibility, backend=backend, first_head=first_head, dropout=dropout)
+    out = attend_alone(q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout)
     back = comm.all_to_all(to_zigzag(out, cp.size), cp)
     return back.unflatten(0, (cp.size, -1)).movedim(0, 2).flatten(2)
 

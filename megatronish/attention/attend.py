@@ -28,7 +28,7 @@ def attend(
     *,
     cp: Axis,
     method: Literal["p2p", "a2a"],
-    visibility: AttentionMask,
+    mask: AttentionMask,
     backend: AttentionBackend = "auto",
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
@@ -39,6 +39,6 @@ def attend(
     """
     if cp.size > 1 and method == "p2p":
         assert backend in ("auto", "flash"), "a rank of a ring sees no whole row of probabilities"
-        return ring_attention(q, k, v, cp=cp, visibility=visibility, first_head=first_head, dropout=dropout)
+        return ring_attention(q, k, v, cp=cp, mask=mask, first_head=first_head, dropout=dropout)
     over_cp = attend_alone if cp.size == 1 else partial(all_to_all_attention, cp=cp)
-    return over_cp(q, k, v, visibility=visibility, backend=backend, first_head=first_head, dropout=dropout)
+    return over_cp(q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout)

@@ -31,7 +31,7 @@ def attend_alone(
     k: Tensor,
     v: Tensor,
     *,
-    visibility: AttentionMask,
+    mask: AttentionMask,
     backend: AttentionBackend = "auto",
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
@@ -47,12 +47,12 @@ def attend_alone(
     if backend in ("fused_softmax", "unfused") or dropout is not None:
         drop: Callable[[Tensor], Tensor] | None = None
         if dropout is not None:
-            positions = torch.arange(visibility.seq_length, device=q.device)
-            queries = positions[visibility.first_query :]
+            positions = torch.arange(mask.seq_length, device=q.device)
+            queries = positions[mask.first_query :]
             drop = partial(dropout, first_head=first_head, queries=queries, keys=positions)
-        out = explicit_attention(q, k, v, visibility=visibility, fused=backend != "unfused", dropout=drop)
+        out = explicit_attention(q, k, v, mask=mask, fused=backend != "unfused", dropout=drop)
     else:
-        visible = visibility.whole
+        visible = mask.whole
         is_causal = visible is None and q.shape[2] > 1  # a single query is the last one
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, enable_gqa=grouped)
     return rearrange(out, "b n s h -> s b (n h)")

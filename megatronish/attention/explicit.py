@@ -25,14 +25,14 @@ def explicit_attention(
     k: Tensor,
     v: Tensor,
     *,
-    visibility: AttentionMask,
+    mask: AttentionMask,
     fused: bool,
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[B, n, q, H], [B, kv, k, H], [B, kv, k, H] -> [B, n, q, H]; the last query stands at the last key."""
     heads, kv_heads, scale = q.shape[1], k.shape[1], 1.0 / math.sqrt(q.shape[-1])
     scores = unstacked(stacked(q, kv_heads) @ k.mT, heads)
-    probabilities = (_fused_softmax if fused else _softmax)(scores, visibility, scale)
+    probabilities = (_fused_softmax if fused else _softmax)(scores, mask, scale)
     if dropout is not None:
         probabilities = dropout(probabilities)
     return unstacked(stacked(probabilities.to(v.dtype), kv_heads) @ v, heads)
@@ -48,17 +48,17 @@ def unstacked(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
 
 
-def _fused_softmax(scores: Tensor, visibility: AttentionMask, scale: float) -> Tensor:
-    if visibility.document_ids is None:
-        return scaled_causal_softmax(scores, scale=scale, window_size=visibility.window_size)
-    return scaled_masked_softmax(scores, visibility.whole, scale=scale)
+def _fused_softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    if mask.document_ids is None:
+        return scaled_causal_softmax(scores, scale=scale, window_size=mask.window_size)
+    return scaled_masked_softmax(scores, mask.whole, scale=scale)
 
 
-def _softmax(scores: Tensor, visibility: AttentionMask, scale: float) -> Tensor:
+def _softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     scaled = scores.to(accumulation_dtype(scores.dtype)) * scale
-    visible = visibility.whole
+    visible = mask.whole
     if visible is None:
         queries, keys = scores.shape[-2:]
         positions = torch.arange(keys, device=scores.device)
-        visible = visibility.mask(positions[keys - queries :], positions)
+        visible = mask.dense(positions[keys - queries :], positions)
     return scaled.masked_fill(~visible, -torch.inf).softmax(-1)

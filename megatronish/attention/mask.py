@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BlockMask = Literal["nothing", "mask", "causal", "everything"]
+BlockMask = Literal["nothing", "dense", "causal", "everything"]
 CPU = torch.device("cpu")
 
 
@@ -33,7 +33,7 @@ class AttentionMask:
     def _windowed(self) -> bool:
         return self.window_size is not None and self.window_size < self.seq_length
 
-    def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
         """int64 [q], [k] -> bool [1 or B, 1, q, k]: True where a query (row) sees a key (column)."""
         distance = queries.int()[:, None] - keys.int()
         visible = distance >= 0
@@ -54,7 +54,7 @@ class AttentionMask:
         if self.is_causal and self.first_query in (0, self.seq_length - 1):
             return None
         positions = torch.arange(self.seq_length, device=self.device)
-        return self.mask(positions[self.first_query :], positions)
+        return self.dense(positions[self.first_query :], positions)
 
     def between(self, queries: range, keys: range) -> BlockMask:
         """What one run of positions sees of another: "mask" where it takes a mask to say.
@@ -65,7 +65,7 @@ class AttentionMask:
             return "nothing"
         in_window = self.window_size is None or queries[-1] - keys[0] < self.window_size
         if self.document_ids is not None or not in_window:
-            return "mask"
+            return "dense"
         if queries == keys:
             return "causal"
-        return "everything" if keys[-1] <= queries[0] else "mask"
+        return "everything" if keys[-1] <= queries[0] else "dense"

@@ -27,7 +27,7 @@ class TileMask(NamedTuple):
     """Which keys the queries of a tile see: all, those of `causal` (as many queries as keys), or those of `mask`."""
 
     causal: bool = False
-    mask: Tensor | None = None  # bool [1 or B, 1, q, k]
+    dense: Tensor | None = None  # bool [1 or B, 1, q, k]
     drop: Callable[[Tensor], Tensor] | None = None  # of probabilities [B, n, q, k]; needs a mask
 
 
@@ -40,7 +40,7 @@ class TileGradients(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """(q, k, v, sees) -> out, lse, and (dout, q, k, v, out, lse, sees) -> TileGradients; lse contiguous."""
+    """(q, k, v, tile_mask) -> out, lse, and (dout, q, k, v, out, lse, tile_mask) -> TileGradients; lse contiguous."""
 
     forward: Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], TileGradients]
@@ -62,18 +62,18 @@ def _bias(q: Tensor, mask: Tensor | None, *, alignment: int = 1) -> Tensor | Non
 # On CPU: shares kv heads among query heads, takes any strides and a bias in the dtype of q.
 
 
-def _flash_on_cpu_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
+def _flash_on_cpu_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, sees.causal, attn_mask=_bias(q, sees.mask), scale=_scale(q)
+        q, k, v, 0.0, tile_mask.causal, attn_mask=_bias(q, tile_mask.dense), scale=_scale(q)
     )
 
 
 def _flash_on_cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
 ) -> TileGradients:
     return TileGradients(
         *aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, sees.causal, attn_mask=_bias(q, sees.mask), scale=_scale(q)
+            dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=_bias(q, tile_mask.dense), scale=_scale(q)
         )
     )
 
@@ -88,20 +88,20 @@ def _pad_heads(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, -x.shape[-1] % HEAD_ALIGNMENT)) if x.shape[-1] % HEAD_ALIGNMENT else x for x in tensors]
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
     padded = _pad_heads(q, k, v)
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*padded, 0.0, sees.causal, scale=_scale(q))
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*padded, 0.0, tile_mask.causal, scale=_scale(q))
     return out[..., : q.shape[-1]], lse
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
 ) -> TileGradients:
     dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
     no_state = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))
     lengths = (None, None, q.shape[2], k.shape[2])
     grads = aten._scaled_dot_product_flash_attention_backward(
-        dout, q_padded, k, v, out, lse, *lengths, 0.0, sees.causal, *no_state, scale=_scale(q)
+        dout, q_padded, k, v, out, lse, *lengths, 0.0, tile_mask.causal, *no_state, scale=_scale(q)
     )
     return TileGradients(*(grad[..., : q.shape[-1]] for grad in grads))
 
@@ -111,17 +111,19 @@ def _flash_backward(
 # so, with +inf where there is no query, and takes the output to be dense in the order [B, q, n, H], without a check.
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    padded, bias = _pad_heads(q, k, v), _bias(q, sees.mask, alignment=BIAS_ALIGNMENT)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(*padded, bias, True, 0.0, sees.causal, scale=_scale(q))
+    padded, bias = _pad_heads(q, k, v), _bias(q, tile_mask.dense, alignment=BIAS_ALIGNMENT)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        *padded, bias, True, 0.0, tile_mask.causal, scale=_scale(q)
+    )
     return out[..., : q.shape[-1]], lse[..., : q.shape[2]]
 
 
 def _efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
 ) -> TileGradients:
-    kv_heads, bias = k.shape[1], _bias(q, sees.mask, alignment=BIAS_ALIGNMENT)
+    kv_heads, bias = k.shape[1], _bias(q, tile_mask.dense, alignment=BIAS_ALIGNMENT)
     k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
     dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -129,7 +131,7 @@ def _efficient_backward(
     no_state = (q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64))
     wanted = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dout, q_padded, k, v, bias, out, lse, *no_state, 0.0, wanted, sees.causal, scale=_scale(q)
+        dout, q_padded, k, v, bias, out, lse, *no_state, 0.0, wanted, tile_mask.causal, scale=_scale(q)
     )
     dk, dv = (grad.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for grad in (dk, dv))
     return TileGradients(*(grad[..., : q.shape[-1]] for grad in (dq, dk, dv)))
@@ -139,33 +141,33 @@ def _efficient_backward(
 # their mean is taken off, which is most of them.
 
 
-def _scores(q: Tensor, k: Tensor, sees: TileMask) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile_mask: TileMask) -> Tensor:
     """[B, n, q, k], -inf where nothing is seen."""
-    assert sees.mask is not None
+    assert tile_mask.dense is not None
     scores = unstacked(stacked(q, k.shape[1]) @ k.mT, q.shape[1])
-    return scores.mul_(_scale(q)).masked_fill_(~sees.mask, -torch.inf)
+    return scores.mul_(_scale(q)).masked_fill_(~tile_mask.dense, -torch.inf)
 
 
-def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, sees: TileMask) -> tuple[Tensor, Tensor]:
-    assert sees.drop is not None
+def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
+    assert tile_mask.drop is not None
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
-    scores = _scores(q, k, sees)
+    scores = _scores(q, k, tile_mask)
     lse = scores.logsumexp(-1)
-    dropped = sees.drop(scores.sub_(lse.unsqueeze(-1)).exp_())
+    dropped = tile_mask.drop(scores.sub_(lse.unsqueeze(-1)).exp_())
     return unstacked(stacked(dropped, v.shape[1]) @ v, q.shape[1]), lse
 
 
 def _explicit_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: TileMask
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
 ) -> TileGradients:
     """Softmax takes its mean off a row of gradients, weighted by probability: that is the row of dout * out."""
-    assert sees.drop is not None
+    assert tile_mask.drop is not None
     heads, kv_heads = q.shape[1], k.shape[1]
     dout, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (dout, q, k, v, out))
-    probabilities = _scores(q, k, sees).sub_(lse.unsqueeze(-1)).exp_()
+    probabilities = _scores(q, k, tile_mask).sub_(lse.unsqueeze(-1)).exp_()
     by_kv_head = stacked(dout, kv_heads)
-    dv = stacked(sees.drop(probabilities), kv_heads).mT @ by_kv_head
-    dprobabilities = sees.drop(unstacked(by_kv_head @ v.mT, heads))
+    dv = stacked(tile_mask.drop(probabilities), kv_heads).mT @ by_kv_head
+    dprobabilities = tile_mask.drop(unstacked(by_kv_head @ v.mT, heads))
     means = (dout * out).sum(-1, keepdim=True)
     dscores = stacked(probabilities * (dprobabilities - means), kv_heads) * _scale(q)
     return TileGradients(unstacked(dscores @ k, heads), dscores.mT @ stacked(q, kv_heads), dv)

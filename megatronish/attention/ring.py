@@ -40,13 +40,13 @@ def ring_attention(
     v: Tensor,
     *,
     cp: Axis,
-    visibility: AttentionMask,
+    mask: AttentionMask,
     first_head: int,
     dropout: ProbabilityDropout | None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     drop = None if dropout is None else partial(dropout, first_head=first_head)
-    return _Ring.apply(q, k, v, _Plan(cp, visibility, drop))
+    return _Ring.apply(q, k, v, _Plan(cp, mask, drop))
 
 
 class Tile(NamedTuple):
@@ -54,28 +54,28 @@ class Tile(NamedTuple):
 
     queries: slice
     keys: slice
-    sight: BlockMask
+    block_mask: BlockMask
 
 
-def tiles_of(rank: int, source: int, *, cp_size: int, visibility: AttentionMask, by_chunks: bool) -> list[Tile]:
+def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_chunks: bool) -> list[Tile]:
     """What `rank` has to compute with the block of rank `source`.
 
     A query's first tile holds the query itself among its keys, so its log-sum-exp is finite from then on. `by_chunks`
     keeps tiles to two chunks also where a plain causal mask needs none so small.
     """
-    mine, theirs = (chunks_of(visibility.seq_length, each, cp_size) for each in (rank, source))
+    mine, theirs = (chunks_of(mask.seq_length, each, cp_size) for each in (rank, source))
     length = len(mine.front)
     front, back, whole = slice(0, length), slice(length, 2 * length), slice(0, 2 * length)
-    if visibility.is_causal and not by_chunks:
+    if mask.is_causal and not by_chunks:
         if source == rank:
             return [Tile(whole, whole, "causal")]
         return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]
     found = [
-        Tile(queries, keys, visibility.between(query_places, key_places))
+        Tile(queries, keys, mask.between(query_places, key_places))
         for queries, query_places in ((front, mine.front), (back, mine.back))
         for keys, key_places in ((back, theirs.back), (front, theirs.front))
     ]
-    return [each for each in found if each.sight != "nothing"]
+    return [each for each in found if each.block_mask != "nothing"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Plan:
     """What a turn of the ring needs to know besides tensors."""
 
     cp: Axis
-    visibility: AttentionMask
+    mask: AttentionMask
     drop: Callable[..., Tensor] | None  # a ProbabilityDropout that knows its first head
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -98,20 +98,18 @@ class _Plan:
 
     def tiles(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, TileMask]]:
         """The queries, the keys and what is seen of each tile with the block of rank `source`."""
-        cp, visibility = self.cp, self.visibility
-        mine, theirs = (places_of(visibility.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
+        cp, mask = self.cp, self.mask
+        mine, theirs = (places_of(mask.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
         by_chunks = self.drop is not None  # explicit probabilities are large
-        for queries, keys, sight in tiles_of(
-            cp.rank, source, cp_size=cp.size, visibility=visibility, by_chunks=by_chunks
-        ):
+        for queries, keys, block_mask in tiles_of(cp.rank, source, cp_size=cp.size, mask=mask, by_chunks=by_chunks):
             places = {"queries": mine[queries], "keys": theirs[keys]}
             if self.drop is not None:
-                sees = TileMask(mask=visibility.mask(**places), drop=partial(self.drop, **places))
-            elif sight == "mask":
-                sees = TileMask(mask=visibility.mask(**places))
+                tile_mask = TileMask(dense=self.mask.dense(**places), drop=partial(self.drop, **places))
+            elif block_mask == "dense":
+                tile_mask = TileMask(dense=self.mask.dense(**places))
             else:
-                sees = TileMask(causal=sight == "causal")
-            yield queries, keys, sees
+                tile_mask = TileMask(causal=block_mask == "causal")
+            yield queries, keys, tile_mask
 
 
 class _Ring(torch.autograd.Function):
@@ -122,8 +120,8 @@ class _Ring(torch.autograd.Function):
         out = rearrange(merged, "s b n h -> b n s h")
         lse = torch.full(out.shape[:3], -torch.inf, dtype=merged.dtype, device=q.device)
         for source, block in plan.blocks(k, v):
-            for rows, columns, sees in plan.tiles(source, q.device):
-                new = tile.forward(queries[:, :, rows], *block[..., columns, :], sees=sees)
+            for rows, columns, tile_mask in plan.tiles(source, q.device):
+                new = tile.forward(queries[:, :, rows], *block[..., columns, :], tile_mask=tile_mask)
                 _merge(out[:, :, rows], lse[:, :, rows], *new)
         result = merged.to(q.dtype).flatten(2)
         ctx.plan = plan
@@ -143,9 +141,9 @@ class _Ring(torch.autograd.Function):
         coming: comm.Pending | None = None  # what the ranks before have found for the block at hand
         for source, block in plan.blocks(k, v):
             terms = []
-            for rows, columns, sees in plan.tiles(source, q.device):
+            for rows, columns, tile_mask in plan.tiles(source, q.device):
                 mine = (x[:, :, rows] for x in (dout, queries, out, lse))
-                here = tile.backward(*mine, *block[..., columns, :], sees=sees)
+                here = tile.backward(*mine, *block[..., columns, :], tile_mask=tile_mask)
                 dqueries[:, :, rows] += here.q
                 terms.append((columns, here.k, here.v))
             dblock = dq.new_zeros(2, *k.shape) if coming is None else coming.wait()

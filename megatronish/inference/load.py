@@ -19,7 +19,7 @@ from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.formats.native import description_of
 from megatronish.formats.weights import Description
-from megatronish.mesh import Mesh
+from megatronish.mesh import Mesh, TensorParallel
 from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.pipeline.stages import Stages
 from megatronish.schedule.plan import StageChunk
@@ -115,7 +115,7 @@ def load_model(
             description.model,
             vocab_size=description.vocab_size,
             num_positions=description.num_positions,
-            tp=mesh.tp,
+            tp=TensorParallel(mesh.tp),
             chunks=[ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place))],
         ).to(dtype)
     shardings = collect_shardings(model)

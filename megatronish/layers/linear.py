@@ -1,14 +1,17 @@
-"""How is one matrix product shared by the ranks of tp?
+"""Linear layers cut over tensor-parallel ranks: column-parallel and row-parallel.
 
-Two halves make a pair (Shoeybi et al. 2019, arXiv:1909.08053): the first matrix is cut by columns of its output, so
-each rank computes some of the features; the second by rows of its input, so each rank computes a part of every sum,
-and one reduction finishes them. Under sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) the pair starts
-by gathering the sequence and ends by scattering it again, which moves as many bytes as the reduction did.
+The two make a pair (Shoeybi et al. 2019, arXiv:1909.08053). The weight of the first is cut by columns of its output, so
+each rank computes some of the features. The weight of the second is cut by rows of its input, so each rank computes a
+part of every sum, and one reduction completes the sums. Under sequence parallelism (Korthikanti et al. 2022,
+arXiv:2205.05198) the pair starts with an all-gather along the sequence and ends with a reduce-scatter, which together
+move as many bytes as the all-reduce did.
 
-Where a layer's `weight_gradients` is set, its backward computes the gradient of its input alone and leaves the weight's
-for later (weight_gradients.py).
+A layer owns its weight, its collectives and their overlap; the arithmetic is that of its `product` (product.py). Where
+a layer's `weight_gradients` is set, its backward computes the gradient of its input alone and defers that of the weight
+(weight_gradients.py).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,28 +19,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish import comm
+from megatronish.layers.product import DENSE, Product
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, TensorParallel
 from megatronish.sharding import Sharding
 
-ALONE = Axis("alone")
+ALONE = TensorParallel(Axis("alone"))
 
 
-class ColumnParallelLinear(nn.Module):
-    """[S, B, in] (sequence parallel: [S/tp, B, in]) -> [S, B, out/tp].
+class LinearLayer(nn.Module):
+    """Layer that multiplies by one weight: base of column-parallel, row-parallel and output layers."""
+
+    weight: nn.Parameter
+    weight_gradients: WeightGradients | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product: Product = DENSE
+
+    def multiply(self, x: Tensor, bias: Tensor | None, *, tp: TensorParallel) -> Tensor:
+        """`linear` with the layer's own weight, product and queue of weight gradients."""
+        return linear(x, self.weight, bias, product=self.product, tp=tp, weight_gradients=self.weight_gradients)
+
+
+class ColumnParallelLinear(LinearLayer):
+    """Column-parallel linear layer, [S, B, in] (sequence parallel: [S/tp, B, in]) -> [S, B, out/tp].
 
     `sections` are parts of `out` that are cut one by one, so that a rank's output holds its part of each.
     """
-
-    weight_gradients: WeightGradients | None = None
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
-        tp: Axis,
-        sequence_parallel: bool,
+        tp: TensorParallel,
         bias: bool,
         init_std: float,
         sections: tuple[int, ...] = (),
@@ -45,7 +61,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         sections = sections or (out_features,)
         assert sum(sections) == out_features and all(section % tp.size == 0 for section in sections)
-        self.tp, self.sequence_parallel, self.init_std, self.sections = tp, sequence_parallel, init_std, sections
+        self.tp, self.init_std, self.sections = tp, init_std, sections
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
         self.bias = nn.Parameter(torch.empty(out_features // tp.size)) if bias else None
@@ -58,36 +74,21 @@ class ColumnParallelLinear(nn.Module):
             found["bias"] = Sharding((self.out_features,), dim=0, sections=self.sections)
         return found
 
-    def forward(self, x: Tensor, *, leaves_bias: bool = False) -> Tensor:
-        """See the class. The bias can be left to what follows, which then adds it and has its gradient."""
-        return column_parallel(
-            x,
-            self.weight,
-            None if leaves_bias else self.bias,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            weight_gradients=self.weight_gradients,
-        )
+    def forward(self, x: Tensor, *, skip_bias: bool = False) -> Tensor:
+        """[S, B, in] -> [S, B, out/tp]. `skip_bias` leaves the bias, and its gradient, to a fused operator after it."""
+        return self.multiply(x, None if skip_bias else self.bias, tp=self.tp)
 
 
-class RowParallelLinear(nn.Module):
-    """[S, B, in/tp] -> [S, B, out] (sequence parallel: [S/tp, B, out]). The bias is added once, after the reduction."""
+class RowParallelLinear(LinearLayer):
+    """Row-parallel linear layer, [S, B, in/tp] -> [S, B, out] (sequence parallel: [S/tp, B, out]).
 
-    weight_gradients: WeightGradients | None = None
+    The bias is added once, after the reduction.
+    """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tp: Axis,
-        sequence_parallel: bool,
-        bias: bool,
-        init_std: float,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, tp: TensorParallel, bias: bool, init_std: float) -> None:
         super().__init__()
         assert in_features % tp.size == 0
-        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel, init_std
+        self.tp, self.init_std = tp, init_std
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features // tp.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
@@ -96,46 +97,65 @@ class RowParallelLinear(nn.Module):
         """The weight is cut along the input features; the bias is whole, its gradient partial over a cut sequence."""
         found = {"weight": Sharding((self.out_features, self.in_features), dim=1, init_std=self.init_std)}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,), partial=self.sequence_parallel)
+            found["bias"] = Sharding((self.out_features,), partial=self.tp.cuts_sequence)
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """[S, B, in/tp] -> [S, B, out], or [S/tp, B, out] of a cut sequence."""
         if self.tp.size == 1:
-            return product(x, self.weight, self.bias, self.weight_gradients)
-        y = product(x, self.weight, None, self.weight_gradients)
-        y = comm.reduce_scatter_to_sequence(y, self.tp) if self.sequence_parallel else comm.reduce_from(y, self.tp)
+            return self.multiply(x, self.bias, tp=ALONE)
+        y = self.multiply(x, None, tp=ALONE)
+        reduce = comm.reduce_scatter_to_sequence if self.tp.cuts_sequence else comm.reduce_from
+        y = reduce(y, self.tp.axis)
         return y if self.bias is None else y + self.bias
 
 
-def column_parallel(
+def set_products(model: nn.Module, choose: Callable[[str, LinearLayer], Product]) -> None:
+    """Give every linear layer of the model, the output layer included, the product chosen by its name.
+
+    `choose` returns a new object for each layer whose product needs state of its own, or `layer.product` to keep it.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearLayer):
+            layer.product = choose(name, layer)
+
+
+def split_backward(model: nn.Module, weight_gradients: WeightGradients | None) -> None:
+    """From now on the model's linear layers defer their weight gradients to this queue (None: compute them at once)."""
+    for layer in model.modules():
+        if isinstance(layer, LinearLayer):
+            layer.weight_gradients = weight_gradients
+
+
+def deferrable_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Weights of the model's linear layers: once the backward is split their gradients arrive in W actions."""
+    return {layer.weight for layer in model.modules() if isinstance(layer, LinearLayer)}
+
+
+def linear(
     x: Tensor,
     weight: nn.Parameter,
     bias: Tensor | None,
     *,
-    tp: Axis,
-    sequence_parallel: bool,
+    product: Product,
+    tp: TensorParallel,
     weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
-    """[S, B, in] (sequence parallel: [S/tp, B, in]), [out/tp, in] -> [S, B, out/tp]."""
-    if tp.size == 1 and weight_gradients is None:
+    """[S, B, in] (sequence parallel: [S/tp, B, in]), [out/tp, in], [out/tp] -> [S, B, out/tp].
+
+    The matrix product of a column-parallel layer; with a `tp` of one rank, of any layer. Autograd's own `F.linear` is
+    the fast path where there is nothing to overlap, to defer or to exchange.
+    """
+    if product is DENSE and tp.size == 1 and weight_gradients is None:
         return F.linear(x, weight, bias)
-    return _ColumnParallel.apply(x, weight, bias, tp, sequence_parallel, weight_gradients)
+    return _Linear.apply(x, weight, bias, product, tp, weight_gradients)
 
 
-def product(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, weight_gradients: WeightGradients | None = None
-) -> Tensor:
-    """[..., in], [out, in] -> [..., out], of what this rank holds: shared by nobody."""
-    return column_parallel(x, weight, bias, tp=ALONE, sequence_parallel=False, weight_gradients=weight_gradients)
+class _Linear(torch.autograd.Function):
+    """Product of a column-parallel layer, with a backward that overlaps its collectives and can be split.
 
-
-class _ColumnParallel(torch.autograd.Function):
-    """The product of a column-parallel layer, written out so that its backward can overlap and can be split.
-
-    The reduction of the input's gradient runs while the weight's gradient is computed. Under sequence parallelism only
-    the rank's own part of the input is kept; the whole is gathered again while the input's gradient is computed, or,
-    where the weight's gradient is put off, not before it is needed.
+    Only this rank's part of a cut sequence is kept for the backward: x is gathered again while the input's gradient is
+    computed, or, where the weight's gradient is deferred, when that is computed.
     """
 
     @staticmethod
@@ -144,32 +164,36 @@ class _ColumnParallel(torch.autograd.Function):
         x: Tensor,
         weight: nn.Parameter,
         bias: Tensor | None,
-        tp: Axis,
-        sequence_parallel: bool,
+        product: Product,
+        tp: TensorParallel,
         weight_gradients: WeightGradients | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.sequence_parallel, ctx.has_bias = tp, sequence_parallel, bias is not None
-        # The sum is found by the Parameter itself, which under checkpointing the saved tensor is not.
+        # x is needed for the weight's gradient alone: a frozen weight keeps no activation.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.product, ctx.tp, ctx.has_bias = product, tp, bias is not None
+        # The sum of gradients is found by the Parameter itself, which under checkpointing the saved tensor is not.
         ctx.weight_gradients, ctx.parameter = weight_gradients, None if weight_gradients is None else weight
-        whole = comm.start_all_gather(x, tp).wait() if sequence_parallel else x
-        return F.linear(whole, weight, bias)
+        # Sequence parallel: [S/tp, B, in] -> [S, B, in].
+        whole = comm.start_all_gather(x, tp.sequence_axis).wait()
+        return product.forward(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
-        dy = grads[0].contiguous()
-        gathered_over = ctx.tp if ctx.sequence_parallel else ALONE
-        at_once = ctx.weight_gradients is None
-        learns = ctx.needs_input_grad[1]
-        gathering = comm.start_all_gather(x, gathered_over) if at_once and learns else None
-        dx = dy @ weight
-        whole = gathering.wait() if gathering else None
-        start_reduction = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
-        reducing = start_reduction(dx, ctx.tp)
-        flat_dy = dy.flatten(0, -2)
-        dweight = None if whole is None else flat_dy.t() @ whole.flatten(0, -2)
-        dbias = flat_dy.sum(0) if ctx.has_bias else None
+        product, tp = ctx.product, ctx.tp
+        dy = grads[0].contiguous()  # [S, B, out/tp]
+        learns, at_once = ctx.needs_input_grad[1], ctx.weight_gradients is None
+
+        # x is gathered ([S/tp, B, in] -> [S, B, in]) while this rank's term of the input's gradient is computed.
+        gathering = comm.start_all_gather(x, tp.sequence_axis) if learns and at_once else None
+        dx = product.input_gradient(dy, weight)  # [S, B, in], one term of the sum over tp
+        whole = None if gathering is None else gathering.wait()
+
+        # The terms are summed over tp, to [S, B, in] or to [S/tp, B, in], while the weight's gradient is computed.
+        start_reduction = comm.start_reduce_scatter if tp.cuts_sequence else comm.start_all_reduce
+        reducing = start_reduction(dx, tp.axis)
+        dweight = None if whole is None else product.weight_gradient(dy, whole)  # [out/tp, in]
+        dbias = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
         if learns and not at_once:
-            ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=gathered_over)
+            ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=tp.sequence_axis, product=product)
         return reducing.wait(), dweight, dbias, None, None, None

@@ -1,36 +1,35 @@
-"""What is a GPT, or the piece of one that a pipeline stage holds?
+"""GPT: the decoder-only language model, or the chunks of it that a pipeline stage holds.
 
 The options of `ModelConfig` cover GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings), Llama (RoPE,
 RMSNorm, SwiGLU, no biases, grouped queries, untied) and Mistral and Qwen (windows, qkv bias, qk-norm). Parameters
-carry the names they have in the whole model, whatever piece they are in.
+carry the names they have in the whole model, whatever chunk they are in.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.config.model import ModelConfig
-from megatronish.config.training import AttentionBackend
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.layers.dropout import Dropout
 from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from megatronish.layers.linear import ColumnParallelLinear, column_parallel
+from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm
-from megatronish.layers.weight_gradients import WeightGradients, deferrable_weights
-from megatronish.mesh import Axis
+from megatronish.layers.output import OutputLayer, TiedOutputLayer
+from megatronish.mesh import TensorParallel
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import TransformerBlock
+from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.model.context import Context, make_context
-from megatronish.model.recompute import Recompute, recompute
-from megatronish.sharding import Sharding
-
-MakeBlock = Callable[..., nn.Module]
+from megatronish.model.execution import Execution
+from megatronish.model.recompute import recompute
+from megatronish.model.rope import RotaryEmbedding
 
 
 class Embedding(nn.Module):
-    """[B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]): the tokens' vectors plus, if learned, their positions'."""
+    """Input embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]): tokens, and positions if learned."""
 
     def __init__(
         self, config: ModelConfig, *, tokens: VocabParallelEmbedding, positions: PositionEmbedding | None
@@ -40,15 +39,15 @@ class Embedding(nn.Module):
         self.tokens, self.positions = tokens, positions
 
     def forward(self, context: Context) -> Tensor:
-        """See the class."""
+        """Embeddings of the micro-batch's tokens, with dropout."""
         x = self.tokens(context.batch.tokens)
         if self.positions is not None:
             x = x + self.positions(context.batch.position_ids)
-        return context.drop(x, layer=0, site="embedding")
+        return context.drop(x, layer=0, site="embedding", rate=self.config.hidden_dropout)
 
 
 class ModelChunk(NamedTuple):
-    """Consecutive layers; with the embedding if they start the model, with the loss if they end it."""
+    """Consecutive layers; with the embedding if they start the model, with the output layer if they end it."""
 
     layers: Sequence[int]
     is_first: bool
@@ -56,7 +55,7 @@ class ModelChunk(NamedTuple):
 
 
 class User(NamedTuple):
-    """A chunk that uses a parameter: as the weight of a linear layer, whose gradient can be put off, or otherwise."""
+    """A chunk that uses a parameter: as the weight of a linear layer, whose gradient can be deferred, or otherwise."""
 
     chunk: int
     is_linear: bool
@@ -65,12 +64,9 @@ class User(NamedTuple):
 class GPT(nn.Module):
     """The chunks of a GPT that one rank holds: by default one, the whole.
 
-    Chunks that start and end the model on one rank share a tied embedding.
-
-    `make_block(config, layer=…, tp=…, sequence_parallel=…)` makes one layer: a module (x [S, B, D], context) -> x.
+    Chunks that start and end the model on one rank share a tied embedding. `num_positions` is the number of rows of a
+    learned position embedding.
     """
-
-    weight_gradients: WeightGradients | None = None
 
     def __init__(
         self,
@@ -78,66 +74,63 @@ class GPT(nn.Module):
         *,
         vocab_size: int,
         num_positions: int,
-        tp: Axis | None = None,
-        cp: Axis | None = None,
-        cp_comm_type: Literal["p2p", "a2a"] = "p2p",
-        attention_backend: AttentionBackend = "auto",
-        sequence_parallel: bool = False,
+        tp: TensorParallel | None = None,
         chunks: Sequence[ModelChunk] | None = None,
-        seed: int = 0,
-        recompute: Recompute | None = None,
+        execution: Execution | None = None,
         make_block: MakeBlock = TransformerBlock,
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size, self.seed = config, vocab_size, seed
-        self.tp = tp = tp or Axis("tp")
-        self.cp, self.cp_comm_type = cp or Axis("cp"), cp_comm_type
-        self.attention_backend = attention_backend
-        self.recompute = recompute or Recompute()
-        # Cutting the sequence over one rank is not cutting it.
-        self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
+        self.config, self.vocab_size = config, vocab_size
+        self.tp, self.execution = tp or TensorParallel(), execution or Execution()
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
-        std = config.init_method_std
-        padded = config.padded_vocab_size(vocab_size, tp.size)
-        shared: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel}
-        make_tokens = partial(
-            VocabParallelEmbedding, vocab_size, padded, config.hidden_size, init_std=std, tied=config.tied, **shared
-        )
-        if self.is_first:
-            learned = config.position_embedding_type == "learned_absolute"
-            positions = (
-                PositionEmbedding(num_positions, config.hidden_size, init_std=std, **shared) if learned else None
-            )
-            self.embedding = Embedding(config, tokens=make_tokens(), positions=positions)
-        elif self.is_last and config.tied:
-            self.embedding = Embedding(config, tokens=make_tokens(), positions=None)
+        self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
+        if self.is_first or (self.is_last and config.tied):
+            self.embedding = self._make_embedding(num_positions)
+        core = self.execution.core_attention()
         self.layers = nn.ModuleDict(
-            {str(n): make_block(config, layer=n, **shared) for chunk in self.chunks for n in chunk.layers}
+            {str(n): make_block(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
         )
         if self.is_last:
             self.final_norm = Norm(
                 config.hidden_size,
                 kind=config.normalization,
                 epsilon=config.norm_epsilon,
-                partial=sequence_parallel,
+                partial=self.tp.cuts_sequence,
                 one_plus=config.apply_layernorm_1p,
             )
-            if not config.tied:
-                self.head = Head(config.hidden_size, vocab_size, padded, init_std=std, **shared)
+            self.head = self._make_output_layer()
+
+    def _make_embedding(self, num_positions: int) -> Embedding:
+        """Input embedding; on a stage that only ends the model, its tied weight alone."""
+        config, tp, std = self.config, self.tp, self.config.init_method_std
+        padded = config.padded_vocab_size(self.vocab_size, tp.size)
+        tokens = VocabParallelEmbedding(
+            self.vocab_size, padded, config.hidden_size, tp=tp, init_std=std, tied=config.tied
+        )
+        positions = None
+        if self.is_first and config.position_embedding_type == "learned_absolute":
+            positions = PositionEmbedding(num_positions, config.hidden_size, tp=tp, init_std=std)
+        return Embedding(config, tokens=tokens, positions=positions)
+
+    def _make_output_layer(self) -> OutputLayer | TiedOutputLayer:
+        config, tp = self.config, self.tp
+        if config.tied:
+            return TiedOutputLayer(self.embedding.tokens)
+        padded = config.padded_vocab_size(self.vocab_size, tp.size)
+        return OutputLayer(config.hidden_size, self.vocab_size, padded, tp=tp, init_std=config.init_method_std)
 
     def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None, chunk: int = 0) -> Tensor:
-        """x [S, B, D] from the chunk before (None for the first) -> [S, B, D], or the loss of the last chunk.
+        """x [S, B, D] from the chunk before (None for the first) -> [S, B, D], or token losses [S/cp, B] of the last.
 
-        The loss is the *sum* over the predictions that count, a scalar in fp32. `step` None means evaluation.
+        Losses are in fp32, one for each position, whether it counts or not (`batch.loss_mask`). They are the same on
+        all ranks of tp. `step` None means evaluation. Under sequence parallelism x is [S/tp, B, D].
         """
         x = self.hidden(x, batch, step=step, chunk=chunk)
         if not self.chunks[chunk].is_last:
             return x
-        losses = vocab_parallel_cross_entropy(
-            self.logits(x), batch.labels.t().contiguous(), vocab_size=self.vocab_size, tp=self.tp
-        )
-        return (losses * batch.loss_mask.t()).sum()
+        labels = batch.labels.t().contiguous()
+        return vocab_parallel_cross_entropy(self.logits(x), labels, vocab_size=self.vocab_size, tp=self.tp.axis)
 
     def hidden(
         self,
@@ -148,25 +141,20 @@ class GPT(nn.Module):
         chunk: int = 0,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Everything before the final norm; with a `cache` of what follows the tokens in it."""
+        """[S, B, D] -> [S, B, D], before the final norm; with a `cache`, of the tokens that follow those in it."""
         context = make_context(
-            self.config,
             batch,
             tp=self.tp,
-            cp=self.cp,
-            cp_comm_type=self.cp_comm_type,
-            attention_backend=self.attention_backend,
-            sequence_parallel=self.sequence_parallel,
-            recompute_attention=self.recompute.granularity == "selective",
-            seed=self.seed,
-            step=step,
+            cp=self.execution.cp,
+            rotary=self.rotary,
+            dropout=None if step is None else Dropout(self.execution.dropout_seed, step, batch.sample_ids),
             cache=cache,
         )
         if x is None:
             x = self.embedding(context)
-        for layers, again in self.recompute.groups([str(n) for n in self.chunks[chunk].layers]):
+        for layers, again in self.execution.recompute.groups([str(n) for n in self.chunks[chunk].layers]):
             run = partial(self._through, layers, context)
-            x = recompute(run, x, how=self.recompute) if again else run(x)
+            x = recompute(run, x, how=self.execution.recompute) if again else run(x)
         return x
 
     def _through(self, layers: Sequence[str], context: Context, x: Tensor) -> Tensor:
@@ -176,69 +164,34 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
-        weight = self.embedding.tokens.weight if self.config.tied else self.head.weight
-        return column_parallel(
-            self.final_norm(x),
-            weight,
-            None,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            weight_gradients=self.weight_gradients,
-        )
+        return self.head(self.final_norm(x))
 
     def by_first_use(self) -> list[tuple[nn.Module, list[str]]]:
-        """Modules in the order of a forward, and the parameters that are first used when each of them is called."""
-        modules: dict[str, nn.Module] = {}
-        if self.is_first:
-            modules["embedding."] = self.embedding
-        modules |= {f"layers.{name}.": layer for name, layer in self.layers.items()}
-        found = [(module, [n for n, _ in self.named_parameters() if n.startswith(p)]) for p, module in modules.items()]
-        if self.is_last:
-            before = {name for _, names in found for name in names}
-            # The head is a bare product, after the final norm.
-            found.append((self.final_norm, [name for name, _ in self.named_parameters() if name not in before]))
+        """Modules in the order of a forward, each with the parameters that no module before it uses."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        found = []
+        for part in (part for chunk in self.chunks for part in self._parts(chunk)):
+            found.append((part, [names.pop(parameter) for parameter in _used_by(part) if parameter in names]))
         return found
 
     def users(self) -> dict[str, list[User]]:
-        """Who uses each parameter: a tied embedding looks up in one chunk and multiplies in another."""
-        products = deferrable_weights(self)
-        found: dict[str, list[User]] = {name: [] for name, _ in self.named_parameters()}
+        """Users of each parameter. A tied embedding has two: it looks up in one chunk and multiplies in another."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        found: dict[str, list[User]] = {name: [] for name in names.values()}
         for number, chunk in enumerate(self.chunks):
-            prefixes = tuple(f"layers.{n}." for n in chunk.layers)
-            prefixes += ("embedding.",) if chunk.is_first else ()
-            prefixes += ("final_norm.", "head.") if chunk.is_last else ()
-            for name, users in found.items():
-                if name.startswith(prefixes):
-                    users.append(User(number, name in products))
-            if chunk.is_last and self.config.tied:
-                found["embedding.tokens.weight"].append(User(number, True))
+            for part in self._parts(chunk):
+                deferrable = deferrable_weights(part)
+                for parameter in _used_by(part):
+                    found[names[parameter]].append(User(number, parameter in deferrable))
         return found
 
+    def _parts(self, chunk: ModelChunk) -> list[nn.Module]:
+        """Modules that a forward of the chunk calls, in order."""
+        before = [self.embedding] if chunk.is_first else []
+        after = [self.final_norm, self.head] if chunk.is_last else []
+        return [*before, *(self.layers[str(n)] for n in chunk.layers), *after]
 
-class Head(ColumnParallelLinear):
-    """[S, B, D] -> [S, B, V/tp]: an output layer of its own. Padding is not part of its global tensor."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        padded_vocab_size: int,
-        *,
-        tp: Axis,
-        sequence_parallel: bool,
-        init_std: float,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            padded_vocab_size,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            bias=False,
-            init_std=init_std,
-        )
-        self.vocab_size = vocab_size
-
-    def shardings(self) -> dict[str, Sharding]:
-        """Rows are cut over tp, like the embedding's."""
-        shape = (self.vocab_size, self.in_features)
-        return {"weight": Sharding(shape, dim=0, sections=self.sections, init_std=self.init_std)}
+def _used_by(part: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the module, and the one of another module that a tied output layer multiplies by."""
+    return list(dict.fromkeys((*part.parameters(), *deferrable_weights(part))))

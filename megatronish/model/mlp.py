@@ -5,14 +5,14 @@ from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.mesh import Axis
+from megatronish.mesh import TensorParallel
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 
 
 class MLP(nn.Module):
     """[S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]): up to F features, a nonlinearity, back to D."""
 
-    def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool, output_std: float) -> None:
+    def __init__(self, config: ModelConfig, *, tp: TensorParallel, output_std: float) -> None:
         super().__init__()
         self.config = config
         gated = config.swiglu
@@ -20,7 +20,6 @@ class MLP(nn.Module):
             config.hidden_size,
             config.ffn_size * (2 if gated else 1),
             tp=tp,
-            sequence_parallel=sequence_parallel,
             bias=config.linear_bias,
             init_std=config.init_method_std,
             sections=(config.ffn_size,) * (2 if gated else 1),
@@ -29,7 +28,6 @@ class MLP(nn.Module):
             config.ffn_size,
             config.hidden_size,
             tp=tp,
-            sequence_parallel=sequence_parallel,
             bias=config.linear_bias,
             init_std=output_std,
         )
@@ -38,7 +36,7 @@ class MLP(nn.Module):
         """See the class."""
         # A kernel adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
         apart = not self.config.squared_relu and is_fused(x)
-        x = self.fc1(x, leaves_bias=apart)
+        x = self.fc1(x, skip_bias=apart)
         return self.fc2(self.activate(x, self.fc1.bias if apart else None))
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:

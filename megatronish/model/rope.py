@@ -1,7 +1,8 @@
-"""How do rotary embeddings tell attention where a token stands? (Su et al. 2021, arXiv:2104.09864)
+"""Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
 
-Pairs of channels of every query and key are turned by an angle that grows with the position, each pair at a wavelength
-of its own. Longer contexts are reached by stretching the wavelengths, in one of the ways of `_inverse_wavelengths`.
+Pairs of channels of every query and key are rotated by an angle that grows with the position, each pair at a frequency
+of its own. Scores then depend on the distance of two tokens. Longer contexts are reached by lowering the frequencies:
+all alike (linear), or the low ones alone (llama3, yarn).
 """
 
 import math
@@ -12,38 +13,61 @@ from torch import Tensor
 
 from megatronish.config.model import ModelConfig
 
+CPU = torch.device("cpu")
+
 
 class Rotation(NamedTuple):
-    """cos and sin of every angle, fp32 [S, 1 or B, 1, pairs]."""
+    """Rotation of every pair of channels: cos and sin of its angle, fp32 [S, 1 or B, 1, pairs]."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation(config: ModelConfig, position_ids: Tensor) -> Rotation:
-    """[B, S] -> the angles at these positions."""
-    frequencies, factor = _frequencies(config)
-    angles = position_ids.t()[..., None, None].float() * frequencies.to(position_ids.device)
-    return Rotation(angles.cos() * factor, angles.sin() * factor)
+class RotaryEmbedding:
+    """Rotary position embedding of a model: its frequencies, computed once, and the rotations of given positions.
+
+    It is no module and its frequencies are no buffer: they are neither saved nor cast, and stay fp32 in a model of any
+    precision. The first use on a device copies them there, and they stay.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        # A model may be built on another device, "meta" included: what is computed here are values.
+        with CPU:
+            frequencies, self._factor = _frequencies(config)
+        self._frequencies = {CPU: frequencies}
+
+    def __call__(self, position_ids: Tensor) -> Rotation:
+        """[B, S] -> the rotation of every position, [S, B, 1, pairs]."""
+        angles = position_ids.t()[..., None, None].float() * self._on(position_ids.device)
+        return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
+
+    def _on(self, device: torch.device) -> Tensor:
+        """[pairs], on this device: a copy at every forward would make the host wait for the device."""
+        if device not in self._frequencies:
+            self._frequencies[device] = self._frequencies[CPU].to(device)
+        return self._frequencies[device]
 
 
-def rotate(x: Tensor, turn: Rotation, *, interleaved: bool) -> Tensor:
-    """[S, B, n, H] -> [S, B, n, H]: turns the first 2 * pairs channels of every head, in fp32."""
-    cos, sin = turn
+def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
+    """[S, B, n, H] -> [S, B, n, H]: rotate the first 2 * pairs channels of every head, in fp32.
+
+    A pair is channels 2 i and 2 i + 1 where `interleaved`, else i and i + pairs.
+    """
+    cos, sin = rotation
     size = 2 * cos.shape[-1]
-    turned = x[..., :size].float()
+    rotated = x[..., :size].float()
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    turned = turned.to(x.dtype)
-    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """[pairs] radians a position, and the factor that yarn puts on cos and sin."""
+    """Radians a position [pairs], and the factor by which YaRN scales cos and sin (its attention temperature)."""
     size = int(config.head_size * config.rotary_percent) // 2 * 2
     frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     scale = config.rope_scaling_factor
@@ -59,20 +83,26 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Llama 3.1: long wavelengths stretched, short ones kept, a blend between (by turns over the old context)."""
-    turns = frequencies * config.rope_original_max_positions / (2 * math.pi)
+    """Scaling of Llama 3.1: low frequencies are divided by the factor, high ones kept, those between blended."""
+    turns = frequencies * config.rope_original_max_positions / (2 * math.pi)  # over the original context
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * kept + frequencies / config.rope_scaling_factor * (1 - kept)
 
 
 def _yarn(frequencies: Tensor, config: ModelConfig, size: int) -> Tensor:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): a blend that is linear in the index of the pair."""
+    """Scaling of YaRN (Peng et al. 2023, arXiv:2309.00071), "NTK-by-parts": [pairs] -> [pairs].
+
+    High frequencies are kept, low ones divided by the factor, with a blend between that is linear in the pair's index.
+    """
 
     def pair_with_turns(turns: float) -> float:
+        # Pair i makes L * base^(-2 i / size) / (2 pi) turns over the original context of L positions. Solved for i:
         wavelength = config.rope_original_max_positions / (turns * 2 * math.pi)
         return size * math.log(wavelength) / (2 * math.log(config.rotary_base))
 
+    # Pairs up to `low` make at least beta_fast turns: the model has seen every angle of them, so they are kept. Pairs
+    # from `high` on make at most beta_slow turns: a longer context would bring unseen angles, so they are stretched.
     low = max(math.floor(pair_with_turns(config.rope_beta_fast)), 0)
     high = min(math.ceil(pair_with_turns(config.rope_beta_slow)), size - 1)
     stretched = ((torch.arange(size // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)

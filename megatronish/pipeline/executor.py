@@ -186,7 +186,7 @@ class Executor:
 
     def _live(self) -> Set[tuple[int, int]]:
         """Forwards whose backward is not complete."""
-        due = self.weight_gradients.due if self.weight_gradients is not None else set()
+        due = self.weight_gradients.pending if self.weight_gradients is not None else set()
         return self._forwards.keys() | due
 
     def _now(self) -> float:

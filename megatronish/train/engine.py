@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from megatronish import comm
 from megatronish.attention.zigzag import places_of
@@ -22,11 +21,13 @@ from megatronish.config.training import TrainingConfig
 from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.zero import Zero
 from megatronish.errors import RunError
-from megatronish.layers.weight_gradients import WeightGradients, split_backward
-from megatronish.mesh import Axis, Mesh
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import TransformerBlock
-from megatronish.model.gpt import GPT, MakeBlock, ModelChunk
+from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.execution import Execution
+from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.model.recompute import Recompute
 from megatronish.optim.clip import global_norm, num_zeros
 from megatronish.optim.loss_scale import LossScale, loss_scale_of
@@ -64,7 +65,7 @@ class Engine:
 
     mesh: Mesh
     stages: Stages
-    model: nn.Module
+    model: GPT
     shardings: dict[str, Sharding]
     data_parallel: Zero | FullySharded
     optimizer: Optimizer
@@ -95,7 +96,7 @@ class Engine:
         parameters are for a checkpoint to fill.
         """
         assert parallel.pipeline_model_parallel_size == mesh.pp.size, "the mesh is not that of the config"
-        sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
+        tp = TensorParallel(mesh.tp, parallel.sequence_parallel)
         stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
         places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
         with mesh.device:
@@ -103,17 +104,18 @@ class Engine:
                 model,
                 vocab_size=vocab_size,
                 num_positions=model.max_position_embeddings or training.seq_length,
-                tp=mesh.tp,
-                cp=mesh.cp,
-                cp_comm_type=parallel.cp_comm_type,
-                attention_backend=training.attention_backend,
-                sequence_parallel=sequence_parallel,
+                tp=tp,
                 chunks=[
                     ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place))
                     for place in places
                 ],
-                seed=training.seed,
-                recompute=_recompute(recompute or RecomputeConfig(), mesh.tp),
+                execution=Execution(
+                    mesh.cp,
+                    parallel.cp_comm_type,
+                    training.attention_backend,
+                    _recompute(recompute or RecomputeConfig(), mesh.tp),
+                    dropout_seed=training.seed,
+                ),
                 make_block=make_block,
             )
         shardings = collect_shardings(stage)
@@ -134,12 +136,12 @@ class Engine:
             assert isinstance(data_parallel, Zero), "fully_shard reduces gradients before a W action computes them"
             weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.delivered)
             split_backward(stage, weight_gradients)
-        local_seq_length = training.seq_length // mesh.cp.size // (mesh.tp.size if sequence_parallel else 1)
+        local_seq_length = training.seq_length // mesh.cp.size // tp.sequence_axis.size
         boundary = Boundary(
             (local_seq_length, training.micro_batch_size, model.hidden_size),
             dtype,
             mesh.device,
-            same_over=Axis("tp") if sequence_parallel else mesh.tp,
+            same_over=Axis("tp") if tp.cuts_sequence else mesh.tp,
         )
         return cls(
             mesh=mesh,
@@ -158,7 +160,7 @@ class Engine:
                 replicate_axis=data_parallel.replicate_axis,
             ),
             executor=Executor(
-                [partial(stage, chunk=chunk) for chunk in range(stages.num_chunks)],
+                [partial(_summed, stage, chunk) for chunk in range(stages.num_chunks)],
                 stages.placement,
                 lines=mesh.p2p_axes,
                 boundary=boundary,
@@ -318,6 +320,12 @@ def _share(
             for name, users in stage.users().items()
         },
     )
+
+
+def _summed(stage: GPT, chunk: int, x: torch.Tensor | None, batch: MicroBatch, *, step: int | None) -> torch.Tensor:
+    """A chunk's forward; where it ends the model, the sum of the losses that count."""
+    y = stage(x, batch, step=step, chunk=chunk)
+    return (y * batch.loss_mask.t()).sum() if stage.chunks[chunk].is_last else y
 
 
 def _recompute(config: RecomputeConfig, tp: Axis) -> Recompute:

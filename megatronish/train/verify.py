@@ -23,6 +23,7 @@ from megatronish.config.recompute import RecomputeConfig
 from megatronish.launch.local import run_local_ranks
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
+from megatronish.model.gpt import GPT
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
@@ -43,10 +44,10 @@ class Trace(NamedTuple):
 class Recorder:
     """Watches the layers of this rank's model."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: GPT, mesh: Mesh) -> None:
         self.mesh, self.outputs = mesh, dict[str, tuple[float, float]]()
         self.step = 0
-        self.sequence_is_cut = bool(model.sequence_parallel)
+        self.sequence_is_cut = model.tp.cuts_sequence
         layers = model.get_submodule("layers")
         watched = {f"layers.{name}": layer for name, layer in layers.named_children()}
         if model.is_first:

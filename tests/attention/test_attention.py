@@ -83,41 +83,41 @@ def sees(query: int, key: int, *, window: int | None, documents: Tensor | None) 
 def test_a_mask_says_of_any_positions_what_the_definition_says(window: int | None, packed: bool) -> None:
     seq_length = 12
     documents = documents_of(seq_length) if packed else None
-    visibility = AttentionMask(seq_length, window, documents)
+    mask = AttentionMask(seq_length, window, documents)
     queries, keys = torch.tensor([11, 3, 4, 0, 7]), torch.tensor([0, 10, 3, 4])
-    mask = visibility.mask(queries, keys)
-    assert mask.shape == (2 if packed else 1, 1, 5, 4)
-    for sample, rows in enumerate(mask[:, 0].tolist()):
+    dense = mask.dense(queries, keys)
+    assert dense.shape == (2 if packed else 1, 1, 5, 4)
+    for sample, rows in enumerate(dense[:, 0].tolist()):
         ids = None if documents is None else documents[sample]
         assert rows == [
             [sees(query, key, window=window, documents=ids) for key in keys.tolist()] for query in queries.tolist()
         ]
     places = torch.arange(seq_length)
-    if visibility.whole is None:
-        assert visibility.is_causal
-        assert torch.equal(visibility.mask(places, places)[0, 0], places[:, None] >= places)
+    if mask.whole is None:
+        assert mask.is_causal
+        assert torch.equal(mask.dense(places, places)[0, 0], places[:, None] >= places)
     else:
-        assert torch.equal(visibility.whole, visibility.mask(places, places))
-        assert visibility.whole is visibility.whole
+        assert torch.equal(mask.whole, mask.dense(places, places))
+        assert mask.whole is mask.whole
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_what_runs_see_of_each_other_is_what_their_mask_says(window: int | None) -> None:
-    visibility = AttentionMask(8, window)
+    mask = AttentionMask(8, window)
     runs = [range(start, stop) for start in range(8) for stop in range(start + 1, 9)]
     for queries in runs:
         for keys in runs:
-            mask = visibility.mask(torch.tensor(queries), torch.tensor(keys))[0, 0]
-            match visibility.between(queries, keys):
+            dense = mask.dense(torch.tensor(queries), torch.tensor(keys))[0, 0]
+            match mask.between(queries, keys):
                 case "nothing":
-                    assert not mask.any()
+                    assert not dense.any()
                 case "everything":
-                    assert mask.all()
+                    assert dense.all()
                 case "causal":
-                    assert torch.equal(mask, torch.ones_like(mask).tril())
-                case "mask":
-                    assert not mask.all()
-    assert AttentionMask(8, window, documents_of(8)).between(range(4, 8), range(4)) in ("mask", "nothing")
+                    assert torch.equal(dense, torch.ones_like(dense).tril())
+                case "dense":
+                    assert not dense.all()
+    assert AttentionMask(8, window, documents_of(8)).between(range(4, 8), range(4)) in ("dense", "nothing")
 
 
 @pytest.mark.parametrize(("seq_length", "cp"), [size for size in SIZES if size[1] > 1])
@@ -126,7 +126,7 @@ def test_what_runs_see_of_each_other_is_what_their_mask_says(window: int | None)
 def test_tiles_together_are_the_mask_and_each_token_comes_to_itself_first(
     seq_length: int, cp: int, window: int | None, by_chunks: bool
 ) -> None:
-    visibility, places = AttentionMask(seq_length, window), torch.arange(seq_length)
+    mask, places = AttentionMask(seq_length, window), torch.arange(seq_length)
     found, computed = torch.zeros(seq_length, seq_length, dtype=torch.bool), []
     for rank in range(cp):
         mine, begun = places_of(seq_length, rank, cp), torch.zeros(seq_length, dtype=torch.bool)
@@ -134,12 +134,12 @@ def test_tiles_together_are_the_mask_and_each_token_comes_to_itself_first(
             source = (rank - step) % cp
             theirs = places_of(seq_length, source, cp)
             area = 0
-            for each in tiles_of(rank, source, cp_size=cp, visibility=visibility, by_chunks=by_chunks):
+            for each in tiles_of(rank, source, cp_size=cp, mask=mask, by_chunks=by_chunks):
                 queries, keys = mine[each.queries], theirs[each.keys]
-                seen = visibility.mask(queries, keys)[0, 0]
+                seen = mask.dense(queries, keys)[0, 0]
                 assert seen.any()
-                assert each.sight != "everything" or seen.all()
-                assert each.sight != "causal" or torch.equal(seen, torch.ones_like(seen).tril())
+                assert each.block_mask != "everything" or seen.all()
+                assert each.block_mask != "causal" or torch.equal(seen, torch.ones_like(seen).tril())
                 assert not found[queries[:, None], keys].any()
                 found[queries[:, None], keys] = seen
                 new = queries[~begun[queries]]
@@ -147,8 +147,8 @@ def test_tiles_together_are_the_mask_and_each_token_comes_to_itself_first(
                 begun[queries] = True
                 area += seen.numel()
             computed.append(area)
-    assert torch.equal(found, visibility.mask(places, places)[0, 0])
-    if visibility.is_causal and not by_chunks:
+    assert torch.equal(found, mask.dense(places, places)[0, 0])
+    if mask.is_causal and not by_chunks:
         square = (seq_length // cp) ** 2
         assert computed == [square, *[square // 2] * (cp - 1)] * cp
 
@@ -168,7 +168,7 @@ class Case:
     seq_length: int = 40
     queries: int = 40
 
-    def visibility(self, device: str) -> AttentionMask:
+    def mask(self, device: str) -> AttentionMask:
         documents = documents_of(self.seq_length).to(device) if self.documents else None
         first_query = self.seq_length - self.queries
         return AttentionMask(self.seq_length, self.window, documents, torch.device(device), first_query=first_query)
@@ -212,8 +212,8 @@ def computed(
         for shape in shapes
     )
     dout = torch.randn(case.queries, 2, 12 * case.size, generator=generator).to(device, dtype)
-    visibility, dropout = case.visibility(device), case.drop(device)
-    out = attend_alone(q, k, v, visibility=visibility, backend=backend, first_head=7, dropout=dropout)
+    mask, dropout = case.mask(device), case.drop(device)
+    out = attend_alone(q, k, v, mask=mask, backend=backend, first_head=7, dropout=dropout)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
@@ -331,15 +331,15 @@ def check_two_tiles(
     square = torch.ones(2, 1, near, near, dtype=torch.bool).tril().to(device)
     rest = (mask_of(near, far) if masked else torch.ones(2, 1, near, far, dtype=torch.bool)).to(device)
     if explicit:
-        sights = [TileMask(mask=mask, drop=lambda probabilities: probabilities) for mask in (square, rest)]
+        tile_masks = [TileMask(dense=mask, drop=lambda probabilities: probabilities) for mask in (square, rest)]
     else:
-        sights = [TileMask(causal=True), TileMask(mask=rest if masked else None)]
-    tiles = [(k, v, sights[0]), (far_k, far_v, sights[1])]
+        tile_masks = [TileMask(causal=True), TileMask(dense=rest if masked else None)]
+    tiles = [(k, v, tile_masks[0]), (far_k, far_v, tile_masks[1])]
 
-    outs, lses = zip(*(tile.forward(q, *kv, sees=sees) for *kv, sees in tiles), strict=True)
+    outs, lses = zip(*(tile.forward(q, *kv, tile_mask=tile_mask) for *kv, tile_mask in tiles), strict=True)
     lse = torch.logaddexp(*lses)
     out = sum((part * (own - lse).exp().unsqueeze(-1) for part, own in zip(outs, lses, strict=True)), torch.zeros(()))
-    found = [tile.backward(dout, q, out.to(dtype), lse, *kv, sees=sees) for *kv, sees in tiles]
+    found = [tile.backward(dout, q, out.to(dtype), lse, *kv, tile_mask=tile_mask) for *kv, tile_mask in tiles]
     dq, dk, dv = (
         found[0].q.double() + found[1].q,
         torch.cat((found[0].k, found[1].k), dim=2),
@@ -385,7 +385,7 @@ def test_the_operations_of_a_gpu_accept_their_arguments(
 ) -> None:
     """On tensors without data: names, order, optional arguments and shapes. What they compute takes a GPU to see."""
     q, k, v, dout = tensors_of(queries=33, keys=45, kv_heads=kv_heads, size=size, dtype=dtype, device="meta")
-    seen = TileMask(mask=mask_of(33, 45).to("meta") if masked else None)
+    seen = TileMask(dense=mask_of(33, 45).to("meta") if masked else None)
     out, lse = operation.forward(q, k, v, seen)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     grads = operation.backward(dout, q, k, v, out, lse.contiguous(), seen)

@@ -100,8 +100,8 @@ def compute(case: Case, whole: Tensors, mine: Tensor, *, cp: Axis, method: Metho
     seq_length = len(whole.q)
     q, k, v, dout = (x[mine] for x in whole)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    visibility = AttentionMask(seq_length, case.window, documents_of(case, seq_length))
-    out = attend(q, k, v, cp=cp, method=method, visibility=visibility, first_head=7, dropout=dropout_of(case))
+    mask = AttentionMask(seq_length, case.window, documents_of(case, seq_length))
+    out = attend(q, k, v, cp=cp, method=method, mask=mask, first_head=7, dropout=dropout_of(case))
     assert not out.isnan().any()
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
@@ -159,11 +159,11 @@ def test_over_cp_attention_is_what_it_is_on_one_device(found: list[Answers], nam
 def test_on_one_rank_it_is_the_attention_of_one_rank_to_the_bit() -> None:
     for case in (CASES["grouped"], CASES["documents in a window, grouped"], CASES["dropout of all"]):
         q, k, v, _ = tensors_of(case, 20)
-        visibility = AttentionMask(20, case.window, documents_of(case, 20))
+        mask = AttentionMask(20, case.window, documents_of(case, 20))
         dropout = dropout_of(case)
-        before = attend_alone(q, k, v, visibility=visibility, first_head=7, dropout=dropout)
+        before = attend_alone(q, k, v, mask=mask, first_head=7, dropout=dropout)
         for method in METHODS:
-            now = attend(q, k, v, cp=Axis("cp"), method=method, visibility=visibility, first_head=7, dropout=dropout)
+            now = attend(q, k, v, cp=Axis("cp"), method=method, mask=mask, first_head=7, dropout=dropout)
             assert torch.equal(now, before)
 
 
@@ -174,10 +174,10 @@ def forward_and_backward_again(place: Place) -> dict[str, bool]:
     seq_length = 2 * cp.size * case.chunk
     q, k, v, dout = (x[places_of(seq_length, cp.rank, cp.size)] for x in tensors_of(case, seq_length))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    visibility = AttentionMask(seq_length, None, documents_of(case, seq_length))
+    mask = AttentionMask(seq_length, None, documents_of(case, seq_length))
     found = {}
     for method in METHODS:
-        run = partial(attend, cp=cp, method=method, visibility=visibility)
+        run = partial(attend, cp=cp, method=method, mask=mask)
         out = run(q, k, v)
         first, second = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
         found[f"{method} backward"] = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

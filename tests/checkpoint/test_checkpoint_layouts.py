@@ -19,8 +19,7 @@ from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh, leave
-from megatronish.model.block import TransformerBlock
-from megatronish.model.gpt import MakeBlock
+from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.sharding import Piece
 from megatronish.train.hooks.evaluate import mean_loss
 from megatronish.train.hooks.save import resume, tensors_of

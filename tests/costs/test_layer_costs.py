@@ -12,9 +12,11 @@ from megatronish.config.training import AttentionBackend
 from megatronish.costs.activations import bytes_per_score
 from megatronish.layer_costs import Count, LayerCost, LinearShape
 from megatronish.layer_specs import LayerSpec, layer_specs
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, TensorParallel
+from megatronish.model.attention import CoreAttention
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
+from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.sharding import collect_shardings, initialize
 
@@ -64,8 +66,8 @@ def batch() -> MicroBatch:
 
 
 def built(model: ModelConfig, backend: AttentionBackend, dtype: torch.dtype) -> GPT:
-    gpt = GPT(model, vocab_size=V, num_positions=S, attention_backend=backend)
-    initialize(gpt, collect_shardings(gpt), seed=1, tp=gpt.tp)
+    gpt = GPT(model, vocab_size=V, num_positions=S, execution=Execution(attention_backend=backend))
+    initialize(gpt, collect_shardings(gpt), seed=1, tp=gpt.tp.axis)
     return gpt.to(dtype)
 
 
@@ -92,7 +94,8 @@ def counted_flops(model: ModelConfig, num_layers: int) -> int:
 def test_a_row_counts_the_parameters_of_the_block_as_tp_cuts_them(name: str) -> None:
     model, parameters = MODELS[name], cost_of(MODELS[name]).parameters
     for tp in (1, 2):
-        block = TransformerBlock(model, layer=0, tp=Axis("tp", tp, 0, tuple(range(tp))), sequence_parallel=False)
+        axis = TensorParallel(Axis("tp", tp, 0, tuple(range(tp))))
+        block = TransformerBlock(model, layer=0, tp=axis, core=CoreAttention())
         assert sum(p.numel() for p in block.parameters()) == parameters.per_rank(tp)
         assert sum(each.num_elements for each in collect_shardings(block).values()) == parameters.total
 

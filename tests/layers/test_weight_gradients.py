@@ -13,10 +13,12 @@ from megatronish.data_parallel.plan import Source, plan_buckets
 from megatronish.launch.place import Place
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import VocabParallelEmbedding
-from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from megatronish.layers.weight_gradients import WeightGradients, deferrable_weights, split_backward
+from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, deferrable_weights, split_backward
+from megatronish.layers.output import TiedOutputLayer
+from megatronish.layers.product import Product
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Boundary, Executor
 from megatronish.schedule.draw import label
@@ -42,21 +44,16 @@ class Case(NamedTuple):
 class Net(nn.Module):
     """An embedding, two residual MLPs and the embedding again as the head; in one chunk, or in two halves."""
 
-    weight_gradients: WeightGradients | None = None
-
     def __init__(self, tp: Axis, case: Case) -> None:
         super().__init__()
-        self.tp, self.case, self.sequence_parallel = tp, case, case.sequence_parallel
-        self.tokens = VocabParallelEmbedding(
-            VOCABULARY, VOCABULARY, D, tp=tp, sequence_parallel=self.sequence_parallel, init_std=1.0, tied=True
-        )
+        self.tp, self.case = TensorParallel(tp, case.sequence_parallel), case
+        self.tokens = VocabParallelEmbedding(VOCABULARY, VOCABULARY, D, tp=self.tp, init_std=1.0, tied=True)
         self.first, self.second = (self.mlp() for _ in range(2))
+        self.head = TiedOutputLayer(self.tokens)
 
     def mlp(self) -> nn.Sequential:
-        column = ColumnParallelLinear(
-            D, 2 * D, tp=self.tp, sequence_parallel=self.sequence_parallel, bias=True, init_std=0.5
-        )
-        row = RowParallelLinear(2 * D, D, tp=self.tp, sequence_parallel=self.sequence_parallel, bias=True, init_std=0.5)
+        column = ColumnParallelLinear(D, 2 * D, tp=self.tp, bias=True, init_std=0.5)
+        row = RowParallelLinear(2 * D, D, tp=self.tp, bias=True, init_std=0.5)
         return nn.Sequential(column, nn.GELU(), row)
 
     def residual(self, mlp: nn.Sequential, x: Tensor) -> Tensor:
@@ -68,15 +65,8 @@ class Net(nn.Module):
 
     def end(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> Tensor:
         assert x is not None and step == 0
-        logits = column_parallel(
-            self.residual(self.second, x),
-            self.tokens.weight,
-            None,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            weight_gradients=self.weight_gradients,
-        )
-        return vocab_parallel_cross_entropy(logits, batch.labels.t(), vocab_size=VOCABULARY, tp=self.tp).sum()
+        logits = self.head(self.residual(self.second, x))
+        return vocab_parallel_cross_entropy(logits, batch.labels.t(), vocab_size=VOCABULARY, tp=self.tp.axis).sum()
 
     def whole(self, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> Tensor:
         return self.end(self.start(x, batch, step=step), batch, step=step)
@@ -84,10 +74,10 @@ class Net(nn.Module):
     def sources(self) -> dict[str, frozenset[Source]]:
         """The embedding's gradient comes from the first chunk's backward and from the last one's product."""
         last = self.case.num_chunks - 1
-        split = self.weight_gradients is not None
+        split = self.head.weight_gradients is not None
         found: dict[str, frozenset[Source]] = {}
-        for name, _ in self.named_parameters():
-            kind = "W" if split and name in deferrable_weights(self) else "B"
+        for name, parameter in self.named_parameters():
+            kind = "W" if split and parameter in deferrable_weights(self) else "B"
             found[name] = frozenset({(last if name.startswith("second") else 0, kind)})
         return found | {TIED: frozenset({(0, "B"), (last, "W" if split else "B")})}
 
@@ -104,9 +94,9 @@ class Noted(WeightGradients):
         self.lengths: set[int] = set()
         self.launched: list[int] = []
 
-    def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis) -> None:
+    def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis, product: Product) -> None:
         self.lengths.add(x.shape[0])
-        super().defer(weight, dy, x, axis=axis)
+        super().defer(weight, dy, x, axis=axis, product=product)
 
 
 def batches(data_rank: int) -> list[MicroBatch]:
@@ -141,7 +131,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     parameters = dict(net.to(dtype).named_parameters())
     if schedule.has_weight_gradients:
-        net.weight_gradients = WeightGradients({})  # so that `sources` knows; replaced below
+        split_backward(net, WeightGradients({}))  # so that `sources` knows; replaced below
     alone = Axis("alone")
     plans = plan_buckets(
         parameters,
@@ -182,7 +172,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     first, second = seen
     assert all(torch.equal(first.gradients[name], gradient) for name, gradient in second.gradients.items())
     assert second._replace(gradients={}) == first._replace(gradients={})
-    assert not queue.due
+    assert not queue.pending
     return first
 
 
@@ -222,7 +212,15 @@ def test_buckets_leave_while_the_last_weight_gradients_are_computed() -> None:
         assert v_shaped.launched_in_w == [0] * 10 + [0, 1, 3, 4, 9]
 
 
-def test_the_weights_that_are_put_off_have_names() -> None:
+def test_the_weights_that_are_put_off_are_those_of_linear_layers_and_of_a_tied_head() -> None:
     net = Net(Axis("tp"), Case("1f1b"))
-    assert deferrable_weights(net) == {"first.0.weight", "first.2.weight", "second.0.weight", "second.2.weight"}
-    assert deferrable_weights(net.first[0]) == {"weight"}
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    assert {names[weight] for weight in deferrable_weights(net)} == {
+        "first.0.weight",
+        "first.2.weight",
+        "second.0.weight",
+        "second.2.weight",
+        TIED,
+    }
+    assert deferrable_weights(net.head) == {net.tokens.weight}
+    assert deferrable_weights(net.tokens) == set()

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
 from megatronish.model.batch import MicroBatch
+from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT, ModelChunk
-from megatronish.model.rope import Rotation, rotate
+from megatronish.model.rope import RotaryEmbedding, Rotation, rotate
 from megatronish.sharding import collect_shardings, initialize
 
 VOCABULARY = 37
@@ -65,8 +66,8 @@ VARIANTS = {
 
 def model_of(config: ModelConfig) -> GPT:
     """With every parameter far from zero and one, so that none can be forgotten."""
-    model = GPT(config, vocab_size=VOCABULARY, num_positions=S, seed=5)
-    initialize(model, collect_shardings(model), seed=5, tp=model.tp)
+    model = GPT(config, vocab_size=VOCABULARY, num_positions=S, execution=Execution(dropout_seed=5))
+    initialize(model, collect_shardings(model), seed=5, tp=model.tp.axis)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -232,7 +233,7 @@ def test_every_parameter_of_every_variant_matters() -> None:
     """Else the comparison with the plain model would be blind to it."""
     for name, config in VARIANTS.items():
         model = model_of(config)
-        model(None, batch_of(documents=True), step=0).backward()
+        model(None, batch_of(documents=True), step=0).sum().backward()
         idle = {key for key, parameter in model.named_parameters() if not bool(parameter.grad.abs().sum() > 1e-4)}  # type: ignore[union-attr]
         assert idle == set(), name
 
@@ -249,12 +250,13 @@ def test_scaled_ropes_keep_blend_and_stretch_their_wavelengths() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_loss_is_the_sum_of_what_counts_over_the_true_vocabulary(name: str) -> None:
+def test_the_losses_are_those_of_every_token_over_the_true_vocabulary(name: str) -> None:
     config, batch = VARIANTS[name], batch_of()
     model = model_of(config)
-    losses = -plain_logits(config, model, batch).log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
-    expected = float((losses * batch.loss_mask).sum())
-    assert float(model(None, batch, step=None).detach()) == pytest.approx(expected, rel=1e-6)
+    expected = -plain_logits(config, model, batch).log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
+    found = model(None, batch, step=None).detach()
+    assert found.shape == (S, B) and found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.t().float(), rtol=1e-5, atol=1e-5)
 
 
 def changed(batch: MicroBatch, places: slice) -> MicroBatch:
@@ -307,7 +309,7 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
 
 
 def loss_of(config: ModelConfig, *, step: int | None, **changes: Any) -> float:
-    return float(model_of(config)(None, replace(batch_of(), **changes), step=step).detach())
+    return float(model_of(config)(None, replace(batch_of(), **changes), step=step).detach().sum())
 
 
 @pytest.mark.parametrize("rates", [(0.5, 0.0), (0.0, 0.5), (0.3, 0.3)])
@@ -341,6 +343,21 @@ def test_a_turn_keeps_lengths_and_depends_on_the_distance_alone() -> None:
         torch.testing.assert_close(scores, scores[:1].expand_as(scores))
 
 
+def test_the_frequencies_of_rope_are_computed_once_and_stay_in_fp32_whatever_the_model_becomes() -> None:
+    with torch.device("meta"):
+        model = GPT(LLAMA, vocab_size=VOCABULARY, num_positions=S)
+    assert not list(model.buffers()) and model.rotary is not None
+    positions = torch.arange(S)[None]
+    first, second = (model.bfloat16().rotary(positions) for _ in range(2))
+    expected = RotaryEmbedding(LLAMA)(positions)
+    for found in (first, second):
+        assert torch.equal(found.cos, expected.cos) and torch.equal(found.sin, expected.sin)
+        assert found.cos.dtype == torch.float32 and found.cos.device.type == "cpu"
+    model.rotary(positions.to("meta"))
+    kept = model.rotary._on(torch.device("meta"))
+    assert kept is model.rotary._on(torch.device("meta"))
+
+
 def test_pieces_of_a_model_in_a_row_are_the_model() -> None:
     batch = batch_of()
     whole = model_of(GPT2)
@@ -348,7 +365,7 @@ def test_pieces_of_a_model_in_a_row_are_the_model() -> None:
     x: Tensor | None = None
     for layers, is_first, is_last in (([0], True, False), ([1], False, True)):
         chunks = [ModelChunk(layers, is_first, is_last)]
-        piece = GPT(GPT2, vocab_size=VOCABULARY, num_positions=S, chunks=chunks, seed=5)
+        piece = GPT(GPT2, vocab_size=VOCABULARY, num_positions=S, chunks=chunks, execution=Execution(dropout_seed=5))
         piece.load_state_dict({name: values[name] for name, _ in piece.named_parameters()})
         x = piece(x, batch, step=None)
     assert x is not None

@@ -21,8 +21,9 @@ from megatronish.config.training import AttentionBackend
 from megatronish.costs.activations import bytes_per_score
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
+from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
 from megatronish.sharding import collect_shardings, initialize
@@ -53,8 +54,7 @@ def model_of(
     config: ModelConfig,
     *,
     recompute: Recompute,
-    tp: Axis | None = None,
-    sequence_parallel: bool = False,
+    tp: TensorParallel | None = None,
     attention_backend: AttentionBackend = "auto",
 ) -> GPT:
     model = GPT(
@@ -62,18 +62,16 @@ def model_of(
         vocab_size=50,
         num_positions=S,
         tp=tp,
-        attention_backend=attention_backend,
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
+        execution=Execution(attention_backend=attention_backend, recompute=recompute),
     )
-    initialize(model, collect_shardings(model), seed=1, tp=model.tp)
+    initialize(model, collect_shardings(model), seed=1, tp=model.tp.axis)
     return model.bfloat16()
 
 
 def bytes_of(model: GPT) -> int:
     """What a whole forward keeps."""
     with saved_by(model) as saved:
-        loss = model(None, batch(), step=0)
+        loss = model(None, batch(), step=0).sum()
     loss.backward()
     return saved.num_bytes
 
@@ -91,7 +89,7 @@ def bytes_per_layer(config: ModelConfig, **settings: object) -> float:
 def on_rank(place: Place, sequence_parallel: bool, granularity: str | None, shared: bool) -> float:
     mesh = Mesh.start(Layout(tp=place.world_size), rank=place.rank, init_method=place.rendezvous)
     recompute = Recompute(granularity, shard_axis=mesh.tp if shared else Axis("tp"))  # type: ignore[arg-type]
-    return bytes_per_layer(MODEL, recompute=recompute, tp=mesh.tp, sequence_parallel=sequence_parallel)
+    return bytes_per_layer(MODEL, recompute=recompute, tp=TensorParallel(mesh.tp, sequence_parallel))
 
 
 def test_a_layer_keeps_34_sbh_bytes_with_flash_attention() -> None:
@@ -178,7 +176,7 @@ def test_what_is_computed_again_is_the_same_in_every_bit_dropout_and_all(how: Re
     found = []
     for recompute in (Recompute(), how):
         model = model_of(config, recompute=recompute).float()
-        loss = model(None, batch(), step=0)
+        loss = model(None, batch(), step=0).sum()
         loss.backward()
         found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -197,7 +195,7 @@ def test_inputs_that_wait_in_the_cpus_memory_come_back() -> None:
     for recompute in (Recompute(), Recompute("full", offload=True)):
         model = model_of(MODEL, recompute=recompute).cuda()
         with saved_by(model) as saved:
-            loss = model(None, batch().to(torch.device("cuda")), step=0)
+            loss = model(None, batch().to(torch.device("cuda")), step=0).sum()
         loss.backward()
         found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
         assert saved.num_bytes > 0

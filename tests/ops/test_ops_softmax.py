@@ -86,7 +86,7 @@ def test_the_references_are_torch_s_own_softmax() -> None:
 @pytest.mark.parametrize("window", [None, 1, 4, 7])
 def test_causal_is_what_attention_calls_causal(queries: int, keys: int, window: int | None) -> None:
     positions = torch.arange(keys)
-    expected = AttentionMask(keys, window_size=window).mask(positions[keys - queries :], positions)[0, 0]
+    expected = AttentionMask(keys, window_size=window).dense(positions[keys - queries :], positions)[0, 0]
     assert torch.equal(causal_visibility(queries, keys, window, torch.device("cpu")), expected)
 
 

@@ -13,7 +13,7 @@ import torch
 from megatronish.config.hf import HfModel, hf_config_of, read_hf_config
 from megatronish.config.hf_families import FAMILIES
 from megatronish.config.model import ModelConfig
-from megatronish.model.rope import rotation
+from megatronish.model.rope import RotaryEmbedding
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(
@@ -74,7 +74,7 @@ def test_positions_turn_by_the_same_angles(tmp_path: Path, scaling: dict[str, An
     frequencies_of = peer.modeling_rope_utils.ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]]
     frequencies, factor = frequencies_of(theirs, "cpu")
     positions = torch.tensor([[0, 1, 17, 40]])
-    turn = rotation(ModelConfig(**read_hf_config(folder).model), positions)
+    turn = RotaryEmbedding(ModelConfig(**read_hf_config(folder).model))(positions)
     angles = positions[0, :, None] * frequencies
     torch.testing.assert_close(turn.cos[:, 0, 0], angles.cos() * factor, rtol=0, atol=2e-5)
     torch.testing.assert_close(turn.sin[:, 0, 0], angles.sin() * factor, rtol=0, atol=2e-5)

@@ -12,14 +12,14 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatronish.launch.place import Place
-from megatronish.layers.linear import ColumnParallelLinear
-from megatronish.layers.weight_gradients import WeightGradients, split_backward
+from megatronish.layers.linear import ColumnParallelLinear, split_backward
+from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Boundary, Executor
 from megatronish.schedule.plan import Action, Placement, Plan, looped
-from megatronish.schedule.plan import Place as Position
+from megatronish.schedule.plan import StageChunk as Position
 from megatronish.schedule.schedules import RECEIVES_AHEAD, SCHEDULES
 from megatronish.schedule.simulate import simulate
 
@@ -66,9 +66,9 @@ class WatchedGradients(WeightGradients):
         super().defer(weight, dy, x, axis=axis)
 
     def compute(self, *, chunk: int, micro_batch: int) -> None:
-        others = set(self.due) - {(chunk, micro_batch)}
+        others = set(self.pending) - {(chunk, micro_batch)}
         super().compute(chunk=chunk, micro_batch=micro_batch)
-        assert set(self.due) == others
+        assert set(self.pending) == others
 
 
 class Trace(torch.autograd.Function):
@@ -93,7 +93,7 @@ class Piece(nn.Module):
         super().__init__()
         self.is_first, self.is_last = position == 0, position == num_positions - 1
         self.chunk, self.watch = chunk, watch or Watch()
-        self.linear = ColumnParallelLinear(D, D, tp=ALONE, sequence_parallel=False, bias=True, init_std=1.0)
+        self.linear = ColumnParallelLinear(D, D, tp=TensorParallel(), bias=True, init_std=1.0)
         generator = torch.Generator().manual_seed(position)
         with torch.no_grad():
             for parameter in self.parameters():

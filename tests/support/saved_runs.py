@@ -15,8 +15,7 @@ from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_sh
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh
-from megatronish.model.block import TransformerBlock
-from megatronish.model.gpt import MakeBlock
+from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.sharding import Piece
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob

@@ -88,7 +88,7 @@ def kept(place: Place, parallel: ParallelConfig, recompute: RecomputeConfig, mod
     """Bytes that the forward of a micro-batch keeps."""
     engine, (batch,) = engine_of(place, parallel, recompute=recompute, model=model, num_microbatches=1)
     with saved_by(engine.model) as saved:
-        loss = engine.model(None, batch, step=0)
+        loss = engine.model(None, batch, step=0).sum()
     loss.backward()  # what is computed again is kept there for a moment: that is not what is counted
     return saved.num_bytes
 
