@@ -106,6 +106,22 @@ class LayerSpec:
         return LayerCost(norms=(norm, norm), mask_bytes=masks) + self.attention.cost(model) + self.mlp.cost(model)
 
 
+@dataclass(frozen=True)
+class MixedModelConfig(ModelConfig):
+    """Config of a model whose layers are given one by one: a spec for each of num_layers.
+
+    The options of the config that describe a layer (heads, window, biases, size and activation of the MLP) are idle;
+    but rotary positions turn heads of its head size.
+    """
+
+    layers: tuple[LayerSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == self.num_layers, f"{len(self.layers)} specs for num_layers={self.num_layers}"
+
+
 def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
-    """Every layer of a model, first layer first; the options of a config describe layers that are all alike."""
+    """Every layer of a model, first layer first: those that are given, or one as the options say, over and over."""
+    if isinstance(model, MixedModelConfig):
+        return model.layers
     return (LayerSpec.of(model),) * model.num_layers

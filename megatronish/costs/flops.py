@@ -9,7 +9,6 @@ Attention is counted for what a causal mask lets through, half of the square (`"
 Megatron-LM prints), or for the whole square (`"full"`, as the formula of arXiv:2104.04473). A window cuts either.
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatronish.config.model import ModelConfig
@@ -42,15 +41,10 @@ def layer_flops(model: ModelConfig, layer: LayerSpec, *, seq_length: int, attent
 
 
 def forward_flops(
-    model: ModelConfig,
-    *,
-    vocab_size: int,
-    seq_length: int,
-    attention: CountedMask = "causal",
-    layers: Sequence[LayerSpec] | None = None,
+    model: ModelConfig, *, vocab_size: int, seq_length: int, attention: CountedMask = "causal"
 ) -> ForwardFlops:
-    """FLOPs of the average token of a sequence, forward; `layers` are by default those of the config."""
-    costs = [layer.cost(model) for layer in (layer_specs(model) if layers is None else layers)]
+    """FLOPs of the average token of a sequence, forward."""
+    costs = [layer.cost(model) for layer in layer_specs(model)]
     return ForwardFlops(
         linear=sum(cost.linear_flops for cost in costs),
         scores=sum(cost.score_flops(seq_length, attention) for cost in costs),
@@ -65,27 +59,15 @@ def logits_flops(model: ModelConfig, vocab_size: int) -> int:
 
 
 def model_flops_per_token(
-    model: ModelConfig,
-    *,
-    vocab_size: int,
-    seq_length: int,
-    attention: CountedMask = "causal",
-    layers: Sequence[LayerSpec] | None = None,
+    model: ModelConfig, *, vocab_size: int, seq_length: int, attention: CountedMask = "causal"
 ) -> float:
     """Forward and backward of one token, for MFU."""
-    sizes = {"vocab_size": vocab_size, "seq_length": seq_length}
-    return 3 * forward_flops(model, **sizes, attention=attention, layers=layers).total
+    return 3 * forward_flops(model, vocab_size=vocab_size, seq_length=seq_length, attention=attention).total
 
 
 def hardware_flops_per_token(
-    model: ModelConfig,
-    *,
-    padded_vocab_size: int,
-    seq_length: int,
-    attention: CountedMask = "causal",
-    layers: Sequence[LayerSpec] | None = None,
+    model: ModelConfig, *, padded_vocab_size: int, seq_length: int, attention: CountedMask = "causal"
 ) -> float:
     """Forward and backward of one token as the device carries them out."""
-    sizes = {"vocab_size": padded_vocab_size, "seq_length": seq_length}
-    forward = forward_flops(model, **sizes, attention=attention, layers=layers)
+    forward = forward_flops(model, vocab_size=padded_vocab_size, seq_length=seq_length, attention=attention)
     return 3 * forward.total + forward.scores

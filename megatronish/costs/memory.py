@@ -17,7 +17,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
 from megatronish.costs.parameters import parameters_of_stage
 from megatronish.layer_costs import Count, DeviceType, LayerCost, sum_counts
-from megatronish.layer_specs import LayerSpec, layer_specs
+from megatronish.layer_specs import layer_specs
 from megatronish.layout import Layout
 
 
@@ -66,16 +66,11 @@ class ZeroSettings(NamedTuple):
 
 
 def expected_memory(
-    config: Config,
-    stages: Sequence[StageLoad],
-    *,
-    vocab_size: int,
-    device: DeviceType = "cuda",
-    layers: Sequence[LayerSpec] | None = None,
+    config: Config, stages: Sequence[StageLoad], *, vocab_size: int, device: DeviceType = "cuda"
 ) -> list[Memory]:
-    """Bytes on a device of each pipeline stage; `layers` are by default those of the config."""
+    """Bytes on a device of each pipeline stage."""
     model, training, layout = config.model, config.training, config.layout
-    specs = layer_specs(model) if layers is None else layers
+    specs = layer_specs(model)
     costs = [layer.cost(model) for layer in specs]
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = training.seq_length * training.micro_batch_size // layout.cp

@@ -7,13 +7,10 @@ from megatronish.layer_costs import Count, NormShape, sum_counts
 from megatronish.layer_specs import LayerSpec, layer_specs
 
 
-def num_parameters(
-    model: ModelConfig, *, vocab_size: int, seq_length: int, layers: Sequence[LayerSpec] | None = None
-) -> int:
-    """Parameters of the whole model, with its true vocabulary; `layers` are by default those of the config."""
-    layers = layer_specs(model) if layers is None else layers
+def num_parameters(model: ModelConfig, *, vocab_size: int, seq_length: int) -> int:
+    """Parameters of the whole model, with its true vocabulary."""
     sizes = {"vocab_size": vocab_size, "seq_length": seq_length}
-    return parameters_of_stage(model, layers, **sizes, is_first=True, is_last=True).total
+    return parameters_of_stage(model, layer_specs(model), **sizes, is_first=True, is_last=True).total
 
 
 def parameters_of_stage(

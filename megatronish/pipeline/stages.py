@@ -1,6 +1,5 @@
 """Pipeline stages of a config: the layers that each stage holds, its actions in a step, and what they keep alive."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -8,7 +7,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Moment, StageLoad
 from megatronish.costs.flops import layer_flops, logits_flops
-from megatronish.layer_specs import LayerSpec, layer_specs
+from megatronish.layer_specs import layer_specs
 from megatronish.schedule.plan import Action, Placement, StageChunk
 from megatronish.schedule.schedules import SCHEDULES, PipelineSchedule
 from megatronish.schedule.split import SplitWeights, split_layers
@@ -24,25 +23,13 @@ class Stages:
     layers: tuple[range, ...]
 
     @classmethod
-    def of(
-        cls,
-        parallel: ParallelConfig,
-        model: ModelConfig,
-        *,
-        vocab_size: int,
-        seq_length: int,
-        layers: Sequence[LayerSpec] | None = None,
-    ) -> "Stages":
-        """Stages as --pipeline-schedule, --pipeline-split and the flags of single stages say.
-
-        An automatic split weighs `layers`, by default those of the config.
-        """
+    def of(cls, parallel: ParallelConfig, model: ModelConfig, *, vocab_size: int, seq_length: int) -> "Stages":
+        """Stages as --pipeline-schedule, --pipeline-split and the flags of single stages say."""
         schedule, num_chunks = SCHEDULES[parallel.schedule], parallel.num_chunks(model.num_layers)
-        num_stages, specs = parallel.pipeline_model_parallel_size, layer_specs(model) if layers is None else layers
-        assert len(specs) == model.num_layers, "a spec for each of num_layers"
+        num_stages = parallel.pipeline_model_parallel_size
         weights = None
         if parallel.pipeline_split == "auto":
-            flops = [layer_flops(model, spec, seq_length=seq_length) for spec in specs]
+            flops = [layer_flops(model, spec, seq_length=seq_length) for spec in layer_specs(model)]
             mean = sum(flops) / len(flops)
             # Looking an embedding up multiplies nothing: what it costs is a copy of D values against a layer's D^2.
             weights = SplitWeights(

@@ -15,7 +15,7 @@ from megatronish.config.training import AttentionBackend, TrainingConfig
 from megatronish.costs.activations import bytes_per_score
 from megatronish.costs.memory import Memory, ZeroSettings, expected_memory, format_bytes, memory_table
 from megatronish.costs.parameters import num_parameters
-from megatronish.layer_specs import LayerSpec, layer_specs
+from megatronish.layer_specs import MixedModelConfig, layer_specs
 from megatronish.layout import Layout
 from megatronish.pipeline.stages import Stages
 
@@ -25,7 +25,7 @@ def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: 
     layout = layout or Layout()
     num_microbatches = settings.pop("num_microbatches", 8)
     recompute = settings.pop("recompute", RecomputeConfig())
-    device, layers = settings.pop("device", "cuda"), settings.pop("layers", None)
+    device = settings.pop("device", "cuda")
     of_section = {
         kind: {name: settings.pop(name) for name in set(kind.__annotations__) & set(settings)}
         for kind in (ParallelConfig, TrainingConfig, OptimizerConfig)
@@ -43,9 +43,9 @@ def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: 
     training = TrainingConfig(**{"seq_length": 1024, "micro_batch_size": 4} | of_section[TrainingConfig])  # type: ignore[arg-type]
     optimizer = OptimizerConfig(**of_section[OptimizerConfig])  # type: ignore[arg-type]
     config = Config(model, parallel, recompute, training, optimizer)  # type: ignore[arg-type]
-    stages = Stages.of(parallel, model, vocab_size=50257, seq_length=1024, layers=layers)  # type: ignore[arg-type]
+    stages = Stages.of(parallel, model, vocab_size=50257, seq_length=1024)
     loads = stages.loads(num_microbatches)  # type: ignore[arg-type]
-    return expected_memory(config, loads, vocab_size=50257, device=device, layers=layers)  # type: ignore[arg-type]
+    return expected_memory(config, loads, vocab_size=50257, device=device)  # type: ignore[arg-type]
 
 
 def test_model_state_takes_16_bytes_a_parameter_in_fp32_and_18_with_bf16() -> None:
@@ -226,62 +226,61 @@ def test_memory_draws_itself_as_a_table() -> None:
 WINDOWED = replace(LLAMA3_8B, num_layers=8, window_size=256)
 
 
-def mixed_layers(model: ModelConfig) -> list[LayerSpec]:
+def mixed(model: ModelConfig) -> MixedModelConfig:
     """Every fourth layer sees the whole sequence, and the first two have a small MLP."""
     specs = []
     for layer, spec in enumerate(layer_specs(model)):
         attention = replace(spec.attention, window=None if layer % 4 == 3 else model.window_size)
         mlp = replace(spec.mlp, ffn_size=1024, activation="squared_relu") if layer < 2 else spec.mlp
         specs.append(replace(spec, attention=attention, mlp=mlp))
-    return specs
+    return MixedModelConfig(**vars(model), layers=tuple(specs))
+
+
+MIXED = mixed(WINDOWED)
+SMALL_MLP, LARGE_MLP = MIXED.layers[0].cost(MIXED), MIXED.layers[-1].cost(MIXED)
 
 
 def test_a_stage_holds_the_parameters_and_activations_of_its_own_layers() -> None:
-    layers = mixed_layers(WINDOWED)
-    small, large = layers[0].cost(WINDOWED), layers[-1].cost(WINDOWED)
-    assert small.parameters.split < large.parameters.split
-    first, second = expect(WINDOWED, Layout(pp=2), layers=layers, num_microbatches=1)
+    assert SMALL_MLP.parameters.split < LARGE_MLP.parameters.split
+    first, second = expect(MIXED, Layout(pp=2), num_microbatches=1)
     uniform = expect(WINDOWED, Layout(pp=2), num_microbatches=1)
     assert second == uniform[1]
     for kind, saving in (
-        ("parameters", 4 * (large.parameters.total - small.parameters.total)),
-        ("activations", 1024 * 4 * 4 * (large.kept.total - small.kept.total + 14336 - 1024)),
+        ("parameters", 4 * (LARGE_MLP.parameters.total - SMALL_MLP.parameters.total)),
+        ("activations", 1024 * 4 * 4 * (LARGE_MLP.kept.total - SMALL_MLP.kept.total + 14336 - 1024)),
     ):
         assert getattr(uniform[0], kind) - getattr(first, kind) == 2 * saving
 
 
 def test_zero_3_gathers_the_two_neighbours_that_are_largest() -> None:
-    layers = mixed_layers(WINDOWED)
-    sizes = [spec.cost(WINDOWED).parameters.total for spec in layers]
-    (memory,) = expect(WINDOWED, Layout(dp=2), layers=layers, zero_stage=3)
-    rest = num_parameters(WINDOWED, vocab_size=50304, seq_length=1024, layers=layers) - sum(sizes)
+    sizes = [spec.cost(MIXED).parameters.total for spec in MIXED.layers]
+    (memory,) = expect(MIXED, Layout(dp=2), zero_stage=3)
+    rest = num_parameters(MIXED, vocab_size=50304, seq_length=1024) - sum(sizes)
     assert memory.passing == 4 * (2 * rest + 3 * max(sizes))
 
 
 def test_recomputation_holds_the_largest_group_once() -> None:
-    layers = mixed_layers(WINDOWED)
-    large = layers[-1].cost(WINDOWED).saved_bytes(seq_length=1024, element_bytes=4).total
-    small = layers[0].cost(WINDOWED).saved_bytes(seq_length=1024, element_bytes=4).total
+    small, large = (cost.saved_bytes(seq_length=1024, element_bytes=4).total for cost in (SMALL_MLP, LARGE_MLP))
     one_input, head = 4096 * 4, 2 * 4096 * 4
     for method, size, expected in (
         ("uniform", 2, 4 * one_input + 2 * large),
         ("block", 2, 2 * one_input + small + 6 * large),
         ("block", 3, 3 * one_input + large + 5 * large),
     ):
-        recompute = RecomputeConfig("full", method, size)  # type: ignore[arg-type]
-        (memory,) = expect(WINDOWED, layers=layers, recompute=recompute)
+        (memory,) = expect(MIXED, recompute=RecomputeConfig("full", method, size))  # type: ignore[arg-type]
         assert memory.activations == (expected + head) * 1024 * 4
 
 
 def test_an_automatic_split_weighs_the_layers() -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_split="auto")
     model = replace(WINDOWED, num_layers=16)
-    sizes = {"vocab_size": 1000, "seq_length": 1024}
-    even = Stages.of(parallel, model, **sizes)
+    even = Stages.of(parallel, model, vocab_size=1000, seq_length=1024)
     assert [len(part) for part in even.layers] == [8, 8]
-    layers = [replace(spec, mlp=replace(spec.mlp, ffn_size=1024)) for spec in layer_specs(model)[:8]]
-    mixed = Stages.of(parallel, model, **sizes, layers=[*layers, *layer_specs(model)[8:]])
-    assert [len(part) for part in mixed.layers] == [11, 5]
+    specs = layer_specs(model)
+    small = [replace(spec, mlp=replace(spec.mlp, ffn_size=1024)) for spec in specs[:8]]
+    unequal = MixedModelConfig(**vars(model), layers=(*small, *specs[8:]))
+    parts = Stages.of(parallel, unequal, vocab_size=1000, seq_length=1024).layers
+    assert [len(part) for part in parts] == [11, 5]
 
 
 def test_memory_on_a_cpu_counts_the_fp32_copies_of_rms_norm() -> None:
