@@ -16,10 +16,10 @@ from megatronish.layer_costs import DeviceType, LayerCost
 
 
 class Moment(NamedTuple):
-    """How many micro-batches of each chunk wait: `live` for their backward, `due` for their weight gradients alone."""
+    """Micro-batches of each chunk that wait: `live` for their backward, `deferred` for their weight gradients alone."""
 
     live: tuple[int, ...]
-    due: tuple[int, ...]
+    deferred: tuple[int, ...]
 
 
 class StageLoad(NamedTuple):
@@ -70,9 +70,9 @@ class Activations(NamedTuple):
 
         def held(moment: Moment) -> tuple[int, int]:
             live = sum(count * chunk.live for count, chunk in zip(moment.live, chunks, strict=True))
-            due = sum(count * chunk.deferred for count, chunk in zip(moment.due, chunks, strict=True))
-            losses = moment.live[-1] + moment.due[-1] if stage.is_last else 0
-            return live + due + losses * ends // ends_cut, losses * logits // self.tp
+            waiting = sum(count * chunk.deferred for count, chunk in zip(moment.deferred, chunks, strict=True))
+            losses = moment.live[-1] + moment.deferred[-1] if stage.is_last else 0
+            return live + waiting + losses * ends // ends_cut, losses * logits // self.tp
 
         activations, in_logits = max(map(held, stage.moments), key=sum)
         return activations + max(chunk.recomputed for chunk in chunks), in_logits

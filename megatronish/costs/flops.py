@@ -23,9 +23,9 @@ class ForwardFlops(NamedTuple):
     linear: int
     """Linear layers: projections of attention and MLPs."""
     scores: float
-    """Queries times keys."""
+    """Products of queries and keys."""
     values: float
-    """Probabilities times values."""
+    """Products of probabilities and values."""
     logits: int
 
     @property

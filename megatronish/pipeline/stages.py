@@ -77,13 +77,13 @@ class Stages:
 
     def _load(self, stage: int, num_microbatches: int) -> StageLoad:
         places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
-        live, due = [0] * self.num_chunks, [0] * self.num_chunks
-        moments = {Moment(tuple(live), tuple(due))}
+        live, deferred = [0] * self.num_chunks, [0] * self.num_chunks
+        moments = {Moment(tuple(live), tuple(deferred))}
         for action in self.actions(stage, num_microbatches):
             live[action.chunk] += (action.kind == "F") - (action.kind == "B")
             if self.schedule.has_weight_gradients:
-                due[action.chunk] += (action.kind == "B") - (action.kind == "W")
-            moments.add(Moment(tuple(live), tuple(due)))
+                deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
+            moments.add(Moment(tuple(live), tuple(deferred)))
         return StageLoad(
             layers=tuple(self.layers_at(place) for place in places),
             moments=frozenset(moments),

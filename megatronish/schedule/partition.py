@@ -17,7 +17,7 @@ MOST_VISITS = 20_000
 Slowness = tuple[float, float, float]
 
 
-class Pipeline(NamedTuple):
+class PipelineCosts(NamedTuple):
     """Costs of layers and of the model's ends, and the positions of each stage.
 
     `ends` are what positions cost besides layers. `stages` are those that are compared: the positions of the others,
@@ -39,7 +39,7 @@ class Pipeline(NamedTuple):
         return round(max(stages), 9), next(squares), next(squares)
 
 
-def cut_into_runs(pipeline: Pipeline, even: list[int]) -> list[int]:
+def cut_into_runs(pipeline: PipelineCosts, even: list[int]) -> list[int]:
     """Layers of each position; `even` is a cut to start from, by numbers of layers."""
     best = _contiguous(pipeline)
     if all(len(positions) == 1 for positions in pipeline.stages):
@@ -48,7 +48,7 @@ def cut_into_runs(pipeline: Pipeline, even: list[int]) -> list[int]:
     return _exchanged(pipeline, _Search(pipeline, exchanged).run())
 
 
-def _contiguous(pipeline: Pipeline) -> list[int]:
+def _contiguous(pipeline: PipelineCosts) -> list[int]:
     """Sizes with the least cost of the dearest position that is not fixed; of those with few squares of costs."""
     num_layers, num_positions = len(pipeline.layers), len(pipeline.ends)
     before = list(accumulate(pipeline.layers, initial=0.0))
@@ -66,7 +66,7 @@ def _contiguous(pipeline: Pipeline) -> list[int]:
     return list(best[num_layers][2])
 
 
-def _stops(pipeline: Pipeline, position: int, start: int) -> range:
+def _stops(pipeline: PipelineCosts, position: int, start: int) -> range:
     """Where the run of a position may stop that starts at a layer: the positions after it need a layer each."""
     after = range(position + 1, len(pipeline.ends))
     most = len(pipeline.layers) - sum(pipeline.fixed.get(each, 1) for each in after)
@@ -78,7 +78,7 @@ def _stops(pipeline: Pipeline, position: int, start: int) -> range:
     return range(start + 1, most + 1)
 
 
-def _exchanged(pipeline: Pipeline, sizes: list[int]) -> list[int]:
+def _exchanged(pipeline: PipelineCosts, sizes: list[int]) -> list[int]:
     """Sizes after every exchange of a layer between two positions that makes them less slow."""
     positions = [position for stage in pipeline.stages for position in stage]
     least, goes_on = pipeline.slowness(sizes), True
@@ -99,7 +99,7 @@ def _exchanged(pipeline: Pipeline, sizes: list[int]) -> list[int]:
 class _Search:
     """Search in depth, position after position, for a cut whose slowest stage is faster than that of `best`."""
 
-    def __init__(self, pipeline: Pipeline, best: list[int]) -> None:
+    def __init__(self, pipeline: PipelineCosts, best: list[int]) -> None:
         self.pipeline, self.best, self.least = pipeline, best, pipeline.slowness(best)[0]
         self.before = list(accumulate(pipeline.layers, initial=0.0))
         self.stage_of = {position: n for n, stage in enumerate(pipeline.stages) for position in stage}

@@ -4,15 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import run_ranks
 from saved import saved_by
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatronish.config.model import ModelConfig
+from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import AttentionBackend
-from megatronish.costs.activations import bytes_per_score
+from megatronish.costs.activations import Activations, bytes_per_score
+from megatronish.launch.place import Place
 from megatronish.layer_costs import Count, LayerCost, LinearShape
 from megatronish.layer_specs import LayerSpec, layer_specs
-from megatronish.mesh import Axis, TensorParallel
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.layout import Layout
+from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.attention import CoreAttention
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
@@ -174,3 +180,36 @@ def test_a_token_passes_the_experts_that_are_chosen_and_a_rank_holds_all() -> No
     assert row.linear_flops == 2 * row.active_parameters
     assert row.deferred_inputs == Count(split=2 * 32, whole=64 + 2 * 64)
     assert row.deferred_gradients == Count(split=2 * 32, whole=8 + 2 * 64)
+
+
+def elements_deferred(place: Place, sequence: bool) -> float:
+    """Elements a token that one layer leaves in the queue of weight gradients."""
+    mesh = Mesh.start(Layout(tp=place.world_size), rank=place.rank, init_method=place.rendezvous)
+
+    def deferred(num_layers: int) -> int:
+        model, tp = replace(MODELS["qwen3"], num_layers=num_layers), TensorParallel(mesh.tp, sequence)
+        gpt = GPT(model, vocab_size=V, num_positions=S, tp=tp)
+        initialize(gpt, collect_shardings(gpt), seed=1, tp=mesh.tp)
+        queue = WeightGradients({})
+        split_backward(gpt, queue)
+        queue.fill(chunk=0, micro_batch=0)
+        gpt(None, batch(), step=0).sum().backward()
+        return sum(each.dy.numel() + each.x.numel() for each in queue._pending[0, 0])
+
+    return (deferred(3) - deferred(1)) / 2 / (S * B)
+
+
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
+def test_a_row_counts_what_deferred_weight_gradients_keep(tp: int, sequence: bool) -> None:
+    settings = Activations(
+        hidden_size=128,
+        seq_length=S,
+        element_bytes=4,
+        score_bytes=0,
+        tp=tp,
+        sequence_parallel=sequence,
+        recompute=RecomputeConfig(),
+        device="cpu",
+    )
+    for elements in run_ranks(tp, elements_deferred, sequence):
+        assert 4 * elements == settings.deferred(cost_of(MODELS["qwen3"]))
