@@ -23,6 +23,7 @@ from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
+from megatronish.layer_specs import layer_specs
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
 from megatronish.mesh import Mesh, TensorParallel, leave
@@ -43,7 +44,8 @@ class ParallelBlock(nn.Module):
         super().__init__()
         width, std = config.hidden_size, config.init_method_std
         self.norm = Norm(width, kind="RMSNorm", epsilon=config.norm_epsilon, partial=tp.cuts_sequence)
-        self.attention = Attention(config, layer=layer, tp=tp, core=core, output_std=std)
+        spec = layer_specs(config)[layer].attention
+        self.attention = Attention(config, spec, layer=layer, tp=tp, core=core, output_std=std)
         linear: dict[str, Any] = {"tp": tp, "bias": False, "init_std": std}
         self.up = ColumnParallelLinear(width, 4 * width, **linear)
         self.down = RowParallelLinear(4 * width, width, **linear)

@@ -14,9 +14,9 @@ from paths import ROOT
 
 from megatronish.config.config import Config
 from megatronish.config.read import ConfigError, read_config
-from megatronish.flops import num_parameters
+from megatronish.costs.memory import expected_memory, format_bytes
+from megatronish.costs.parameters import num_parameters
 from megatronish.formats.start import read_start
-from megatronish.memory import ZeroSettings, expected_memory, format_bytes
 from megatronish.pipeline.stages import Stages
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -143,23 +143,10 @@ def test_the_table_has_every_config() -> None:
 
 
 def fullest_stage(config: Config, vocab_size: int) -> str:
-    layout, training = config.layout, config.training
+    training = config.training
     stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
-    memory = expected_memory(
-        config.model,
-        vocab_size=vocab_size,
-        seq_length=training.seq_length,
-        micro_batch_size=training.micro_batch_size,
-        stages=stages.loads(config.global_batch_size // (training.micro_batch_size * layout.dp)),
-        layout=layout,
-        sequence_parallel=config.parallel.sequence_parallel,
-        bf16=training.bf16,
-        optimizer=config.optimizer.optimizer,
-        cp_comm_type=config.parallel.cp_comm_type,
-        recompute=config.recompute,
-        sharing=ZeroSettings.of(config.parallel, layout),
-    )
-    return format_bytes(max(stage.total for stage in memory))
+    loads = stages.loads(config.global_batch_size // (training.micro_batch_size * config.layout.dp))
+    return format_bytes(max(stage.total for stage in expected_memory(config, loads, vocab_size=vocab_size)))
 
 
 def test_the_drawn_schedule_is_what_the_tool_draws() -> None:

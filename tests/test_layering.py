@@ -20,8 +20,8 @@ ROWS = (
     ("config",),
     ("launch",),
     ("mesh",),
-    ("comm", "sharding", "streams", "flops", "memory"),
-    ("ops",),
+    ("comm", "sharding", "streams", "layer_costs", "layer_specs"),
+    ("ops", "costs"),
     ("layers", "attention"),
     ("model",),
     ("objectives",),
@@ -55,8 +55,9 @@ WITHOUT_TORCH = (
     "optim/learning_rate.py",
     "optim/batch_size.py",
     "optim/loss_scale.py",
-    "flops.py",
-    "memory.py",
+    "layer_costs.py",
+    "layer_specs.py",
+    "costs/*.py",
     "errors.py",
 )
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

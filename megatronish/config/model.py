@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 from megatronish.config.marks import REQUIRED, TRAINING_ONLY, at_least, at_most, fraction, greater_than
 
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
+"""Nonlinearity of an MLP; swiglu is gated, gelu_tanh is GELU in its tanh form."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -99,6 +102,15 @@ class ModelConfig:
         if self.swiglu:
             return int(4 * self.hidden_size * 2 / 3 / 64) * 64
         return 4 * self.hidden_size
+
+    @property
+    def activation(self) -> Activation:
+        """Nonlinearity of the MLP, as --swiglu, --squared-relu and --openai-gelu say together."""
+        if self.swiglu:
+            return "swiglu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "gelu_tanh" if self.openai_gelu else "gelu"
 
     @property
     def linear_bias(self) -> bool:

@@ -11,6 +11,7 @@ from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask
 from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
+from megatronish.layer_specs import AttentionSpec
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
 from megatronish.mesh import Axis, TensorParallel
@@ -63,28 +64,39 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention, output_std: float
+        self,
+        config: ModelConfig,
+        spec: AttentionSpec,
+        *,
+        layer: int,
+        tp: TensorParallel,
+        core: CoreAttention,
+        output_std: float,
     ) -> None:
         super().__init__()
-        self.config, self.layer, self.core = config, layer, core
-        self.window_size, self.dropout_rate = config.window_size, config.attention_dropout
-        heads, kv_heads, size = config.num_attention_heads, config.num_kv_heads, config.head_size
-        self.num_local_heads, self.num_local_kv_heads = heads // tp.size, kv_heads // tp.size
-        self.first_head = tp.axis.rank * self.num_local_heads
+        self.config, self.spec, self.layer, self.core = config, spec, layer, core
+        self.local_sections = tuple(section // tp.size for section in spec.sections)
+        self.first_head = tp.axis.rank * (spec.num_heads // tp.size)
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            (heads + 2 * kv_heads) * size,
+            sum(spec.sections),
             tp=tp,
-            bias=config.qkv_bias,
+            bias=spec.qkv_bias,
             init_std=config.init_method_std,
-            sections=(heads * size, kv_heads * size, kv_heads * size),
+            sections=spec.sections,
         )
         self.out = RowParallelLinear(
-            heads * size, config.hidden_size, tp=tp, bias=config.linear_bias, init_std=output_std
+            spec.sections[0], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std
         )
-        if config.qk_layernorm:
+        if spec.qk_norm:
             # Each tp rank normalises heads of its own with the shared weight.
-            make_norm = partial(Norm, size, kind=config.normalization, epsilon=config.norm_epsilon, partial=tp.size > 1)
+            make_norm = partial(
+                Norm,
+                spec.head_size,
+                kind=config.normalization,
+                epsilon=config.norm_epsilon,
+                partial=tp.size > 1,
+            )
             self.q_norm, self.k_norm = make_norm(), make_norm()
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -92,16 +104,15 @@ class Attention(nn.Module):
         q, k, v = self.queries_keys_values(x, context)
         if context.cache is not None:
             k, v = context.cache.extended(k, v, layer=self.layer)
-        mask = context.mask(self.window_size)
-        dropout = context.attention_dropout(layer=self.layer, rate=self.dropout_rate)
+        mask = context.mask(self.spec.window)
+        dropout = context.attention_dropout(layer=self.layer, rate=self.config.attention_dropout)
         return self.out(self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout))
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised and rotated."""
-        size, heads, kv_heads = self.config.head_size, self.num_local_heads, self.num_local_kv_heads
-        sections = (heads * size, kv_heads * size, kv_heads * size)
-        q, k, v = (part.unflatten(-1, (-1, size)) for part in self.qkv(x).split(sections, dim=-1))
-        if self.config.qk_layernorm:
+        parts = self.qkv(x).split(self.local_sections, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
+        if self.spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotation is not None:
             q, k = (rotate(part, context.rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
+from megatronish.layer_specs import layer_specs
 from megatronish.layers.norm import Norm
 from megatronish.mesh import TensorParallel
 from megatronish.model.attention import Attention, CoreAttention
@@ -21,11 +22,15 @@ class MakeBlock(Protocol):
 
 
 class TransformerBlock(nn.Module):
-    """Layer number `layer` of the whole model, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D])."""
+    """Layer number `layer` of the whole model, as its spec says.
+
+    [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
+    """
 
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
         super().__init__()
         self.config, self.layer = config, layer
+        spec = layer_specs(config)[layer]
         make_norm = partial(
             Norm,
             config.hidden_size,
@@ -37,9 +42,9 @@ class TransformerBlock(nn.Module):
         # Residual outputs start smaller, so that their sum over the depth does not grow (Radford et al. 2019).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
         self.attention_norm = make_norm()
-        self.attention = Attention(config, layer=layer, tp=tp, core=core, output_std=output_std)
+        self.attention = Attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
         self.mlp_norm = make_norm()
-        self.mlp = MLP(config, tp=tp, output_std=output_std)
+        self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout."""

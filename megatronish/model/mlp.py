@@ -1,48 +1,46 @@
-"""What does each token make of itself? The MLP of a block."""
+"""MLP of a transformer layer: up-projection, activation, down-projection."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
+from megatronish.layer_specs import MLPSpec
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.mesh import TensorParallel
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 
 
 class MLP(nn.Module):
-    """[S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]): up to F features, a nonlinearity, back to D."""
+    """MLP, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]), by way of F/tp features a rank."""
 
-    def __init__(self, config: ModelConfig, *, tp: TensorParallel, output_std: float) -> None:
+    def __init__(self, config: ModelConfig, spec: MLPSpec, *, tp: TensorParallel, output_std: float) -> None:
         super().__init__()
-        self.config = config
-        gated = config.swiglu
+        self.activation = spec.activation
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
-            config.ffn_size * (2 if gated else 1),
+            sum(spec.sections),
             tp=tp,
-            bias=config.linear_bias,
+            bias=spec.bias,
             init_std=config.init_method_std,
-            sections=(config.ffn_size,) * (2 if gated else 1),
+            sections=spec.sections,
         )
-        self.fc2 = RowParallelLinear(
-            config.ffn_size,
-            config.hidden_size,
-            tp=tp,
-            bias=config.linear_bias,
-            init_std=output_std,
-        )
+        self.fc2 = RowParallelLinear(spec.ffn_size, config.hidden_size, tp=tp, bias=spec.bias, init_std=output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """[S, B, D] -> [S, B, D]; a fused activation adds the bias of the up-projection itself."""
         # A kernel adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
-        apart = not self.config.squared_relu and is_fused(x)
+        apart = self.activation != "squared_relu" and is_fused(x)
         x = self.fc1(x, skip_bias=apart)
         return self.fc2(self.activate(x, self.fc1.bias if apart else None))
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[S, B, F/tp] (gated: [S, B, 2 F/tp], gate before up), a bias not yet added -> [S, B, F/tp]."""
-        if self.config.swiglu:
-            return bias_swiglu(x, bias)
-        if self.config.squared_relu:
-            return F.relu(x).square()
-        return bias_gelu(x, bias, approximate="tanh" if self.config.openai_gelu else "none")
+        match self.activation:
+            case "swiglu":
+                return bias_swiglu(x, bias)
+            case "squared_relu":
+                return F.relu(x).square()
+            case "gelu_tanh":
+                return bias_gelu(x, bias, approximate="tanh")
+            case "gelu":
+                return bias_gelu(x, bias, approximate="none")

@@ -1,15 +1,16 @@
-"""What does a config make of the pipeline? Who holds which layers, who does what when, and what that keeps alive."""
+"""Pipeline stages of a config: the layers that each stage holds, its actions in a step, and what they keep alive."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
-from megatronish.flops import forward_flops
-from megatronish.memory import Moment, StageLoad
+from megatronish.costs.activations import Moment, StageLoad
+from megatronish.costs.flops import layer_flops, logits_flops
+from megatronish.layer_specs import layer_specs
 from megatronish.schedule.plan import Action, Placement, StageChunk
 from megatronish.schedule.schedules import SCHEDULES, PipelineSchedule
-from megatronish.schedule.split import Weights, split_layers
+from megatronish.schedule.split import SplitWeights, split_layers
 
 
 @dataclass(frozen=True)
@@ -23,23 +24,27 @@ class Stages:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, model: ModelConfig, *, vocab_size: int, seq_length: int) -> "Stages":
-        """As --pipeline-schedule, --pipeline-split and the flags of single stages say."""
+        """Stages as --pipeline-schedule, --pipeline-split and the flags of single stages say."""
         schedule, num_chunks = SCHEDULES[parallel.schedule], parallel.num_chunks(model.num_layers)
         num_stages = parallel.pipeline_model_parallel_size
         weights = None
         if parallel.pipeline_split == "auto":
-            forward = forward_flops(model, vocab_size=vocab_size, seq_length=seq_length)
-            layer = (forward.linear + 2 * forward.scores) / model.num_layers
+            flops = [layer_flops(model, spec, seq_length=seq_length) for spec in layer_specs(model)]
+            mean = sum(flops) / len(flops)
             # Looking an embedding up multiplies nothing: what it costs is a copy of D values against a layer's D^2.
-            weights = Weights(1 / model.hidden_size, forward.logits / layer)
-        layers = split_layers(
+            weights = SplitWeights(
+                embedding=1 / model.hidden_size,
+                head=logits_flops(model, vocab_size) / mean,
+                layers=tuple(each / mean for each in flops),
+            )
+        ranges = split_layers(
             num_layers=model.num_layers,
             placement=schedule.place(num_stages=num_stages, num_chunks=num_chunks),
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
             weights=weights,
         )
-        return cls(schedule, num_stages, num_chunks, tuple(layers))
+        return cls(schedule, num_stages, num_chunks, tuple(ranges))
 
     @cached_property
     def placement(self) -> Placement:
@@ -51,7 +56,7 @@ class Stages:
         return {place: position for position, place in enumerate(self.placement)}
 
     def actions(self, stage: int, num_microbatches: int) -> list[Action]:
-        """A stage's actions of a step."""
+        """Actions of one stage in a step."""
         return _row(self.schedule.name, stage, self.num_stages, num_microbatches, self.num_chunks)
 
     def layers_at(self, place: StageChunk) -> range:
@@ -67,20 +72,20 @@ class Stages:
         return self._positions[place] == len(self._positions) - 1
 
     def loads(self, num_microbatches: int) -> list[StageLoad]:
-        """What each stage holds, at every moment of a step at which it may hold most."""
+        """Loads of all stages, with every moment of a step at which a stage may hold most."""
         return [self._load(stage, num_microbatches) for stage in range(self.num_stages)]
 
     def _load(self, stage: int, num_microbatches: int) -> StageLoad:
         places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
-        live, due = [0] * self.num_chunks, [0] * self.num_chunks
-        moments = {Moment(tuple(live), tuple(due))}
+        live, deferred = [0] * self.num_chunks, [0] * self.num_chunks
+        moments = {Moment(tuple(live), tuple(deferred))}
         for action in self.actions(stage, num_microbatches):
             live[action.chunk] += (action.kind == "F") - (action.kind == "B")
             if self.schedule.has_weight_gradients:
-                due[action.chunk] += (action.kind == "B") - (action.kind == "W")
-            moments.add(Moment(tuple(live), tuple(due)))
+                deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
+            moments.add(Moment(tuple(live), tuple(deferred)))
         return StageLoad(
-            layers=tuple(len(self.layers_at(place)) for place in places),
+            layers=tuple(self.layers_at(place) for place in places),
             moments=frozenset(moments),
             is_first=any(map(self.is_first, places)),
             is_last=any(map(self.is_last, places)),

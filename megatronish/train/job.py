@@ -8,12 +8,13 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
+from megatronish.costs.devices import peak_tflops
+from megatronish.costs.flops import model_flops_per_token
 from megatronish.data.collate import Collator
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Dataset
 from megatronish.errors import RunError
-from megatronish.flops import model_flops_per_token, peak_tflops
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule

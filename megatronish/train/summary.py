@@ -1,4 +1,4 @@
-"""What does a run say first? What it is about to do, in numbers, before anything is allocated."""
+"""First lines of a run: what it is about to do, in numbers, before anything is allocated."""
 
 import platform
 from collections.abc import Sequence
@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from megatronish.config.config import Config
-from megatronish.flops import model_flops_per_token, num_parameters, parameters_of_stage
+from megatronish.costs.flops import model_flops_per_token
+from megatronish.costs.memory import expected_memory, memory_table
+from megatronish.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.formats.fill import open_hf
-from megatronish.memory import ZeroSettings, expected_memory, memory_table
+from megatronish.layer_specs import layer_specs
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
@@ -61,19 +63,10 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         "memory expected on a device:",
         memory_table(
             expected_memory(
-                model,
+                config,
+                stages.loads(num_microbatches),
                 vocab_size=vocab_size,
-                seq_length=training.seq_length,
-                micro_batch_size=training.micro_batch_size,
-                stages=stages.loads(num_microbatches),
-                layout=layout,
-                sequence_parallel=parallel.sequence_parallel,
-                bf16=training.precision != "fp32",
-                optimizer=config.optimizer.optimizer,
-                cp_comm_type=parallel.cp_comm_type,
-                attention_backend=training.attention_backend,
-                recompute=config.recompute,
-                sharing=ZeroSettings.of(parallel, layout),
+                device="cpu" if device == "cpu" else "cuda",
             )
         ),
         *(f"note: {note}" for note in notes),
@@ -82,7 +75,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
 
 
 def _attention(config: Config) -> str:
-    """What computes it, and why."""
+    """The implementation of attention that runs, and the reason."""
     parallel, backend = config.parallel, config.training.attention_backend
     over_cp, is_ring = "", False
     if config.layout.cp > 1:
@@ -99,16 +92,17 @@ def _attention(config: Config) -> str:
 
 
 def _stages(config: Config, stages: Stages, vocab_size: int) -> str:
-    counts = []
+    """Layers of each chunk, and parameters, of each pipeline stage."""
+    counts, specs = [], layer_specs(config.model)
     for stage, load in enumerate(stages.loads(1)):
         held = parameters_of_stage(
             config.model,
+            [specs[layer] for layer in load.all_layers],
             vocab_size=vocab_size,
             seq_length=config.training.seq_length,
-            num_layers=sum(load.layers),
             is_first=load.is_first,
             is_last=load.is_last,
         )
-        layers = " + ".join(map(str, load.layers))
+        layers = " + ".join(str(len(chunk)) for chunk in load.layers)
         counts.append(f"stage {stage}: {layers} layers, {held.total:,}")
     return ", ".join(counts)

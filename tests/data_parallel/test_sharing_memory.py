@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatronish.config.read import read_config
+from megatronish.costs.memory import BUCKETS_AT_ONCE, ZeroSettings, format_bytes, model_state
 from megatronish.data_parallel.gradients import MAX_PENDING
 from megatronish.data_parallel.zero import Zero
 from megatronish.launch.place import Place
-from megatronish.memory import BUCKETS_AT_ONCE, ZeroSettings, format_bytes, model_state
 from megatronish.train.engine import Engine
 
 Storages = Mapping[int, int]
@@ -245,7 +245,7 @@ def test_the_table_of_bytes_a_parameter_is_current(ranks: int) -> None:
     for flags, *cells in rows:
         sharing = sharing_of(flags.strip("`"), ranks)
         expected = [expression(cell, ranks) * count for cell in cells]
-        sixteen, full = (model_state(count, 2 * count, sharing, bf16=bf16) for bf16 in (True, False))
+        sixteen, full = (model_state(count, 2 * count, sharing, element_bytes=size) for size in (2, 4))
         assert [sixteen.total, sixteen.host, full.total, full.host] == expected
 
 
@@ -253,7 +253,9 @@ def test_the_table_of_a_model_of_7b_is_current() -> None:
     rows, count = rows_of("7 B parameters, bf16"), 7_000_000_000
     assert len(rows) == 8
     for flags, *cells in rows:
-        memory = [model_state(count, 2 * count, sharing_of(flags.strip("`"), ranks), bf16=True) for ranks in (8, 64)]
+        memory = [
+            model_state(count, 2 * count, sharing_of(flags.strip("`"), ranks), element_bytes=2) for ranks in (8, 64)
+        ]
         expected = [format_bytes(each) for state in memory for each in (state.total, state.host)]
         assert cells == expected, f"docs/SHARDING.md should say | {flags} | {' | '.join(expected)} |"
 
@@ -264,7 +266,7 @@ def test_where_nothing_is_padded_the_formula_is_what_a_run_expects(case: str) ->
     sharing, count = ZeroSettings.of(config.parallel, config.layout), 960
     held = formula(case, Shape(count, count, count // sharing.ranks, count // sharing.ranks))
     num_moments = (1 if "sgd" in case else 2) * count
-    state = model_state(count, num_moments, sharing, bf16=config.training.precision != "fp32")
+    state = model_state(count, num_moments, sharing, element_bytes=4 if config.training.precision == "fp32" else 2)
     assert sum(state) == sum(held)
     on_host = held.optimizer if sharing.offloads_optimizer else 0
     assert state.host == (sum(held) if sharing.offloads_parameters else on_host)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatronish.config.model import ModelConfig
 from megatronish.launch.place import Place
+from megatronish.layer_specs import LayerSpec
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
@@ -33,7 +34,7 @@ def results(
     config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False, split: bool = False, again: bool = False
 ) -> list[Tensor]:
     """The output, the gradient of the input and those of all parameters."""
-    one = mlp.MLP(config, tp=TensorParallel(tp, sequence_parallel), output_std=0.5)
+    one = mlp.MLP(config, LayerSpec.of(config).mlp, tp=TensorParallel(tp, sequence_parallel), output_std=0.5)
     initialize(one, collect_shardings(one), seed=3, domains=dense_domain(tp))
     with torch.no_grad():
         for name, parameter in one.named_parameters():

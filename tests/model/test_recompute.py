@@ -18,9 +18,9 @@ from saved import saved_by
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
+from megatronish.costs.activations import bytes_per_score
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
-from megatronish.memory import bytes_per_score
 from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.model.execution import Execution

@@ -6,7 +6,7 @@ import pytest
 
 from megatronish.errors import UserError
 from megatronish.schedule.plan import Placement, looped, v_shaped
-from megatronish.schedule.split import Weights, split_layers
+from megatronish.schedule.split import SplitWeights, split_layers
 
 PLACEMENTS = [
     *(looped(num_stages=stages, num_chunks=chunks) for stages in range(1, 6) for chunks in (1, 2, 3)),
@@ -55,15 +55,17 @@ def test_the_ends_take_what_they_are_told_over_their_chunks() -> None:
     assert sizes(num_layers=14, placement=v, first=4, last=2) == [2, 4, 1, 1, 4, 2]
 
 
-def slowest(placement: Placement, stages: tuple[int, ...] | list[int], weights: Weights) -> float:
+def slowest(placement: Placement, stages: tuple[int, ...] | list[int], weights: SplitWeights) -> float:
     costs = list(map(float, stages))
     costs[placement[0].stage] += weights.embedding
     costs[placement[-1].stage] += weights.head
     return max(costs)
 
 
-@pytest.mark.parametrize("weights", [Weights(0.0, 1.5), Weights(0.001, 3.2), Weights(2.5, 0.25), Weights(1.0, 1.0)])
-def test_no_split_has_a_faster_slowest_stage_than_the_automatic_one(weights: Weights) -> None:
+@pytest.mark.parametrize(
+    "weights", [SplitWeights(0.0, 1.5), SplitWeights(0.001, 3.2), SplitWeights(2.5, 0.25), SplitWeights(1.0, 1.0)]
+)
+def test_no_split_has_a_faster_slowest_stage_than_the_automatic_one(weights: SplitWeights) -> None:
     for placement, num_layers in product(PLACEMENTS, range(2, 13)):
         num_stages = 1 + max(place.stage for place in placement)
         num_chunks = len(placement) // num_stages
@@ -76,7 +78,7 @@ def test_no_split_has_a_faster_slowest_stage_than_the_automatic_one(weights: Wei
 
 
 def test_the_automatic_split_makes_the_ends_light() -> None:
-    weights = Weights(embedding=0.001, head=2.0)
+    weights = SplitWeights(embedding=0.001, head=2.0)
     assert sizes(num_layers=16, placement=looped(num_stages=4), weights=weights) == [4, 5, 5, 2]
     assert sizes(num_layers=16, placement=v_shaped(num_stages=4), weights=weights) == [1, 2, 3, 3, 2, 2, 2, 1]
 

@@ -193,7 +193,7 @@ def check_counterpart(model: ModelConfig) -> None:
     def refuse(what: str) -> UserError:
         return UserError(f"Megatron-LM has no counterpart for {what}; keep this model in another format")
 
-    if model.openai_gelu and model.disable_bias_linear and not (model.swiglu or model.squared_relu):
+    if model.activation == "gelu_tanh" and model.disable_bias_linear:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
     if model.rope_scaling == "yarn":
         raise refuse("rope_scaling_type=yarn")
@@ -217,7 +217,7 @@ def arguments_of(
     model = description.model
     grouped = model.num_kv_heads != model.num_attention_heads
     scaling = model.rope_scaling
-    tanh_gelu = model.openai_gelu and not (model.swiglu or model.squared_relu)
+    tanh_gelu = model.activation == "gelu_tanh"
     return {name: _plain(getattr(model, name)) for name in SAME} | {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_size,
@@ -233,7 +233,7 @@ def arguments_of(
         LINEAR_SCALING: int(model.rope_scaling_factor) if scaling == "linear" else None,
         "norm_epsilon": model.norm_epsilon,
         "layernorm_epsilon": model.norm_epsilon,
-        "squared_relu": model.squared_relu and not model.swiglu,
+        "squared_relu": model.activation == "squared_relu",
         "add_bias_linear": model.linear_bias,
         "bias_gelu_fusion": tanh_gelu,
         "openai_gelu": tanh_gelu,

@@ -1,175 +1,51 @@
-"""Parameters, FLOPs, peaks and memory, against the real model, published numbers and formulas."""
+"""Memory that a config is expected to take, against formulas and the Megatron papers."""
 
 from dataclasses import replace
 from itertools import product
 
 import pytest
+from models import GPT2, LLAMA3_8B
 
+from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.training import AttentionBackend
-from megatronish.flops import (
-    forward_flops,
-    hardware_flops_per_token,
-    model_flops_per_token,
-    num_parameters,
-    parameters_of_stage,
-    peak_tflops,
-)
+from megatronish.config.training import AttentionBackend, TrainingConfig
+from megatronish.costs.activations import bytes_per_score
+from megatronish.costs.memory import Memory, ZeroSettings, expected_memory, format_bytes, memory_table
+from megatronish.costs.parameters import num_parameters
+from megatronish.layer_specs import MixedModelConfig, layer_specs
 from megatronish.layout import Layout
-from megatronish.memory import (
-    Memory,
-    ZeroSettings,
-    activation_bytes_per_token,
-    bytes_per_score,
-    expected_memory,
-    format_bytes,
-    memory_table,
-)
-from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.pipeline.stages import Stages
-
-GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
-LLAMA3_8B = ModelConfig(
-    num_layers=32,
-    hidden_size=4096,
-    num_attention_heads=32,
-    group_query_attention=True,
-    num_query_groups=8,
-    ffn_hidden_size=14336,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
-SMALL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, make_vocab_size_divisible_by=1)
-VARIANTS = {
-    "gpt2": SMALL,
-    "llama": replace(
-        SMALL,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        disable_bias_linear=True,
-        untie_embeddings_and_output_weights=True,
-        num_query_groups=2,
-    ),
-    "qwen2": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, add_qkv_bias=True, swiglu=True),
-    "qwen3": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, qk_layernorm=True, kv_channels=16),
-    "swiglu with biases": replace(SMALL, swiglu=True, qk_layernorm=True, ffn_hidden_size=40),
-    "more positions": replace(SMALL, max_position_embeddings=64, apply_layernorm_1p=True),
-    "no positions": replace(SMALL, position_embedding_type="none", group_query_attention=True),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_count_of_parameters_is_the_real_models(name: str) -> None:
-    model = VARIANTS[name]
-    gpt = GPT(model, vocab_size=50, num_positions=model.max_position_embeddings or 16)
-    assert num_parameters(model, vocab_size=50, seq_length=16) == sum(p.numel() for p in gpt.parameters())
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_count_of_a_stage_is_the_real_stages(name: str) -> None:
-    model = VARIANTS[name]
-    for layers, is_first, is_last in [(range(0, 2), True, False), (range(2, 3), False, False), ([3], False, True)]:
-        gpt = GPT(
-            model,
-            vocab_size=50,
-            num_positions=model.max_position_embeddings or 16,
-            chunks=[ModelChunk(layers, is_first, is_last)],
-        )
-        counted = parameters_of_stage(
-            model, vocab_size=50, seq_length=16, num_layers=len(layers), is_first=is_first, is_last=is_last
-        )
-        assert counted.total == sum(p.numel() for p in gpt.parameters())
-
-
-def test_published_models_have_their_published_sizes() -> None:
-    assert num_parameters(GPT2, vocab_size=50257, seq_length=1024) == 124_439_808
-    assert num_parameters(LLAMA3_8B, vocab_size=128256, seq_length=8192) == 8_030_261_248
-
-
-def test_a_token_costs_six_flops_a_weight_and_attention() -> None:
-    linear, scores, logits = forward_flops(LLAMA3_8B, vocab_size=128256, seq_length=8192, attention="full")
-    norms = (2 * 32 + 1) * 4096
-    assert linear + logits == 2 * (8_030_261_248 - 128256 * 4096 - norms)
-    assert 2 * scores == 4 * 32 * 8192 * 4096  # 12 L S D, forward and backward
-
-
-def test_full_attention_gives_the_formula_of_the_megatron_paper() -> None:
-    L, S, D, V = 24, 2048, 2304, 51200
-    model = ModelConfig(num_layers=L, hidden_size=D, num_attention_heads=24)
-    per_token = model_flops_per_token(model, vocab_size=V, seq_length=S, attention="full")
-    assert per_token == pytest.approx(72 * L * D**2 * (1 + S / (6 * D) + V / (12 * L * D)), rel=1e-12)
-
-
-def test_a_causal_mask_halves_attention_and_a_window_cuts_it() -> None:
-    full = forward_flops(LLAMA3_8B, vocab_size=1, seq_length=8192, attention="full").scores
-    assert forward_flops(LLAMA3_8B, vocab_size=1, seq_length=8192).scores == full / 2
-    windowed = replace(LLAMA3_8B, window_size=2048)
-    assert forward_flops(windowed, vocab_size=1, seq_length=8192, attention="full").scores == full / 4
-    seen = sum(min(i, 2048) for i in range(8192)) / 8192
-    assert forward_flops(windowed, vocab_size=1, seq_length=8192).scores == pytest.approx(full * seen / 8192, rel=1e-3)
-    wide = replace(LLAMA3_8B, window_size=10**6)
-    assert forward_flops(wide, vocab_size=1, seq_length=8192).scores == full / 2
-
-
-def test_hardware_flops_add_padding_and_the_scores_of_the_backward() -> None:
-    model_flops = model_flops_per_token(GPT2, vocab_size=50257, seq_length=1024)
-    hardware = hardware_flops_per_token(GPT2, padded_vocab_size=50304, seq_length=1024)
-    assert hardware - model_flops == 6 * 768 * (50304 - 50257) + 2 * 12 * 768 * 512
-
-
-@pytest.mark.parametrize(
-    ("name", "bf16", "fp16", "fp32"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312, 312, 19.5),
-        ("NVIDIA H100 80GB HBM3", 989, 989, 67),
-        ("NVIDIA H100 PCIe", 756, 756, 51),
-        ("NVIDIA H200", 989, 989, 67),
-        ("NVIDIA A10", 125, 125, 31.2),
-        ("NVIDIA A10G", 70, 70, 35),
-        ("NVIDIA L4", 121, 121, 30.3),
-        ("NVIDIA L40S", 362, 362, 91.6),
-        ("Tesla V100-SXM2-32GB", None, 125, 15.7),
-        ("Tesla V100-PCIE-16GB", None, 112, 14),
-        ("NVIDIA GeForce RTX 4090", 165.2, 165.2, 82.6),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None, None),
-        ("NVIDIA GH200 480GB", 989, 989, 67),
-        ("NVIDIA B200", 2250, 2250, 75),
-        ("AMD Instinct MI300X", 1307, 1307, 163.4),
-        ("NVIDIA RTX A1000", None, None, None),
-        ("cpu", None, None, None),
-    ],
-)
-def test_peaks_are_found_by_torchs_name_of_a_device(
-    name: str, bf16: float | None, fp16: float | None, fp32: float | None
-) -> None:
-    assert (peak_tflops(name, "bf16"), peak_tflops(name, "fp16"), peak_tflops(name, "fp32")) == (bf16, fp16, fp32)
 
 
 def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: object) -> list[Memory]:
-    """`num_microbatches` and the fields of ParallelConfig make the stages' loads."""
+    """Memory of a config: `settings` are fields of its sections, and `num_microbatches`."""
     layout = layout or Layout()
     num_microbatches = settings.pop("num_microbatches", 8)
-    of_parallel = {name: settings.pop(name) for name in set(ParallelConfig.__annotations__) & set(settings)}
-    parallel = replace(ParallelConfig(pipeline_model_parallel_size=layout.pp), **of_parallel)  # type: ignore[arg-type]
-    stages = Stages.of(parallel, model, vocab_size=50257, seq_length=1024)
-    sizes = {"vocab_size": 50257, "seq_length": 1024, "micro_batch_size": 4, "layout": layout}
-    loads = stages.loads(num_microbatches)  # type: ignore[arg-type]
-    return expected_memory(
-        model,
-        stages=loads,
-        sequence_parallel=parallel.sequence_parallel,
-        cp_comm_type=parallel.cp_comm_type,
-        sharing=ZeroSettings.of(parallel, layout),
-        **(sizes | settings),  # type: ignore[arg-type]
+    recompute = settings.pop("recompute", RecomputeConfig())
+    device = settings.pop("device", "cuda")
+    of_section = {
+        kind: {name: settings.pop(name) for name in set(kind.__annotations__) & set(settings)}
+        for kind in (ParallelConfig, TrainingConfig, OptimizerConfig)
+    }
+    assert not settings, settings
+    parallel = ParallelConfig(
+        **{
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "context_parallel_size": layout.cp,
+            "data_parallel_size": layout.dp,
+        }
+        | of_section[ParallelConfig]  # type: ignore[arg-type]
     )
+    training = TrainingConfig(**{"seq_length": 1024, "micro_batch_size": 4} | of_section[TrainingConfig])  # type: ignore[arg-type]
+    optimizer = OptimizerConfig(**of_section[OptimizerConfig])  # type: ignore[arg-type]
+    config = Config(model, parallel, recompute, training, optimizer)  # type: ignore[arg-type]
+    stages = Stages.of(parallel, model, vocab_size=50257, seq_length=1024)
+    loads = stages.loads(num_microbatches)  # type: ignore[arg-type]
+    return expected_memory(config, loads, vocab_size=50257, device=device)  # type: ignore[arg-type]
 
 
 def test_model_state_takes_16_bytes_a_parameter_in_fp32_and_18_with_bf16() -> None:
@@ -230,10 +106,9 @@ def test_what_passes_is_a_few_buckets_or_layers() -> None:
 def test_activations_follow_the_formula_of_korthikanti() -> None:
     gpt = replace(GPT2, attention_dropout=0.0)
     for tp, sequence_parallel, factor in [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)]:
-        per_token = activation_bytes_per_token(
-            gpt, seq_length=1024, element_bytes=2, tp=tp, sequence_parallel=sequence_parallel
-        )
-        assert per_token == factor * 768
+        (cost,) = {layer.cost(gpt) for layer in layer_specs(gpt)}
+        saved = cost.saved_bytes(seq_length=1024, element_bytes=2)
+        assert saved.per_rank(tp, sequence_parallel=sequence_parallel) == factor * 768
 
 
 @pytest.mark.parametrize(
@@ -344,3 +219,71 @@ def test_memory_draws_itself_as_a_table() -> None:
         "              parameters   gradients   optimizer activations      logits     passing       total        host",
         "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     1.0 KiB     4.0 MiB     4.0 MiB",
     ]
+
+
+# Layers that differ
+
+WINDOWED = replace(LLAMA3_8B, num_layers=8, window_size=256)
+
+
+def mixed(model: ModelConfig) -> MixedModelConfig:
+    """Every fourth layer sees the whole sequence, and the first two have a small MLP."""
+    specs = []
+    for layer, spec in enumerate(layer_specs(model)):
+        attention = replace(spec.attention, window=None if layer % 4 == 3 else model.window_size)
+        mlp = replace(spec.mlp, ffn_size=1024, activation="squared_relu") if layer < 2 else spec.mlp
+        specs.append(replace(spec, attention=attention, mlp=mlp))
+    return MixedModelConfig(**vars(model), layers=tuple(specs))
+
+
+MIXED = mixed(WINDOWED)
+SMALL_MLP, LARGE_MLP = MIXED.layers[0].cost(MIXED), MIXED.layers[-1].cost(MIXED)
+
+
+def test_a_stage_holds_the_parameters_and_activations_of_its_own_layers() -> None:
+    assert SMALL_MLP.parameters.split < LARGE_MLP.parameters.split
+    first, second = expect(MIXED, Layout(pp=2), num_microbatches=1)
+    uniform = expect(WINDOWED, Layout(pp=2), num_microbatches=1)
+    assert second == uniform[1]
+    for kind, saving in (
+        ("parameters", 4 * (LARGE_MLP.parameters.total - SMALL_MLP.parameters.total)),
+        ("activations", 1024 * 4 * 4 * (LARGE_MLP.kept.total - SMALL_MLP.kept.total + 14336 - 1024)),
+    ):
+        assert getattr(uniform[0], kind) - getattr(first, kind) == 2 * saving
+
+
+def test_zero_3_gathers_the_two_neighbours_that_are_largest() -> None:
+    sizes = [spec.cost(MIXED).parameters.total for spec in MIXED.layers]
+    (memory,) = expect(MIXED, Layout(dp=2), zero_stage=3)
+    rest = num_parameters(MIXED, vocab_size=50304, seq_length=1024) - sum(sizes)
+    assert memory.passing == 4 * (2 * rest + 3 * max(sizes))
+
+
+def test_recomputation_holds_the_largest_group_once() -> None:
+    small, large = (cost.saved_bytes(seq_length=1024, element_bytes=4).total for cost in (SMALL_MLP, LARGE_MLP))
+    one_input, head = 4096 * 4, 2 * 4096 * 4
+    for method, size, expected in (
+        ("uniform", 2, 4 * one_input + 2 * large),
+        ("block", 2, 2 * one_input + small + 6 * large),
+        ("block", 3, 3 * one_input + large + 5 * large),
+    ):
+        (memory,) = expect(MIXED, recompute=RecomputeConfig("full", method, size))  # type: ignore[arg-type]
+        assert memory.activations == (expected + head) * 1024 * 4
+
+
+def test_an_automatic_split_weighs_the_layers() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_split="auto")
+    model = replace(WINDOWED, num_layers=16)
+    even = Stages.of(parallel, model, vocab_size=1000, seq_length=1024)
+    assert [len(part) for part in even.layers] == [8, 8]
+    specs = layer_specs(model)
+    small = [replace(spec, mlp=replace(spec.mlp, ffn_size=1024)) for spec in specs[:8]]
+    unequal = MixedModelConfig(**vars(model), layers=(*small, *specs[8:]))
+    parts = Stages.of(parallel, unequal, vocab_size=1000, seq_length=1024).layers
+    assert [len(part) for part in parts] == [11, 5]
+
+
+def test_memory_on_a_cpu_counts_the_fp32_copies_of_rms_norm() -> None:
+    """But for the final norm's, of which there is one."""
+    on_cpu, on_cuda = (expect(WINDOWED, bf16=True, device=device)[0].activations for device in ("cpu", "cuda"))
+    assert on_cpu - on_cuda == 8 * 2 * 4096 * (8 - 2) * 1024 * 4

@@ -1,0 +1,177 @@
+"""Memory of a device, estimated before any is allocated: model state, activations, and what is whole for a while.
+
+Model state is exact but for the padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
+8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4, master weight and Adam 12, 18 in all. What ZeRO shares is
+divided by the ranks that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is
+called passing. Activations are those of activations.py. Not counted: buffers of communication, what one operation
+needs while it runs (with dropout of attention, several times the scores of one layer), and what the allocator and the
+device's own libraries keep (on CUDA, 1 to 2 GiB).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.config.parallel import ParallelConfig
+from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
+from megatronish.costs.parameters import parameters_of_stage
+from megatronish.layer_costs import Count, DeviceType, LayerCost, sum_counts
+from megatronish.layer_specs import layer_specs
+from megatronish.layout import Layout
+
+
+class Memory(NamedTuple):
+    """Bytes on one device, and on its `host`: the CPU's memory.
+
+    `passing` is what is whole for a part of a step: gradients of ZeRO-2 until they are exchanged, with ZeRO-3 the
+    layers that were gathered and their gradients.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+    logits: int = 0
+    passing: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return sum(self) - self.host
+
+
+class ZeroSettings(NamedTuple):
+    """What ZeRO shares among how many ranks, and what of it waits in the CPU's memory."""
+
+    stage: int = 0
+    ranks: int = 1
+    offloads_optimizer: bool = False
+    offloads_parameters: bool = False
+    bucket_size: int = 0
+    overlap: bool = True
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, layout: Layout) -> "ZeroSettings":
+        """The settings that the flags give."""
+        return cls(
+            stage=parallel.zero,
+            ranks=layout.dp * layout.cp // parallel.num_distributed_optimizer_instances if parallel.zero else 1,
+            offloads_optimizer=parallel.optimizer_cpu_offload or parallel.param_cpu_offload,
+            offloads_parameters=parallel.param_cpu_offload,
+            bucket_size=parallel.ddp_bucket_size,
+            overlap=parallel.overlap_grad_reduce,
+        )
+
+
+def expected_memory(
+    config: Config, stages: Sequence[StageLoad], *, vocab_size: int, device: DeviceType = "cuda"
+) -> list[Memory]:
+    """Bytes on a device of each pipeline stage."""
+    model, training, layout = config.model, config.training, config.layout
+    specs = layer_specs(model)
+    costs = [layer.cost(model) for layer in specs]
+    padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
+    tokens = training.seq_length * training.micro_batch_size // layout.cp
+    zero, activations = ZeroSettings.of(config.parallel, layout), _activations(config, device)
+    expected = []
+    for stage in stages:
+        held = parameters_of_stage(
+            model,
+            [specs[layer] for layer in stage.all_layers],
+            vocab_size=padded_vocab_size,
+            seq_length=training.seq_length,
+            is_first=stage.is_first,
+            is_last=stage.is_last,
+        )
+        count, of_layers = held.per_rank(layout.tp), [costs[layer] for layer in stage.all_layers]
+        in_matrices = sum_counts(cost.matrices for cost in of_layers).per_rank(layout.tp)
+        num_moments = _num_moments(config.optimizer.optimizer, count, in_matrices)
+        state = model_state(count, num_moments, zero, element_bytes=activations.element_bytes)
+        in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
+        table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
+        passing = _passing(
+            of_layers, zero, count=count, table=table, tp=layout.tp, element_bytes=activations.element_bytes
+        )
+        expected.append(state._replace(activations=tokens * in_activations, logits=tokens * in_logits, passing=passing))
+    return expected
+
+
+def _activations(config: Config, device: DeviceType) -> Activations:
+    parallel, layout = config.parallel, config.layout
+    element_bytes = 4 if config.training.precision == "fp32" else 2
+    is_ring = layout.cp > 1 and parallel.cp_comm_type == "p2p"  # which keeps no probabilities, whatever it drops
+    return Activations(
+        hidden_size=config.model.hidden_size,
+        seq_length=config.training.seq_length,
+        element_bytes=element_bytes,
+        score_bytes=0 if is_ring else bytes_per_score(config.model, config.training.attention_backend, element_bytes),
+        tp=layout.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute=config.recompute,
+        device=device,
+    )
+
+
+def _num_moments(optimizer: Literal["adam", "sgd", "muon"], count: int, in_matrices: int) -> int:
+    """Elements that the optimizer keeps beside masters: Adam's two of each, SGD's one, and Muon's one of a matrix."""
+    return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices}[optimizer]
+
+
+def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
+    """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
+
+    `num_moments` are the elements that its optimizer would keep beside masters, were nothing shared. `element_bytes`
+    are those of the dtype that is computed in: 4 in fp32, else 2.
+    """
+    share, moments = (-(-each // zero.ranks) for each in (count, num_moments))
+    parameters = 4 * share if zero.stage == 3 else element_bytes * count
+    gradients = 4 * (count if zero.stage < 2 else share)
+    if zero.offloads_parameters:
+        return Memory(0, 0, 0, host=parameters + gradients + 4 * moments)
+    if zero.offloads_optimizer:  # masters, and the gradients that they are stepped by
+        return Memory(parameters, gradients, 0, host=(4 + 4) * share + 4 * moments)
+    masters = 4 * share if element_bytes < 4 and zero.stage < 3 else 0  # in fp32 they are the parameters, as in ZeRO-3
+    return Memory(parameters, gradients, masters + 4 * moments)
+
+
+BUCKETS_AT_ONCE = 3  # of ZeRO-2: two are exchanged while one fills
+
+
+def _passing(
+    costs: Sequence[LayerCost], zero: ZeroSettings, *, count: int, table: int, tp: int, element_bytes: int
+) -> int:
+    """Bytes that are whole for a part of a step, on a rank of `count` parameters; `table` are those of an embedding."""
+    if zero.stage == 2:
+        if not zero.overlap:
+            return 4 * count
+        largest = max((cost.largest_matrix for cost in costs), key=lambda matrix: matrix.per_rank(tp), default=Count())
+        bucket = max(zero.bucket_size, largest.per_rank(tp))  # a matrix is never cut
+        return 4 * min(count, (BUCKETS_AT_ONCE - 1) * bucket + max(bucket, table))
+    if zero.stage == 3:
+        # The layer at work, the next one, which is gathered meanwhile, and what is left of the stage around them; of
+        # the gradients all but the next one's.
+        sizes = [cost.parameters.per_rank(tp) for cost in costs]
+        rest = count - sum(sizes)
+        at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))
+        return element_bytes * (rest + rest + at_work)
+    return 0
+
+
+def format_bytes(size: float) -> str:
+    """1536 -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def memory_table(stages: list[Memory]) -> str:
+    """A row for each stage, a column for each kind of bytes; what few runs have is there where there is any."""
+    optional = {"passing", "host"}
+    names = [name for name in Memory._fields if name not in optional or any(getattr(each, name) for each in stages)]
+    names.insert(len(names) - names.count("host"), "total")
+    rows = [[f"stage {i}", *(format_bytes(getattr(each, name)) for name in names)] for i, each in enumerate(stages)]
+    return "\n".join("".join(f"{cell:>12}" for cell in row).rstrip() for row in [["", *names], *rows])

@@ -1,0 +1,212 @@
+"""Cost row of a layer: shapes of its linear layers, norms and attention cores, and the costs that follow from them.
+
+A row lists what a layer computes with; parameters, FLOPs, bytes saved for the backward and bytes of deferred weight
+gradients are sums over that list, so that no cost is written down twice. Rows of sublayers are added up to the row of a
+layer. tp splits some of a layer and leaves the rest whole on every rank: a `Count` keeps the two apart.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Elements or bytes, apart for those that tensor parallelism splits and those that every rank holds whole."""
+
+    split: int = 0
+    whole: int = 0
+
+    def __add__(self, other: "Count") -> "Count":
+        return Count(self.split + other.split, self.whole + other.whole)
+
+    def __mul__(self, factor: int) -> "Count":
+        return Count(self.split * factor, self.whole * factor)
+
+    @property
+    def total(self) -> int:
+        """Split and whole elements together: what all tp ranks hold, each element counted once."""
+        return self.split + self.whole
+
+    def per_rank(self, tp: int, *, sequence_parallel: bool = False) -> int:
+        """Held by one of tp ranks; under sequence parallelism activations are cut where else they are whole."""
+        return self.split // tp + self.whole // (tp if sequence_parallel else 1)
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Linear layer [in] -> [out], cut over tp by columns (its outputs), by rows (its inputs) or not at all.
+
+    A layer that holds `copies` of it, of which a token passes `used`, is a layer of experts.
+    """
+
+    in_features: int
+    out_features: int
+    cut: Literal["column", "row", "none"]
+    bias: bool = False
+    copies: int = 1
+    used: int = 1
+
+    @property
+    def matrix(self) -> int:
+        """Elements of its weight, all copies."""
+        return self.copies * self.in_features * self.out_features
+
+    @property
+    def matrices(self) -> Count:
+        """Elements of its weight, by how tp cuts them."""
+        return Count(whole=self.matrix) if self.cut == "none" else Count(split=self.matrix)
+
+    @property
+    def parameters(self) -> Count:
+        """Weight and bias. The bias of a row-parallel layer is added after the reduction, so every rank holds it."""
+        bias = self.copies * self.out_features if self.bias else 0
+        return self.matrices + (Count(split=bias) if self.cut == "column" else Count(whole=bias))
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes."""
+        return self.parameters.total // self.copies * self.used
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one token forward, two for each multiply-add; a bias is not counted."""
+        return 2 * self.used * self.in_features * self.out_features
+
+    @property
+    def inputs(self) -> Count:
+        """Elements a token that come in, which its weight gradient needs."""
+        size = self.used * self.in_features
+        return Count(split=size) if self.cut == "row" else Count(whole=size)
+
+    @property
+    def outputs(self) -> Count:
+        """Elements a token that go out, whose gradient its weight gradient needs."""
+        size = self.used * self.out_features
+        return Count(split=size) if self.cut == "column" else Count(whole=size)
+
+
+@dataclass(frozen=True)
+class NormShape:
+    """Norm over vectors of `size`, of which a token has `vectors`; tp splits the vectors of a norm of heads."""
+
+    kind: Literal["LayerNorm", "RMSNorm"]
+    size: int
+    vectors: int = 1
+    is_split: bool = False
+    one_plus: bool = False
+
+    @property
+    def parameters(self) -> Count:
+        """Weight, and LayerNorm's bias; whole on every rank."""
+        return Count(whole=self.size * (2 if self.kind == "LayerNorm" else 1))
+
+    def saved_bytes(self, *, element_bytes: int, device: DeviceType) -> Count:
+        """Bytes a token that wait for its backward: the input.
+
+        On a CPU torch's RMSNorm is a chain of operations, which keeps two copies in fp32: the input and what is
+        multiplied by the weight. A weight stored as w - 1 is normalised in fp32 there, and the input is kept in fp32.
+        """
+        each = element_bytes
+        if device == "cpu":
+            each = 8 if self.kind == "RMSNorm" else 4 if self.one_plus else element_bytes
+        size = self.size * self.vectors * each
+        return Count(split=size) if self.is_split else Count(whole=size)
+
+
+@dataclass(frozen=True)
+class AttentionCore:
+    """Scores, softmax and their product with the values: `num_heads` heads, split over tp, in a window or without."""
+
+    num_heads: int
+    query_size: int
+    value_size: int
+    window: int | None = None
+
+    def keys(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
+        """Keys that the average token of a sequence sees."""
+        visible = min(self.window or seq_length, seq_length)
+        return float(visible) if mask == "full" else visible - visible**2 / (2 * seq_length)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost row of a layer or of a sublayer.
+
+    `kept` are elements a token that wait for the backward besides the inputs of linear layers and norms, `mask_bytes`
+    the bytes of dropout masks.
+    """
+
+    linears: tuple[LinearShape, ...] = ()
+    norms: tuple[NormShape, ...] = ()
+    cores: tuple[AttentionCore, ...] = ()
+    kept: Count = field(default_factory=Count)
+    mask_bytes: Count = field(default_factory=Count)
+
+    def __add__(self, other: "LayerCost") -> "LayerCost":
+        return LayerCost(
+            self.linears + other.linears,
+            self.norms + other.norms,
+            self.cores + other.cores,
+            self.kept + other.kept,
+            self.mask_bytes + other.mask_bytes,
+        )
+
+    @property
+    def parameters(self) -> Count:
+        """Parameters by how tp cuts them."""
+        return sum_counts(each.parameters for each in self.linears) + sum_counts(n.parameters for n in self.norms)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes: of experts the chosen ones alone."""
+        return sum(each.active_parameters for each in self.linears) + sum(n.parameters.total for n in self.norms)
+
+    @property
+    def matrices(self) -> Count:
+        """Weights of linear layers by how tp cuts them."""
+        return sum_counts(each.matrices for each in self.linears)
+
+    @property
+    def largest_matrix(self) -> Count:
+        """Weight of the largest linear layer."""
+        return max((each.matrices for each in self.linears), key=lambda count: count.total, default=Count())
+
+    @property
+    def linear_flops(self) -> int:
+        """FLOPs of one token forward in linear layers."""
+        return sum(each.flops for each in self.linears)
+
+    def score_flops(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
+        """FLOPs of the average token forward: queries times keys."""
+        return sum(2 * core.num_heads * core.query_size * core.keys(seq_length, mask) for core in self.cores)
+
+    def value_flops(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
+        """FLOPs of the average token forward: probabilities times values."""
+        return sum(2 * core.num_heads * core.value_size * core.keys(seq_length, mask) for core in self.cores)
+
+    def saved_bytes(
+        self, *, seq_length: int, element_bytes: int, score_bytes: int = 0, device: DeviceType = "cuda"
+    ) -> Count:
+        """Bytes a token that wait for the backward; `score_bytes` for each query with each key, in a window or not."""
+        elements = sum_counts(each.inputs for each in self.linears) + self.kept
+        norms = sum_counts(each.saved_bytes(element_bytes=element_bytes, device=device) for each in self.norms)
+        scores = Count(split=sum(core.num_heads for core in self.cores) * seq_length * score_bytes)
+        return elements * element_bytes + norms + self.mask_bytes + scores
+
+    @property
+    def deferred_inputs(self) -> Count:
+        """Elements a token that deferred weight gradients keep of inputs; cut under sequence parallelism."""
+        return sum_counts(each.inputs for each in self.linears)
+
+    @property
+    def deferred_gradients(self) -> Count:
+        """Elements a token that deferred weight gradients keep of output gradients, gathered over the sequence."""
+        return sum_counts(each.outputs for each in self.linears)
+
+
+def sum_counts(counts: Iterable[Count]) -> Count:
+    """Sum of counts, split and whole apart."""
+    return sum(counts, start=Count())

@@ -1,0 +1,127 @@
+"""Specs of the layers of a model: what each layer is made of, as data that needs no torch.
+
+A spec holds what may differ from layer to layer: heads, window and biases of its attention, size and activation of its
+MLP. What all layers share (width D, kind of norm, dropout, rotary positions) stays in `ModelConfig`. Modules are built
+from specs, and costs (parameters, FLOPs, memory, the split over pipeline stages) are computed from the same specs:
+`cost` of a spec is the cost row of the module that is built from it. A new kind of sublayer is a spec with a cost row,
+a module, and a test that holds one to the other (tests/test_layer_costs.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatronish.config.model import Activation, ModelConfig
+from megatronish.layer_costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Self-attention: N query heads and K key/value heads of size H; grouped queries where K < N."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+    """Keys that a token sees at most, itself included; None: all before it."""
+    qk_norm: bool = False
+    """Each head's queries and keys are normalised."""
+    qkv_bias: bool = True
+    out_bias: bool = True
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """Features of all queries, all keys and all values: the sections of the qkv projection."""
+        size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        return size, kv_size, kv_size
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Kept besides the inputs of linear layers and norms: queries, keys and values."""
+        hidden, (queries, keys, values) = model.hidden_size, self.sections
+        qkv = LinearShape(hidden, queries + keys + values, "column", self.qkv_bias)
+        out = LinearShape(queries, hidden, "row", self.out_bias)
+        norms = tuple(
+            NormShape(model.normalization, self.head_size, heads, is_split=True)
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
+        return LayerCost(
+            linears=(qkv, out),
+            norms=norms if self.qk_norm else (),
+            cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
+            kept=Count(split=queries + keys + values),
+        )
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """MLP: D -> F (gated: 2 F, gate before up), activation, F -> D."""
+
+    ffn_size: int
+    activation: Activation = "gelu"
+    bias: bool = True
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Features of the first product: those of the gate and of the up-projection, or the latter alone."""
+        return (self.ffn_size,) * (2 if self.activation == "swiglu" else 1)
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Kept besides the inputs of linear layers: the activation's input, and SwiGLU's activated gate."""
+        features = sum(self.sections)
+        return LayerCost(
+            linears=(
+                LinearShape(model.hidden_size, features, "column", self.bias),
+                LinearShape(self.ffn_size, model.hidden_size, "row", self.bias),
+            ),
+            kept=Count(split=features + (self.ffn_size if self.activation == "swiglu" else 0)),
+        )
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Transformer layer: norm, attention, norm, MLP, with dropout on the output of each sublayer."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "LayerSpec":
+        """The layer that the options of a config describe."""
+        return cls(
+            AttentionSpec(
+                num_heads=model.num_attention_heads,
+                num_kv_heads=model.num_kv_heads,
+                head_size=model.head_size,
+                window=model.window_size,
+                qk_norm=model.qk_layernorm,
+                qkv_bias=model.qkv_bias,
+                out_bias=model.linear_bias,
+            ),
+            MLPSpec(ffn_size=model.ffn_size, activation=model.activation, bias=model.linear_bias),
+        )
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Rows of both sublayers, two norms, and two dropout masks of a byte an element."""
+        norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
+        masks = Count(whole=2 * model.hidden_size if model.hidden_dropout else 0)
+        return LayerCost(norms=(norm, norm), mask_bytes=masks) + self.attention.cost(model) + self.mlp.cost(model)
+
+
+@dataclass(frozen=True)
+class MixedModelConfig(ModelConfig):
+    """Config of a model whose layers are given one by one: a spec for each of num_layers.
+
+    The options of the config that describe a layer (heads, window, biases, size and activation of the MLP) are idle;
+    but rotary positions turn heads of its head size.
+    """
+
+    layers: tuple[LayerSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == self.num_layers, f"{len(self.layers)} specs for num_layers={self.num_layers}"
+
+
+def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Every layer of a model, first layer first: those that are given, or one as the options say, over and over."""
+    if isinstance(model, MixedModelConfig):
+        return model.layers
+    return (LayerSpec.of(model),) * model.num_layers

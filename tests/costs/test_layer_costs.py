@@ -1,0 +1,215 @@
+"""Cost rows of layers, held to the modules that are built from the same options: parameters, FLOPs, saved bytes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from saved import saved_by
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatronish.config.model import ModelConfig
+from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.training import AttentionBackend
+from megatronish.costs.activations import Activations, bytes_per_score
+from megatronish.launch.place import Place
+from megatronish.layer_costs import Count, LayerCost, LinearShape
+from megatronish.layer_specs import LayerSpec, layer_specs
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.layout import Layout
+from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
+from megatronish.model.attention import CoreAttention
+from megatronish.model.batch import MicroBatch
+from megatronish.model.block import TransformerBlock
+from megatronish.model.execution import Execution
+from megatronish.model.gpt import GPT
+from megatronish.sharding import collect_shardings, initialize
+
+S, B, V = 96, 2, 50
+GPT2 = ModelConfig(
+    num_layers=1,
+    hidden_size=128,
+    num_attention_heads=4,
+    attention_dropout=0.0,
+    make_vocab_size_divisible_by=1,
+)
+LLAMA = replace(
+    GPT2,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    hidden_dropout=0.0,
+)
+MODELS = {
+    "gpt2": GPT2,
+    "gpt2 without dropout": replace(GPT2, hidden_dropout=0.0),
+    "gpt2, weights of norms minus 1": replace(GPT2, apply_layernorm_1p=True),
+    "tanh gelu": replace(GPT2, openai_gelu=True, ffn_hidden_size=96),
+    "squared relu": replace(GPT2, squared_relu=True),
+    "llama": LLAMA,
+    "llama, weights of norms minus 1": replace(LLAMA, apply_layernorm_1p=True),
+    "llama with biases": replace(LLAMA, disable_bias_linear=False),
+    "qwen2": replace(LLAMA, add_qkv_bias=True),
+    "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=64),
+    "gpt2 with qk-norm": replace(GPT2, qk_layernorm=True),
+    "mistral": replace(LLAMA, window_size=32),
+}
+TINY = 0.02  # of a layer: statistics of norms, log-sum-exps of attention
+
+
+def cost_of(model: ModelConfig) -> LayerCost:
+    (spec,) = set(layer_specs(model))
+    return spec.cost(model)
+
+
+def batch() -> MicroBatch:
+    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(B, S, dtype=torch.bool)
+    return MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous(), mask, torch.arange(S).repeat(B, 1), torch.arange(B))
+
+
+def built(model: ModelConfig, backend: AttentionBackend, dtype: torch.dtype) -> GPT:
+    gpt = GPT(model, vocab_size=V, num_positions=S, execution=Execution(attention_backend=backend))
+    initialize(gpt, collect_shardings(gpt), seed=1, domains=dense_domain(gpt.tp.axis))
+    return gpt.to(dtype)
+
+
+def saved_by_a_layer(model: ModelConfig, backend: AttentionBackend, dtype: torch.dtype) -> float:
+    """Bytes a token: the difference that two layers more make."""
+
+    def saved(num_layers: int) -> int:
+        gpt = built(replace(model, num_layers=num_layers), backend, dtype)
+        with saved_by(gpt) as seen:
+            gpt(None, batch(), step=0)
+        return seen.num_bytes
+
+    return (saved(3) - saved(1)) / 2 / (S * B)
+
+
+def counted_flops(model: ModelConfig, num_layers: int) -> int:
+    gpt = built(replace(model, num_layers=num_layers), "unfused", torch.float32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        gpt(None, batch(), step=None)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_counts_the_parameters_of_the_block_as_tp_cuts_them(name: str) -> None:
+    model, parameters = MODELS[name], cost_of(MODELS[name]).parameters
+    for tp in (1, 2):
+        axis = TensorParallel(Axis("tp", tp, 0, tuple(range(tp))))
+        block = TransformerBlock(model, layer=0, tp=axis, core=CoreAttention())
+        assert sum(p.numel() for p in block.parameters()) == parameters.per_rank(tp)
+        assert sum(each.num_elements for each in collect_shardings(block).values()) == parameters.total
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_counts_the_flops_of_a_forward(name: str) -> None:
+    model, cost = MODELS[name], cost_of(replace(MODELS[name], window_size=None))
+    counted = (counted_flops(model, 3) - counted_flops(model, 1)) / 2 / (S * B)
+    # Explicit probabilities are computed for the whole square, whatever a mask lets through.
+    assert counted == cost.linear_flops + cost.score_flops(S, "full") + cost.value_flops(S, "full")
+
+
+def test_a_window_lets_fewer_keys_through() -> None:
+    (core,), (windowed,) = cost_of(LLAMA).cores, cost_of(replace(LLAMA, window_size=32)).cores
+    assert (core.keys(S, "full"), core.keys(S, "causal")) == (S, S / 2)
+    assert windowed.keys(S, "full") == 32
+    assert windowed.keys(S, "causal") == pytest.approx(sum(min(i, 32) for i in range(S)) / S, rel=0.02)
+
+
+def not_counted(model: ModelConfig, backend: AttentionBackend) -> float:
+    """Elements a token that a layer may keep beyond its row."""
+    heads, size = model.num_attention_heads, model.head_size
+    if backend == "auto":
+        # The values are a view of qkv's output and keep it alive, where queries and keys have become others by RoPE.
+        views = (heads + model.num_kv_heads) * size if model.position_embedding_type == "rope" else 0
+        return views + (S / B if model.window_size else 0)  # SDPA makes a bias of the mask, in every layer
+    return model.num_kv_heads * size if model.qk_layernorm else 0  # a copy of the values, beside qkv's output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_counts_the_bytes_that_wait_for_the_backward(
+    name: str, backend: AttentionBackend, dtype: torch.dtype
+) -> None:
+    """Measured on a CPU, where torch's RMSNorm keeps more than it does on a GPU."""
+    model, size = MODELS[name], dtype.itemsize
+    scores = bytes_per_score(model, backend, size)
+    saved = cost_of(model).saved_bytes(seq_length=S, element_bytes=size, score_bytes=scores, device="cpu")
+    measured = saved_by_a_layer(model, backend, dtype)
+    assert saved.total <= measured <= (saved.total + not_counted(model, backend) * size) * (1 + TINY)
+
+
+def test_only_a_cpu_keeps_fp32_copies_of_what_is_normalised() -> None:
+    model, gpt2 = cost_of(LLAMA), cost_of(GPT2)
+    for size in (2, 4):
+        on_cpu, on_cuda = (
+            model.saved_bytes(seq_length=S, element_bytes=size, device=device)  # type: ignore[arg-type]
+            for device in ("cpu", "cuda")
+        )
+        assert on_cpu.total - on_cuda.total == 2 * 128 * (8 - size)
+        assert gpt2.saved_bytes(seq_length=S, element_bytes=size, device="cpu") == gpt2.saved_bytes(
+            seq_length=S, element_bytes=size
+        )
+
+
+def test_rows_add_up_to_the_row_of_a_layer() -> None:
+    spec = LayerSpec.of(MODELS["qwen3"])
+    attention, mlp, layer = (part.cost(MODELS["qwen3"]) for part in (spec.attention, spec.mlp, spec))
+    between = 2 * 128
+    assert layer.parameters == attention.parameters + mlp.parameters + Count(whole=between)
+    assert layer.active_parameters == layer.parameters.total
+    assert layer.linear_flops == attention.linear_flops + mlp.linear_flops == 2 * layer.matrices.total
+    assert layer.largest_matrix == max(attention.largest_matrix, mlp.largest_matrix, key=lambda each: each.total)
+    # Inputs and outputs of qkv, out, fc1, fc2.
+    assert layer.deferred_inputs == Count(split=4 * 64 + 320, whole=2 * 128)
+    assert layer.deferred_gradients == Count(split=(4 + 2 + 2) * 64 + 2 * 320, whole=2 * 128)
+
+
+def test_a_token_passes_the_experts_that_are_chosen_and_a_rank_holds_all() -> None:
+    up, down = LinearShape(64, 32, "column", copies=8, used=2), LinearShape(32, 64, "row", copies=8, used=2)
+    router = LinearShape(64, 8, "none")
+    row = LayerCost(linears=(router, up, down))
+    assert row.parameters == Count(split=2 * 8 * 64 * 32, whole=64 * 8)
+    assert row.active_parameters == 2 * 2 * 64 * 32 + 64 * 8
+    assert row.linear_flops == 2 * row.active_parameters
+    assert row.deferred_inputs == Count(split=2 * 32, whole=64 + 2 * 64)
+    assert row.deferred_gradients == Count(split=2 * 32, whole=8 + 2 * 64)
+
+
+def elements_deferred(place: Place, sequence: bool) -> float:
+    """Elements a token that one layer leaves in the queue of weight gradients."""
+    mesh = Mesh.start(Layout(tp=place.world_size), rank=place.rank, init_method=place.rendezvous)
+
+    def deferred(num_layers: int) -> int:
+        model, tp = replace(MODELS["qwen3"], num_layers=num_layers), TensorParallel(mesh.tp, sequence)
+        gpt = GPT(model, vocab_size=V, num_positions=S, tp=tp)
+        initialize(gpt, collect_shardings(gpt), seed=1, domains=dense_domain(mesh.tp))
+        queue = WeightGradients({})
+        split_backward(gpt, queue)
+        queue.fill(chunk=0, micro_batch=0)
+        gpt(None, batch(), step=0).sum().backward()
+        return sum(each.dy.numel() + each.x.numel() for each in queue._pending[0, 0])
+
+    return (deferred(3) - deferred(1)) / 2 / (S * B)
+
+
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
+def test_a_row_counts_what_deferred_weight_gradients_keep(tp: int, sequence: bool) -> None:
+    settings = Activations(
+        hidden_size=128,
+        seq_length=S,
+        element_bytes=4,
+        score_bytes=0,
+        tp=tp,
+        sequence_parallel=sequence,
+        recompute=RecomputeConfig(),
+        device="cpu",
+    )
+    for elements in run_ranks(tp, elements_deferred, sequence):
+        assert 4 * elements == settings.deferred(cost_of(MODELS["qwen3"]))

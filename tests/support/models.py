@@ -1,0 +1,40 @@
+"""Models of several kinds: published ones, and small ones with each option."""
+
+from dataclasses import replace
+
+from megatronish.config.model import ModelConfig
+
+GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
+LLAMA3_8B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    group_query_attention=True,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+SMALL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, make_vocab_size_divisible_by=1)
+VARIANTS = {
+    "gpt2": SMALL,
+    "llama": replace(
+        SMALL,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        num_query_groups=2,
+    ),
+    "qwen2": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, add_qkv_bias=True, swiglu=True),
+    "qwen3": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, qk_layernorm=True, kv_channels=16),
+    "swiglu with biases": replace(SMALL, swiglu=True, qk_layernorm=True, ffn_hidden_size=40),
+    "more positions": replace(SMALL, max_position_embeddings=64, apply_layernorm_1p=True),
+    "no positions": replace(SMALL, position_embedding_type="none", group_query_attention=True),
+}
