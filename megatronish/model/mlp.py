@@ -1,4 +1,4 @@
-"""What does each token make of itself? The MLP of a block."""
+"""MLP of a transformer layer: up-projection, activation, down-projection."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +10,10 @@ from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 
 
 class MLP(nn.Module):
-    """[S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]): up to F features, a nonlinearity, back to D."""
+    """MLP, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]), with F features between.
+
+    SwiGLU has a gate of F more features; GELU and squared ReLU have none.
+    """
 
     def __init__(self, config: ModelConfig, *, tp: TensorParallel, output_std: float) -> None:
         super().__init__()
@@ -33,11 +36,11 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        # A kernel adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
-        apart = not self.config.squared_relu and is_fused(x)
-        x = self.fc1(x, skip_bias=apart)
-        return self.fc2(self.activate(x, self.fc1.bias if apart else None))
+        """[S, B, D] -> [S, B, D]: fc1, activation, fc2."""
+        # A fused activation adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
+        fused = not self.config.squared_relu and is_fused(x)
+        x = self.fc1(x, skip_bias=fused)
+        return self.fc2(self.activate(x, self.fc1.bias if fused else None))
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[S, B, F/tp] (gated: [S, B, 2 F/tp], gate before up), a bias not yet added -> [S, B, F/tp]."""
