@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatronish.launch.place import Place
 from megatronish.layers.linear import ColumnParallelLinear, split_backward
+from megatronish.layers.product import Product
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh, TensorParallel
@@ -60,10 +61,10 @@ class WatchedGradients(WeightGradients):
         super().__init__(sums)
         self.watch = watch
 
-    def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis) -> None:
+    def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, axis: Axis, product: Product) -> None:
         assert self._filling is not None
         self.watch.queued.append((self._filling, weakref.ref(dy)))
-        super().defer(weight, dy, x, axis=axis)
+        super().defer(weight, dy, x, axis=axis, product=product)
 
     def compute(self, *, chunk: int, micro_batch: int) -> None:
         others = set(self.pending) - {(chunk, micro_batch)}
