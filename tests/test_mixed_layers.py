@@ -27,7 +27,6 @@ from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
 from megatronish.layer_specs import AttentionSpec, LayerSpec, MixedModelConfig, MLPSpec
-from megatronish.layout import Layout
 from megatronish.mesh import Mesh, dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT

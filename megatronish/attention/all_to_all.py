@@ -1,7 +1,7 @@
-"""How is attention shared over cp by heads? (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
+"""All-to-all attention: context parallelism by heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-Before attention each rank hands every other one the heads that are its own, and gets its own heads of the rest of the
-sequence; the result goes back the same way. In between a rank holds whole sequences of n / cp heads, in their order.
+Before attention an all-to-all turns a part of the sequence with all heads into the whole sequence with n / cp heads.
+After attention a second all-to-all turns the result back.
 """
 
 import torch
@@ -32,21 +32,24 @@ def all_to_all_attention(
     repeats = num_repeats(heads, k.shape[2], cp.size)
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
-    # One exchange for all three: [S/cp, B, cp, n/cp + 2 k/cp, H], then what goes to one rank together.
+    # 1. One all-to-all for queries, keys and values: heads are grouped by the rank they go to,
+    #    [S/cp, B, cp, n/cp + 2 k/cp, H], and the groups put one after the other, [cp S/cp, B, n/cp + 2 k/cp, H].
     parts = [x.unflatten(2, (cp.size, -1)) for x in (q, k, v)]
     mine = torch.cat(parts, dim=3).movedim(2, 0).flatten(0, 1)
+    # 2. What arrives is the sequence by ranks; `from_zigzag` puts it in order: [S, B, n/cp + 2 k/cp, H].
     whole = from_zigzag(comm.all_to_all(mine, cp), cp.size)
     q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
     first_head += cp.rank * q.shape[2]
     out = attend_alone(q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout)
+    # 3. The way back: [S, B, n/cp H] -> [S/cp, B, n H], heads in their order.
     back = comm.all_to_all(to_zigzag(out, cp.size), cp)
     return back.unflatten(0, (cp.size, -1)).movedim(0, 2).flatten(2)
 
 
 def num_repeats(heads: int, kv_heads: int, cp_size: int) -> int:
-    """How often each key/value head is repeated, at the least, for the ranks of cp to hold equally many.
+    """Smallest number of copies of each key/value head with which every rank of cp holds equally many.
 
-    A divisor of heads / kv_heads, so that a query head still meets its own.
+    It divides heads / kv_heads, so that a query head still meets its own key/value head.
     """
     group = heads // kv_heads
     return next(times for times in range(1, group + 1) if group % times == 0 and kv_heads * times % cp_size == 0)

@@ -1,11 +1,12 @@
-"""How does attention reach the whole sequence from a rank that holds a part of it?
+"""Attention under context parallelism: the choice between ring ("p2p") and all-to-all ("a2a") attention.
 
 "p2p": keys and values travel round the ranks of cp (ring.py). "a2a": for the time of attention each rank holds the
-whole sequence of some heads (all_to_all.py). A ring sends more, but while it computes, and cuts the sequence further
-than there are heads; an exchange sends less, and waits for it. On one rank both are attention as it always was.
+whole sequence of some heads (all_to_all.py). Ring attention sends more bytes but overlaps them with computation, and
+can cut the sequence over more ranks than there are heads. All-to-all attention sends less and waits for it. On one rank
+both are plain attention.
 
-Where a rank computes whole sequences there is a choice of backends (core.py). A ring merges blocks of keys by their
-log-sum-exp, which the softmax of a whole row does not give, and has operations of its own (tile.py).
+Where a rank computes whole sequences there is a choice of backends (core.py). Ring attention merges blocks of keys by
+their log-sum-exp, which the softmax of a whole row does not return, and has operations of its own (tile.py).
 """
 
 from functools import partial

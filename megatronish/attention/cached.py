@@ -1,8 +1,8 @@
-"""What does attention keep of the tokens it has seen, so that the next one need not compute them again?
+"""KV cache: keys and values of the tokens so far, for generation token by token.
 
-Keys and values, turned and normalised as attention reads them: of this rank's layers, and of its own kv heads. The
-tokens of a batch stand in columns; those of a shorter text begin later, and what is left of them is hidden from them as
-another document would be (visibility.py).
+They are kept as attention reads them, rotated and normalised, of this rank's layers and key/value heads. The texts of a
+batch end in the same column; a shorter text begins in a later one, and the columns before it are masked as another
+document would be (mask.py).
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,14 @@ from torch import Tensor
 
 
 class _LayerCache(NamedTuple):
+    """Keys and values of one layer, with room for all columns."""
+
     keys: Tensor  # [capacity, B, k, H]
     values: Tensor
 
 
 class KeyValueCache:
-    """Room for `capacity` columns. Layers add theirs during a forward; `advance` says that it is over."""
+    """KV cache of `capacity` columns. Layers add theirs during a forward; `advance` ends the forward."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.num_columns = capacity, 0
@@ -29,7 +31,7 @@ class KeyValueCache:
         return self.num_columns == self.capacity
 
     def extended(self, k: Tensor, v: Tensor, *, layer: int) -> tuple[Tensor, Tensor]:
-        """Keep [s, B, k, H], [s, B, k, H] of the newest columns -> the same of all columns so far, these included."""
+        """Append keys and values [s, B, k, H] of the newest columns, and return those of all columns so far."""
         if layer not in self._layers:
             room = (self.capacity, *k.shape[1:])
             self._layers[layer] = _LayerCache(k.new_empty(room), v.new_empty(room))
@@ -40,9 +42,9 @@ class KeyValueCache:
         return keys[:stop], values[:stop]
 
     def advance(self, num_columns: int) -> None:
-        """Every layer has added so many columns."""
+        """End a forward in which every layer has added this many columns."""
         self.num_columns += num_columns
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows of the batch but these."""
+        """Drop all rows of the batch but these."""
         self._layers = {layer: _LayerCache(*(x[:, rows] for x in kept)) for layer, kept in self._layers.items()}

@@ -1,4 +1,4 @@
-"""What does each token take from the tokens it sees? Attention over a whole sequence, on one rank's heads."""
+"""Attention over a whole sequence, on one rank's heads: SDPA, or explicit probabilities (explicit.py)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +15,14 @@ from megatronish.config.training import AttentionBackend
 
 
 class ProbabilityDropout(Protocol):
-    """[B, n, q, k] -> [B, n, q, k]: each probability dropped, or kept and scaled up, by its global place alone.
+    """Dropout on probabilities [B, n, q, k]: each is dropped, or kept and scaled up, by its global place alone.
 
     Called again with the same places it drops the same ones; so it also turns the gradient of its output into that of
     its input. The n heads start from `first_head`; `queries` [q] and `keys` [k] are positions along the sequence.
     """
 
     def __call__(self, probabilities: Tensor, *, first_head: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """See the class."""
+        """[B, n, q, k] -> [B, n, q, k]."""
         ...
 
 
@@ -52,7 +52,13 @@ def attend_alone(
             drop = partial(dropout, first_head=first_head, queries=queries, keys=positions)
         out = explicit_attention(q, k, v, mask=mask, fused=backend != "unfused", dropout=drop)
     else:
-        visible = mask.whole
-        is_causal = visible is None and q.shape[2] > 1  # a single query is the last one
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, enable_gqa=grouped)
+        dense = mask.whole
+        # On CUDA flash attention takes neither a mask nor fp32, and the "efficient" kernels take no grouped heads: SDPA
+        # would fall back to its math backend, which keeps S x S scores. So key/value heads are repeated, as they are
+        # for tiles (operations.py). Read from torch's sources (2.13); it has not run on a GPU yet.
+        if grouped and q.is_cuda and (dense is not None or q.dtype == torch.float32):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            grouped = False
+        is_causal = dense is None and q.shape[2] > 1  # a single query is the last one
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=is_causal, enable_gqa=grouped)
     return rearrange(out, "b n s h -> s b (n h)")

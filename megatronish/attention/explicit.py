@@ -1,8 +1,8 @@
-"""How is attention computed where the probability of every key is written down?
+"""Attention with explicit probabilities: scores, softmax, dropout, and the product with the values.
 
-Scores by one product, their softmax, dropout where there is any, a second product. It takes memory in the square of the
-sequence, which flash attention does not; it is what dropout needs, for SDPA draws masks of its own. The query heads
-that share a key/value head are stacked along the queries, so that keys and values are not copied for each of them.
+It takes memory quadratic in the sequence, which flash attention does not. Dropout needs it, for SDPA draws masks of its
+own. The query heads that share a key/value head are stacked along the queries, so that keys and values are not copied
+for each of them.
 
 The fused softmax (ops/softmax.py) reads the scores once and keeps nothing but its output, in the dtype of the model:
 with dropout 5 bytes a score in half precision, as in Korthikanti et al. 2022. The unfused one is a chain of operations
@@ -56,9 +56,9 @@ def _fused_softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
 
 def _softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     scaled = scores.to(accumulation_dtype(scores.dtype)) * scale
-    visible = mask.whole
-    if visible is None:
+    dense = mask.whole
+    if dense is None:
         queries, keys = scores.shape[-2:]
         positions = torch.arange(keys, device=scores.device)
-        visible = mask.dense(positions[keys - queries :], positions)
-    return scaled.masked_fill(~visible, -torch.inf).softmax(-1)
+        dense = mask.dense(positions[keys - queries :], positions)
+    return scaled.masked_fill(~dense, -torch.inf).softmax(-1)

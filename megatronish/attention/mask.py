@@ -1,4 +1,4 @@
-"""Which keys does a query see? Itself and what came before it, within its window and its document."""
+"""Attention masks: causal, within a sliding window and within documents, for a whole sequence or blocks of it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,25 +8,27 @@ import torch
 from torch import Tensor
 
 BlockMask = Literal["nothing", "dense", "causal", "everything"]
+"""What a block of queries sees of a block of keys; "dense" where only a dense mask can say."""
+
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A token sees itself and what came before it, at most `window_size` tokens in all, within its own document.
+    """Causal mask: a token sees itself and the tokens before it, `window_size` at most, of its own document.
 
-    Positions are those along the whole sequence, whatever part of it a rank holds; so are the document ids.
+    Positions and document ids are those along the whole sequence, whatever part of it a rank holds.
     """
 
     seq_length: int
     window_size: int | None = None
     document_ids: Tensor | None = None  # int64 [B, S]
     device: torch.device = CPU
-    first_query: int = 0  # those before it are keys alone: their own forward is over
+    first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
 
     @property
     def is_causal(self) -> bool:
-        """Whether order alone decides."""
+        """Whether the mask is plain causal: no documents, and no window that is shorter than the sequence."""
         return self.document_ids is None and not self._windowed
 
     @property
@@ -36,20 +38,20 @@ class AttentionMask:
     def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
         """int64 [q], [k] -> bool [1 or B, 1, q, k]: True where a query (row) sees a key (column)."""
         distance = queries.int()[:, None] - keys.int()
-        visible = distance >= 0
+        dense = distance >= 0
         if self.window_size is not None:
-            visible &= distance < self.window_size
-        visible = visible[None, None]
+            dense &= distance < self.window_size
+        dense = dense[None, None]
         if self.document_ids is not None:
             rows, columns = self.document_ids[:, None, queries, None], self.document_ids[:, None, None, keys]
-            visible = visible & (rows == columns)
-        return visible
+            dense = dense & (rows == columns)
+        return dense
 
     @cached_property
     def whole(self) -> Tensor | None:
-        """bool [1 or B, 1, q, S] for the whole sequence, made once; None where attention is plain causal.
+        """Dense mask of the whole sequence, bool [1 or B, 1, q, S], made once; None where attention is plain causal.
 
-        It is so for a single query at the end, too, which sees all.
+        Attention of a single query at the end, which sees all, needs none either.
         """
         if self.is_causal and self.first_query in (0, self.seq_length - 1):
             return None
@@ -57,9 +59,9 @@ class AttentionMask:
         return self.dense(positions[self.first_query :], positions)
 
     def between(self, queries: range, keys: range) -> BlockMask:
-        """What one run of positions sees of another: "mask" where it takes a mask to say.
+        """Mask of a block: what a run of queries sees of a run of keys.
 
-        Documents always take one: to know where they end, a GPU would have to be waited for.
+        With documents it is always "dense": to know where they end, the host would have to wait for the device.
         """
         if queries[-1] < keys[0] or (self.window_size is not None and queries[0] - keys[-1] >= self.window_size):
             return "nothing"

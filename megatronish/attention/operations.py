@@ -1,8 +1,8 @@
-"""Which operations compute a tile of attention, and what does each of them want?
+"""Operations that compute a tile of attention, with what each of them requires: flash, "efficient" and explicit.
 
-The four do the same, with the shapes of tile.py. None draws dropout of its own; where there is some, the probabilities
-are made explicit. What the two of CUDA ask for beyond their signatures stands at each. It was read from torch's sources
-(2.13) and has not run on a GPU yet: the tests with the marker `gpu` in test_attention.py are there to tell.
+The four compute the same, with the shapes of tile.py. None draws dropout of its own; with dropout the probabilities are
+made explicit. What the two of CUDA require beyond their signatures stands at each. It was read from torch's sources
+(2.13) and has not run on a GPU yet: tests with the marker `gpu` in test_attention.py are there for that.
 """
 
 import math
@@ -24,11 +24,11 @@ BIAS_ALIGNMENT = 16  # keys
 
 
 class TileMask(NamedTuple):
-    """Which keys the queries of a tile see: all, those of `causal` (as many queries as keys), or those of `mask`."""
+    """Mask of a tile: all keys, plain causal (as many queries as keys), or `dense`; and dropout of probabilities."""
 
     causal: bool = False
     dense: Tensor | None = None  # bool [1 or B, 1, q, k]
-    drop: Callable[[Tensor], Tensor] | None = None  # of probabilities [B, n, q, k]; needs a mask
+    drop: Callable[[Tensor], Tensor] | None = None  # of probabilities [B, n, q, k]; needs `dense`
 
 
 class TileGradients(NamedTuple):
@@ -40,7 +40,7 @@ class TileGradients(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """(q, k, v, tile_mask) -> out, lse, and (dout, q, k, v, out, lse, tile_mask) -> TileGradients; lse contiguous."""
+    """Pair of functions that compute a tile forward and backward; `lse` is contiguous."""
 
     forward: Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], TileGradients]
@@ -51,7 +51,7 @@ def _scale(q: Tensor) -> float:
 
 
 def _bias(q: Tensor, mask: Tensor | None, *, alignment: int = 1) -> Tensor | None:
-    """0 where the mask says True and -inf elsewhere, rows beginning at multiples of `alignment` in memory."""
+    """Additive mask: 0 where the mask is True and -inf elsewhere; rows begin at multiples of `alignment` in memory."""
     if mask is None:
         return None
     keys = mask.shape[-1]
@@ -84,7 +84,7 @@ def _flash_on_cpu_backward(
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """Channels of zeros change no score and add none of their own to an output."""
+    """Heads padded with zero channels to the alignment: they change no score, and their outputs are cut off."""
     return [F.pad(x, (0, -x.shape[-1] % HEAD_ALIGNMENT)) if x.shape[-1] % HEAD_ALIGNMENT else x for x in tensors]
 
 
@@ -142,7 +142,7 @@ def _efficient_backward(
 
 
 def _scores(q: Tensor, k: Tensor, tile_mask: TileMask) -> Tensor:
-    """[B, n, q, k], -inf where nothing is seen."""
+    """Scaled scores [B, n, q, k], -inf where the mask is False."""
     assert tile_mask.dense is not None
     scores = unstacked(stacked(q, k.shape[1]) @ k.mT, q.shape[1])
     return scores.mul_(_scale(q)).masked_fill_(~tile_mask.dense, -torch.inf)
@@ -160,13 +160,20 @@ def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> t
 def _explicit_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
 ) -> TileGradients:
-    """Softmax takes its mean off a row of gradients, weighted by probability: that is the row of dout * out."""
+    """Backward of attention from q, k, v, the output and the log-sum-exp, with dropout drawn again.
+
+    The backward of softmax subtracts from each row of gradients its mean, weighted by probability. That mean is the sum
+    of dout * out over the head's channels (Dao et al. 2022, arXiv:2205.14135, section 3.1).
+    """
     assert tile_mask.drop is not None
     heads, kv_heads = q.shape[1], k.shape[1]
     dout, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (dout, q, k, v, out))
+    # Probabilities over all keys of the sequence, [B, n, q, k] of this tile: exp(score - lse).
     probabilities = _scores(q, k, tile_mask).sub_(lse.unsqueeze(-1)).exp_()
+    # Values: dv = dropped^T dout, summed over the query heads that share a key/value head (stacked along the queries).
     by_kv_head = stacked(dout, kv_heads)
     dv = stacked(tile_mask.drop(probabilities), kv_heads).mT @ by_kv_head
+    # Scores: the gradient of dropout's output goes back through the same mask, then through softmax.
     dprobabilities = tile_mask.drop(unstacked(by_kv_head @ v.mT, heads))
     means = (dout * out).sum(-1, keepdim=True)
     dscores = stacked(probabilities * (dprobabilities - means), kv_heads) * _scale(q)

@@ -1,15 +1,17 @@
-"""How is attention shared over cp without any rank holding the whole sequence? Ring attention.
+"""Ring attention: context parallelism in which no rank holds the whole sequence (Liu et al. 2023, arXiv:2310.01889).
 
-Each rank keeps its queries. The blocks of keys and values, one a rank, travel round the ring (Liu et al. 2023,
-arXiv:2310.01889): while a rank computes with the block at hand, the next one arrives. What it takes from a block is
-normalised by that block's own log-sum-exp, and partial outputs are merged by these, in fp32, so that the order of the
-blocks does not matter. Backward the blocks travel again, and the gradients of each travel behind it, a sum to which
-every rank adds its terms; after a whole turn they are home. Saved for it: q, k, v, the output and one number a row.
+Forward: each rank keeps its queries, and the blocks of keys and values, one of each rank, travel round the ring. While
+a rank computes with one block, the next one arrives. The output of each block is normalised by the block's own
+log-sum-exp, and partial outputs are merged by their log-sum-exps, in fp32, so that the order of the blocks does not
+matter. Backward: the blocks travel again, and the gradients of each block travel behind it, a sum to which every rank
+adds its terms; after a whole turn they are back at the block's own rank. Saved for the backward: q, k, v, the output
+and one number a row.
 
-Block and queries are cut into tiles. Rank r has chunks r and 2 cp - 1 - r of the sequence (zigzag.py), so of the block
-of rank j it sees: j = r, what order says; j < r, the first half, with all its queries; j > r, all, with the second half
-of its queries. As much work each time, and no mask. Windows and documents do need masks, which are made a tile of two
-chunks at a time, when needed; tiles beyond the window are left out, though their blocks travel all the same.
+Block and queries are cut into tiles. Rank r holds chunks r and 2 cp - 1 - r of the sequence (zigzag.py). So of the
+block of rank j it computes: for j = r a causal square; for j < r all its queries with the first half of the keys; for
+j > r the second half of its queries with all keys. This is the same work in each step, and needs no dense mask. Windows
+and documents need dense masks, which are made for one tile of two chunks at a time. Tiles outside of the window are
+left out, though their blocks travel all the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,11 +48,11 @@ def ring_attention(
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     drop = None if dropout is None else partial(dropout, first_head=first_head)
-    return _Ring.apply(q, k, v, _Plan(cp, mask, drop))
+    return _RingAttention.apply(q, k, v, _RingPlan(cp, mask, drop))
 
 
 class Tile(NamedTuple):
-    """Some of a rank's queries, some of a block's keys, and what the ones see of the others."""
+    """Tile of attention: some of a rank's queries, some of a block's keys, and their mask."""
 
     queries: slice
     keys: slice
@@ -58,7 +60,7 @@ class Tile(NamedTuple):
 
 
 def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_chunks: bool) -> list[Tile]:
-    """What `rank` has to compute with the block of rank `source`.
+    """Tiles that `rank` has to compute with the block of rank `source`.
 
     A query's first tile holds the query itself among its keys, so its log-sum-exp is finite from then on. `by_chunks`
     keeps tiles to two chunks also where a plain causal mask needs none so small.
@@ -79,8 +81,8 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What a turn of the ring needs to know besides tensors."""
+class _RingPlan:
+    """Order of blocks and tiles in one turn of the ring, the same forward and backward."""
 
     cp: Axis
     mask: AttentionMask
@@ -97,35 +99,40 @@ class _Plan:
                 block = coming.wait()
 
     def tiles(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, TileMask]]:
-        """The queries, the keys and what is seen of each tile with the block of rank `source`."""
+        """Queries, keys and mask of each tile with the block of rank `source`."""
         cp, mask = self.cp, self.mask
         mine, theirs = (places_of(mask.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
         by_chunks = self.drop is not None  # explicit probabilities are large
         for queries, keys, block_mask in tiles_of(cp.rank, source, cp_size=cp.size, mask=mask, by_chunks=by_chunks):
             places = {"queries": mine[queries], "keys": theirs[keys]}
             if self.drop is not None:
-                tile_mask = TileMask(dense=self.mask.dense(**places), drop=partial(self.drop, **places))
+                tile_mask = TileMask(dense=mask.dense(**places), drop=partial(self.drop, **places))
             elif block_mask == "dense":
-                tile_mask = TileMask(dense=self.mask.dense(**places))
+                tile_mask = TileMask(dense=mask.dense(**places))
             else:
                 tile_mask = TileMask(causal=block_mask == "causal")
             yield queries, keys, tile_mask
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
+    """Ring attention with a backward of its own. Shapes inside: [B, n, S/cp, H] queries, [B, k, S/cp, H] keys."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _RingPlan) -> Tensor:
+        # The output so far, merged in at least fp32: `merged` [S/cp, B, n, H], `out` a view [B, n, S/cp, H] of it, and
+        # `lse` [B, n, S/cp], the log-sum-exp of all scores so far.
         queries = rearrange(q, "s b n h -> b n s h")
         merged = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
         out = rearrange(merged, "s b n h -> b n s h")
         lse = torch.full(out.shape[:3], -torch.inf, dtype=merged.dtype, device=q.device)
+        # One step a rank: the tiles with the block at hand, while the next block arrives.
         for source, block in plan.blocks(k, v):
             for rows, columns, tile_mask in plan.tiles(source, q.device):
                 new = tile.forward(queries[:, :, rows], *block[..., columns, :], tile_mask=tile_mask)
                 _merge(out[:, :, rows], lse[:, :, rows], *new)
         result = merged.to(q.dtype).flatten(2)
         ctx.plan = plan
-        # The result itself, which whatever comes next saves too, and not the sums it was rounded from.
+        # The result itself is saved, which the output projection saves too, and not the fp32 it was rounded from.
         ctx.save_for_backward(q, k, v, result, lse)
         return result
 
@@ -133,31 +140,39 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, result, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan: _RingPlan = ctx.plan
         queries = rearrange(q, "s b n h -> b n s h")
         out, dout = (rearrange(x, "s b (n h) -> b n s h", n=q.shape[2]) for x in (result, grads[0]))
         dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
         dqueries = rearrange(dq, "s b n h -> b n s h")
-        coming: comm.Pending | None = None  # what the ranks before have found for the block at hand
+        # Gradients of the block at hand, [2, S/cp, B, k, H], summed by the ranks that had the block before.
+        coming: comm.Pending | None = None
         for source, block in plan.blocks(k, v):
+            # 1. This rank's terms of the gradients, while the next block and the sums of this one arrive.
             terms = []
             for rows, columns, tile_mask in plan.tiles(source, q.device):
                 mine = (x[:, :, rows] for x in (dout, queries, out, lse))
                 here = tile.backward(*mine, *block[..., columns, :], tile_mask=tile_mask)
                 dqueries[:, :, rows] += here.q
                 terms.append((columns, here.k, here.v))
+            # 2. The terms are added to the sums, and the sums follow the block to the next rank.
             dblock = dq.new_zeros(2, *k.shape) if coming is None else coming.wait()
             dkeys, dvalues = rearrange(dblock, "c s b k h -> c b k s h")
             for columns, dk, dv in terms:
                 dkeys[:, :, columns] += dk
                 dvalues[:, :, columns] += dv
             coming = comm.start_shift(dblock, plan.cp, tag=GRADS_TAG)
+        # 3. After the last step the sums of this rank's own block come home.
         assert coming is not None
         dk, dv = coming.wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Take a tile's result into that of the tiles before: a mean, weighted by the sums of exponentials."""
+    """Merge a tile's output [B, n, q, H] and log-sum-exp [B, n, q] into those of the tiles before, in place.
+
+    The merged output is the mean of both, weighted by their sums of exponentials: exp(new) / (exp(lse) + exp(new)) is
+    sigmoid(new - lse).
+    """
     out.lerp_(new_out.to(out.dtype), torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))

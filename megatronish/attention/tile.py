@@ -1,8 +1,8 @@
-"""What does a run of queries take from a run of keys, and how do both learn from it?
+"""Attention of one tile, a run of queries against a run of keys: forward and backward, as ring attention needs them.
 
-`forward` gives a tile's own output, as if there were no other keys, and the log-sum-exp of its scores, by which tiles
-are merged. `backward` is given the output and the log-sum-exp over *all* keys, and returns the tile's terms of the
-gradients. SDPA offers both halves joined only, so the operations it is made of are called by name (operations.py).
+`forward` returns the tile's own output, as if there were no other keys, and the log-sum-exp of its scores, by which
+tiles are merged. `backward` is given the output and the log-sum-exp over *all* keys, and returns the tile's terms of
+the gradients. SDPA offers only both together, so the operations that it is made of are called by name (operations.py).
 
 Shapes: q, out [B, n, q, H]; k, v [B, kv, k, H]; lse [B, n, q], at least fp32; n / kv query heads share a kv head.
 """
@@ -25,11 +25,12 @@ FLASH_OLDEST_GPU = (8, 0)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
-    """out, lse. The output of a row that sees nothing is finite, and its log-sum-exp -inf."""
+    """Output and log-sum-exp of the tile. A row that sees nothing has a finite output and a log-sum-exp of -inf."""
     if tile_mask.dense is None:
         return operation_for(q, tile_mask).forward(q, k, v, tile_mask)
     seen = tile_mask.dense.any(-1)
-    # What an operation makes of a row without keys is its own (on CPU a log-sum-exp of 0): show it all of them.
+    # Operations differ in what they return for a row that sees no key (on CPU a log-sum-exp of 0). Such rows are shown
+    # all keys, and their log-sum-exp is set to -inf afterwards: the merge then gives them no weight.
     tile_mask = tile_mask._replace(dense=tile_mask.dense | ~seen.unsqueeze(-1))
     out, lse = operation_for(q, tile_mask).forward(q, k, v, tile_mask)
     return out, lse.masked_fill(~seen, -torch.inf)
@@ -38,12 +39,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, tile_mask: TileMask) -> tuple[Te
 def backward(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, *, tile_mask: TileMask
 ) -> TileGradients:
-    """`lse` is finite, for every token sees itself; so a row that sees nothing here has gradients of exactly zero."""
+    """The tile's terms of the gradients. `out` and `lse` are those over all keys of the sequence.
+
+    `lse` is finite, for every token sees itself. So a row that sees nothing here has gradients of exactly zero.
+    """
     return operation_for(q, tile_mask).backward(dout, q, k, v, out, lse.contiguous(), tile_mask)
 
 
 def operation_for(q: Tensor, tile_mask: TileMask) -> Operation:
-    """What computes a tile: flash attention where it can, on CUDA the slower "efficient" one where it cannot."""
+    """Operation for a tile: flash attention where it can run, else on CUDA the slower "efficient" one."""
     if tile_mask.drop is not None:
         return EXPLICIT
     if q.device.type == "cpu":

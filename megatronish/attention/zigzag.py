@@ -1,4 +1,4 @@
-"""Which tokens does a rank of cp hold? A chunk from the front of the sequence and its mirror from the back.
+"""Zigzag sharding of the sequence over cp: a rank holds a chunk from the front and its mirror image from the back.
 
 The sequence is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r, in this order. Under a causal mask chunk c
 sees c whole chunks and half of itself, so every rank has the same work: 2 cp - 1 whole chunks and two halves.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Chunks(NamedTuple):
-    """The two runs of positions that a rank holds."""
+    """Positions that a rank holds: a run at the front, a run at the back."""
 
     front: range
     back: range
@@ -34,7 +34,7 @@ def places_of(seq_length: int, cp_rank: int, cp_size: int, *, device: torch.devi
 
 
 def from_zigzag(x: Tensor, cp_size: int) -> Tensor:
-    """[S, ...] -> [S, ...]: what the ranks hold, one after the other, put in the order of the sequence."""
+    """[S, ...] -> [S, ...]: from the order of ranks, one after the other, to the order of the sequence."""
     front, back = x.unflatten(0, (cp_size, 2, -1)).unbind(1)
     return torch.cat((front, back.flip(0))).flatten(0, 1)
 

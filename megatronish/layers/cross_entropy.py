@@ -1,8 +1,8 @@
-"""What is the loss of each token when the vocabulary is shared by the ranks of tp?
+"""Vocab-parallel cross entropy: the loss of each token from logits that are cut over tensor-parallel ranks.
 
-No rank ever sees the logits of another: the maximum, the sum of exponentials and the target's logit are enough, one
-number a token each (ops/cross_entropy.py). Rows of padding do not take part, so the loss does not depend on how much of
-it a tp size asks for.
+No rank receives the logits of another. The maximum, the sum of exponentials and the target's logit are enough, one
+number a token each (ops/cross_entropy.py). Padding of the vocabulary takes no part, so the loss does not depend on how
+much padding a tp size needs.
 """
 
 from typing import Any
@@ -26,18 +26,20 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """All the tensors here but the logits hold one number a token."""
+    """Softmax and negative log-likelihood in one pass. All tensors but the logits hold one number a token, [S B]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp: Axis) -> Tensor:
-        # In place, and `mark_dirty` is not needed, as nothing else reads them.
+        # This rank's rows of the vocabulary, of which the last ones may be padding. The kernel may overwrite the logits
+        # [S B, V/tp]; `mark_dirty` is not needed, as nothing else reads them.
         flat, flat_labels = logits.detach().flatten(0, -2).contiguous(), labels.flatten()
         rows = flat.shape[-1]
         first = tp.rank * rows
         num_true = min(max(vocab_size - first, 0), rows)
         mine, total, target = cross_entropy_statistics(flat, flat_labels, first=first, num_true=num_true)
+        # The maximum over the whole vocabulary comes first. Each rank's sum of exponentials is relative to the maximum
+        # of its own rows, and is scaled to the common one before the sums over tp.
         maximum = comm.all_reduce(mine.clone(), tp, "max")
-        # A rank's exponentials are relative to its own maximum.
         total, target = comm.all_reduce(torch.stack((total * (mine - maximum).exp_(), target)), tp).unbind()
         ctx.save_for_backward(flat, flat_labels, mine, total * (maximum - mine).exp_())
         ctx.shape, ctx.first, ctx.num_true = logits.shape, first, num_true
@@ -46,6 +48,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        # (softmax - one-hot) * grad, written over the logits: [S B, V/tp]. The total was scaled back to this rank's
+        # maximum in the forward, so that the kernel needs no other.
         flat, labels, maximum, total = ctx.saved_tensors
         grad = grads[0].flatten()
         cross_entropy_gradient_(flat, labels, maximum, grad / total, grad, first=ctx.first, num_true=ctx.num_true)

@@ -1,4 +1,4 @@
-"""Which activations does dropout drop? Those that a hash of their global place says, whatever rank holds them."""
+"""Dropout whose masks are a hash of each element's global place: the same whatever rank holds the element."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from megatronish.streams import keep_mask
 
 @dataclass(frozen=True)
 class Dropout:
-    """The masks of one forward pass. None of them depends on the layout or on what was drawn before."""
+    """Dropout masks of one forward pass. They depend neither on the layout nor on what was drawn before."""
 
     seed: int
     step: int
     sample_ids: Tensor  # int64 [B], global
 
     def hidden(self, x: Tensor, *, layer: int, site: str, positions: Tensor, rate: float) -> Tensor:
-        """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, a part of all under sequence parallelism."""
+        """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, under sequence parallelism a part of all."""
         if rate == 0.0:
             return x
         keep = keep_mask(

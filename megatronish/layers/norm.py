@@ -1,4 +1,4 @@
-"""How is the residual stream normalised before each sublayer?"""
+"""Normalisation layers: LayerNorm and RMSNorm."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from megatronish.sharding import Init, Sharding
 
 
 class Norm(nn.Module):
-    """[..., size] -> [..., size]: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dim.
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dim, [..., size] -> [..., size].
 
     `partial`: each tp rank normalises other values (a part of the sequence, or heads of its own) with the same weight,
     so its gradient is a part of the whole. `one_plus` stores the weight as w - 1.
@@ -31,7 +31,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size)) if kind == "LayerNorm" else None
 
     def shardings(self) -> dict[str, Sharding]:
-        """Whole on every tp rank."""
+        """Both parameters are whole on every tp rank."""
         partial_over = frozenset({"tp"} if self.partial else ())
         init = Init(value=0.0 if self.one_plus else 1.0)
         found = {"weight": Sharding((self.size,), partial_over=partial_over, init=init)}
@@ -40,13 +40,13 @@ class Norm(nn.Module):
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """[..., size] -> [..., size]: x normalised, scaled and, in LayerNorm, shifted."""
         if self.bias is not None:
             return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
         return rms_norm(x, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y normalised, and x + y."""
+        """The norm of x + y, and x + y itself: the residual addition and the norm after it in one operator."""
         if self.bias is not None:
             return add_layer_norm(x, y, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
         return add_rms_norm(x, y, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)

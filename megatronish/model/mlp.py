@@ -11,7 +11,10 @@ from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 
 
 class MLP(nn.Module):
-    """MLP, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]), by way of F/tp features a rank."""
+    """MLP, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]), with F features between.
+
+    SwiGLU has a gate of F more features; GELU and squared ReLU have none.
+    """
 
     def __init__(self, config: ModelConfig, spec: MLPSpec, *, tp: TensorParallel, output_std: float) -> None:
         super().__init__()
@@ -27,11 +30,11 @@ class MLP(nn.Module):
         self.fc2 = RowParallelLinear(spec.ffn_size, config.hidden_size, tp=tp, bias=spec.bias, init_std=output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, D] -> [S, B, D]; a fused activation adds the bias of the up-projection itself."""
-        # A kernel adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
-        apart = self.activation != "squared_relu" and is_fused(x)
-        x = self.fc1(x, skip_bias=apart)
-        return self.fc2(self.activate(x, self.fc1.bias if apart else None))
+        """[S, B, D] -> [S, B, D]: fc1, activation, fc2."""
+        # A fused activation adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
+        fused = self.activation != "squared_relu" and is_fused(x)
+        x = self.fc1(x, skip_bias=fused)
+        return self.fc2(self.activate(x, self.fc1.bias if fused else None))
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[S, B, F/tp] (gated: [S, B, 2 F/tp], gate before up), a bias not yet added -> [S, B, F/tp]."""

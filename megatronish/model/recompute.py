@@ -1,9 +1,8 @@
-"""What does a backward compute again instead of having kept it?
+"""Activation recomputation (checkpointing): the backward runs a forward once more from its saved inputs.
 
-The backward of a recomputed piece runs its forward once more from the inputs that were kept. Random masks are functions
-of their names (streams.py), so the second forward draws what the first drew, and there is no generator to put back.
-The kept inputs may be shared by the ranks of tp, which all hold the same (ZeRO-R's activation partitioning,
-Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1), and may wait in the CPU's memory.
+Random masks are functions of their names (streams.py), so the second forward draws what the first drew, and no state of
+a generator is saved. The saved inputs may be cut over the ranks of tp, which all hold the same (ZeRO-R's activation
+partitioning, Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1), and may be offloaded to the CPU's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from megatronish.mesh import Axis
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again: see config/recompute.py. `shard_axis` has one rank unless kept inputs are shared."""
+    """Settings of recomputation (config/recompute.py). Saved inputs are cut over `shard_axis`, if it has ranks."""
 
     granularity: Literal["selective", "full"] | None = None
     method: Literal["uniform", "block"] = "uniform"
@@ -29,7 +28,7 @@ class Recompute:
     offload: bool = False
 
     def groups(self, layers: Sequence[str]) -> list[tuple[Sequence[str], bool]]:
-        """The layers in order, in pieces that are computed again as one (True) or keep their activations (False)."""
+        """Groups of layers, in order, that are recomputed as one (True) or keep their activations (False)."""
         if self.granularity != "full":
             return [(layers, False)]
         if self.method == "block":
@@ -40,37 +39,46 @@ class Recompute:
 
 
 def recompute(run: Callable[..., Tensor], *inputs: Tensor, how: Recompute | None = None) -> Tensor:
-    """run(*inputs), of which nothing but the inputs is kept for the backward. `how` says where they are kept."""
-    if not torch.is_grad_enabled():  # nor does anything have to be put away
+    """run(*inputs), of which only the inputs are saved for the backward. `how` says where they are saved."""
+    if not torch.is_grad_enabled():
         return run(*inputs)
     return _Recompute.apply(run, how or Recompute(), *inputs)
 
 
 class _Recompute(torch.autograd.Function):
+    """Forward without a graph, and a backward that makes the graph and goes through it at once."""
+
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], how: Recompute, *inputs: Tensor) -> Tensor:
-        ctx.run, ctx.kept = run, [_SavedInput(x.shape, x.device, _is_shared(x, how), how.shard_axis) for x in inputs]
-        ctx.save_for_backward(*(_put_away(x, how) for x in inputs))
+        ctx.run = run
+        ctx.saved_inputs = [_SavedInput(x.shape, x.device, _is_shared(x, how), how.shard_axis) for x in inputs]
+        ctx.save_for_backward(*(_saved_part(x, how) for x in inputs))
         return run(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        inputs = [kept.take(x).detach().requires_grad_() for kept, x in zip(ctx.kept, ctx.saved_tensors, strict=True)]
+        # 1. The inputs as the forward had them: brought back from the CPU, gathered over tp. They start a new graph.
+        inputs = [
+            saved.restore(x).detach().requires_grad_()
+            for saved, x in zip(ctx.saved_inputs, ctx.saved_tensors, strict=True)
+        ]
+        # 2. The forward again, this time with a graph.
         with torch.enable_grad():
             y = ctx.run(*inputs)
+        # 3. Backward through it: parameters, and queues of deferred weight gradients, receive their terms.
         torch.autograd.backward(y, grads[0])
         return None, None, *(x.grad for x in inputs)
 
 
 class _SavedInput(NamedTuple):
-    """How an input comes back."""
+    """How a saved input is restored: its shape, its device, and the axis it was cut over."""
 
     shape: torch.Size
     device: torch.device
     is_shared: bool
     shard_axis: Axis
 
-    def take(self, x: Tensor) -> Tensor:
+    def restore(self, x: Tensor) -> Tensor:
         x = x.to(self.device, non_blocking=True)
         if self.is_shared:
             x = comm.start_all_gather(x, self.shard_axis).wait()
@@ -81,11 +89,11 @@ def _is_shared(x: Tensor, how: Recompute) -> bool:
     return how.shard_axis.size > 1 and x.numel() % how.shard_axis.size == 0
 
 
-def _put_away(x: Tensor, how: Recompute) -> Tensor:
-    """What is kept of x: a copy where it is a part of it, as a view would keep the whole."""
+def _saved_part(x: Tensor, how: Recompute) -> Tensor:
+    """The part of x that is saved: a copy where it is not the whole, as a view would keep the whole alive."""
     if _is_shared(x, how):
         x = comm.piece_of(x.reshape(-1), how.shard_axis).clone()
     if how.offload:
-        away = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-        return away.copy_(x, non_blocking=True)
+        offloaded = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+        return offloaded.copy_(x, non_blocking=True)
     return x
