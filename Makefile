@@ -26,6 +26,9 @@ quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, on
 test: $(READY) ## the test suite, seven to eight minutes on two cores (WORKERS=8 on more)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
+test-fast: $(READY) ## the tests that start no process: no ranks, no launcher, no compiler; under a minute
+	$(RUN) -m pytest --fast --numprocesses $(WORKERS) --dist worksteal
+
 test-all: $(READY) ## the test suite with every feature in every layout
 	$(RUN) -m pytest --all-layouts --numprocesses $(WORKERS) --dist worksteal
 
@@ -54,7 +57,7 @@ clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick test test-all test-peers check bench kernels gpu venv clean
+.PHONY: help pretrain quick test test-fast test-all test-peers check bench kernels gpu venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

@@ -21,12 +21,15 @@ PEERS = ("megatron.core", "transformers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`make test-all`: see test_parallel_equals_serial.py."""
+    """`make test-all` (see test_parallel_equals_serial.py) and `make test-fast` (see support/processes.py)."""
     parser.addoption("--all-layouts", action="store_true", help="every layout with the product of its features")
+    parser.addoption("--fast", action="store_true", help="leave out tests that start processes")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a device or a library that is not here, and say so: `peers("transformers")` needs that one."""
+    if config.getoption("--fast"):
+        leave_out_processes(config, items)
     for item in items:
         if item.get_closest_marker("gpu") is not None and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
@@ -35,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if absent:
             reason = f"needs {', '.join(absent)}, which `make test-peers` installs in an environment of its own"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def leave_out_processes(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that start processes, and let no other start one."""
+    import processes  # late: it is found by the path that is made above
+
+    processes.mark_starters(items)
+    left_out = [item for item in items if item.get_closest_marker("processes") is not None]
+    items[:] = [item for item in items if item.get_closest_marker("processes") is None]
+    config.hook.pytest_deselected(items=left_out)
+    processes.forbid_processes()
 
 
 @cache

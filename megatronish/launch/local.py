@@ -1,4 +1,4 @@
-"""How does a run start? In this process if it is a rank already, else as local ranks forked from this warm process.
+"""The launcher: a run in this process if it is a rank already, else local ranks forked from this warm process.
 
 The launcher has imported torch but computed nothing and not touched CUDA; so a fork is safe, and eight ranks stand in
 about a second where spawned ones take five and torchrun six. A rank tells how it ended through a pipe *before* its
@@ -99,7 +99,7 @@ def run_local_ranks(
 
 
 class LocalRank(NamedTuple):
-    """A rank as its launcher sees it."""
+    """A local rank: its place, its process and the pipe of its report."""
 
     place: Place
     process: BaseProcess
@@ -107,7 +107,7 @@ class LocalRank(NamedTuple):
 
 
 def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
-    """The whole life of a local rank."""
+    """The main function of a local rank: set up the process, run, report the ending, exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher says what it means
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_DFL)

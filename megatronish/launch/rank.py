@@ -1,4 +1,4 @@
-"""What surrounds a rank's work, whoever started it? Where it writes, and how it ends: exit status and message."""
+"""The frame of a rank's work, whoever started it: where it writes, and its ending, an exit status and a message."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from megatronish.launch.place import Place
 
 
 class Ending(NamedTuple):
-    """How a rank ended. `seconds` is on the machine's monotonic clock, so that its ranks can be put in order."""
+    """The ending of a rank. `seconds` is on the machine's monotonic clock, so that its ranks can be put in order."""
 
     seconds: float
     status: int

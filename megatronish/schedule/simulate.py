@@ -172,7 +172,7 @@ def refuse_schedule(
 
 
 class Network:
-    """Who hears from whom under a placement, and which sends are on their way."""
+    """The routes of messages under a placement, and the sends that are under way."""
 
     def __init__(self, plan: Plan, placement: Placement) -> None:
         self._routes = routes(placement)

@@ -1,4 +1,4 @@
-"""May this run live in this folder? One at a time, and only as a continuation of the same model, data and seed."""
+"""The run folder: its lock, its JSON lines, and the check that a run continues the same model, data and seed."""
 
 import errno
 import fcntl
@@ -60,7 +60,7 @@ def locked(folder: Path, *, flag: str) -> Iterator[None]:
 
 
 def _holder(file: TextIO) -> str:
-    """Who holds a lock. It writes its name just after taking it, so a start at the same moment waits for that."""
+    """The holder of a lock. It writes its name just after taking it, so a start at the same moment waits for that."""
     for _ in range(20):
         file.seek(0)
         if name := file.read().strip():

@@ -1,4 +1,4 @@
-"""What did the run look like? Its loss curve, drawn from what it logged."""
+"""The loss curve of a run, drawn from its metrics.jsonl and evaluations.jsonl."""
 
 import json
 import os

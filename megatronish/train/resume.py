@@ -99,7 +99,7 @@ def resume(
 
 
 def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine) -> None:
-    """Its states are of no use to another one."""
+    """UserError if the checkpoint's optimizer states are those of another optimizer."""
     now = engine.optimizer.name
     if saved not in (None, now):
         raise UserError(

@@ -32,7 +32,7 @@ from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
-    """Be one rank of the run that `config` describes; the exit status."""
+    """Run one rank of what `config` describes: lock the folders, make the mesh, train. Returns the exit status."""
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
@@ -108,7 +108,7 @@ def _has_its_ending(config: Config, mesh: Mesh) -> bool:
 
 
 def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoard, save: Save) -> list[Hook]:
-    """In their order: who decides to stop comes first, who saves comes last."""
+    """All hooks of a run in their order: the one that decides to stop is first, the one that saves is last."""
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
@@ -148,4 +148,4 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
 
 
 def _say_nothing(*_: Any) -> None:
-    """What ranks other than the main one say."""
+    """Print nothing, as ranks other than the main one do."""

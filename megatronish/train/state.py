@@ -18,7 +18,7 @@ LARGEST_COUNT = 2**62
 
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
-    """What a checkpoint holds of this rank."""
+    """The tensors that a checkpoint holds of this rank, by name."""
     where = (engine.stage.shardings, engine.mesh.domains)
     tensors = model_tensors(engine.data_parallel.shards, *where)
     return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
@@ -67,5 +67,5 @@ def _is_valid(state: dict[str, Any]) -> bool:
 
 
 def _are_hook_states(states: Any) -> bool:
-    """Whether these can be states of hooks, by name."""
+    """Whether `states` can be states of hooks, by name."""
     return isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())

@@ -65,6 +65,7 @@ def test_texts_become_documents_that_end(tmp_path: Path) -> None:
     assert (summary.documents, summary.tokens, summary.bad_lines) == (3, 6, 0)
 
 
+@pytest.mark.processes
 def test_any_number_of_workers_writes_the_same_files(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     texts = ["x" * int(length) for length in draw.integers(0, BATCH_BYTES // 20, 200)]
@@ -126,6 +127,7 @@ def test_an_input_without_a_document_is_refused(tmp_path: Path, content: str) ->
     assert not list(tmp_path.glob("p*"))
 
 
+@pytest.mark.processes
 def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "x.jsonl", ["x" * BATCH_BYTES, "die", *["x" * BATCH_BYTES] * 20])
     with pytest.raises(WorkerDiedError, match="a tokenizing worker died"):

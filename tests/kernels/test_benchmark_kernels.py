@@ -28,6 +28,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("kernels")
 
 
+@pytest.mark.processes
 def test_every_operation_runs_forward_and_backward_in_a_dry_run(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

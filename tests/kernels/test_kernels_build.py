@@ -153,6 +153,7 @@ def test_torch_is_found_where_it_cannot_be_imported(monkeypatch: pytest.MonkeyPa
     assert build.find_torch() == tmp_path / "torch"
 
 
+@pytest.mark.processes
 def test_registers_and_spills_are_read_from_the_compiler() -> None:
     found = build._kernels(LOG)
     name = found[0].name

@@ -56,7 +56,7 @@ def test_more_local_ranks_than_devices_are_refused(place: Place, device_count: i
 @pytest.mark.parametrize("device_count", [0, 2, 3])
 def test_tasks_of_slurm_with_too_few_devices_are_told_to_ask_for_them(device_count: int) -> None:
     sentence = (
-        rf"torch sees {device_count}; ask for 4 GPUs a node .*--gpus-per-task=1\), use fewer ranks, or --device cpu"
+        rf"torch sees {device_count}; ask for 4 GPUs a node, .*--gpus-per-task=1\), use fewer ranks, or --device cpu"
     )
     with pytest.raises(UserError, match=sentence):
         device_index("cuda", place_of(SLURM), device_count=device_count)

@@ -129,6 +129,20 @@ def test_hooks_without_a_name_or_a_state_keep_nothing_and_unknown_names_are_left
     assert (named.loaded, nameless.loaded) == ({"pages": 7}, {})
 
 
+def test_steps_are_counted_from_1_in_records_and_the_engine_is_told_how_many_are_done() -> None:
+    done: list[int] = []
+    trainer = trainer_of()
+    compute = trainer.engine.step
+
+    def counted(*batches: Any, num_steps_done: int, **options: Any) -> StepResult:
+        done.append(num_steps_done)
+        return compute(*batches, num_steps_done=num_steps_done, **options)
+
+    trainer.engine.step = counted  # type: ignore[method-assign]
+    assert [trainer.step([]).step for _ in range(3)] == [1, 2, 3]
+    assert (done, trainer.progress) == ([0, 1, 2], Progress(step=3, consumed_samples=12))
+
+
 @pytest.fixture
 def signals() -> Iterator[None]:
     """The handlers of this process stay what they are."""

@@ -122,7 +122,7 @@ class Save(Hook):
         self._tell(f" saved {written.path} in {written.seconds:.1f} s", *written.complaints)
 
     def _wait(self, then: str = TRIED_AGAIN) -> None:
-        """Until nothing is being written."""
+        """Wait until no thread is writing."""
         if self._pending is None:
             return
         step, start = self._pending.step, time.perf_counter()
@@ -149,7 +149,7 @@ class Save(Hook):
         self._tell(told, *complaints)
 
     def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> FinishedSave:
-        """On all ranks; perhaps in a thread, which may touch nothing of training's."""
+        """Write a checkpoint, on all ranks; perhaps in a thread, which may touch nothing of training's."""
         start = time.perf_counter()
         path = save_checkpoint(self.folder, step=step, tensors=tensors, state=state, mesh=self.mesh)
         complaints = []
@@ -174,6 +174,6 @@ class Save(Hook):
         }
 
     def _tell(self, *lines: str) -> None:
-        """What is news to the user; complaints do not begin with a blank."""
+        """Print on the main rank: news begin with a blank, complaints do not and go to stderr."""
         for line in lines if self.mesh.is_main else ():
             tqdm.write(line, file=sys.stdout if line.startswith(" ") else sys.stderr)
