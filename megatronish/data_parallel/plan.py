@@ -36,8 +36,7 @@ class Segment(NamedTuple):
 class BucketPlan:
     """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
 
-    `sums_over` are the axes over which gradients are summed besides the domain's data ranks. `counted` says whether
-    this rank counts them (`Sharding.is_counted`).
+    `sharding` is that of any of them: they are alike in what follows from it.
     """
 
     names: tuple[str, ...]
@@ -46,8 +45,17 @@ class BucketPlan:
     size: int
     sources: frozenset[Source]
     domain: Domain
-    sums_over: tuple[Axis, ...]
-    counted: bool
+    sharding: Sharding
+
+    @property
+    def sums_over(self) -> tuple[Axis, ...]:
+        """Axes over which the gradients are summed besides the domain's data ranks."""
+        return self.sharding.sums_over(self.domain)
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank counts the parameters (`Sharding.is_counted`)."""
+        return self.sharding.is_counted(self.domain)
 
     def views(self, flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """[size] -> each parameter's elements in its shape."""
@@ -114,8 +122,7 @@ def plan_buckets(
                         size=_rounded_up(end, alignment * domain.shard.size),
                         sources=sources_of,
                         domain=domain,
-                        sums_over=sharding.sums_over(domain),
-                        counted=sharding.is_counted(domain),
+                        sharding=sharding,
                     )
                 )
     return plans

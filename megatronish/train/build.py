@@ -36,7 +36,8 @@ from megatronish.pipeline.stage import ModelStage, build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.sharding import Sharding, initialize
-from megatronish.train.engine import Engine, UpdateRule
+from megatronish.train.engine import Engine
+from megatronish.train.update_rule import UpdateRule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

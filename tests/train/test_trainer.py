@@ -17,8 +17,9 @@ from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.train.engine import Engine, StepResult
+from megatronish.train.engine import Engine
 from megatronish.train.hooks.stop import REASONS, SAVE, Stopper
+from megatronish.train.results import StepResult
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer, TrainingSchedule
 
 
