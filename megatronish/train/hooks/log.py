@@ -20,7 +20,7 @@ from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 @dataclass(frozen=True)
 class Speed:
-    """The sizes that turn the seconds of a step into rates."""
+    """Sizes that turn the seconds of a step into rates."""
 
     seq_length: int
     model_flops_per_token: float
@@ -52,7 +52,7 @@ class Troubles:
 
 
 class Log(Hook):
-    """Writes every `interval` steps, on the main rank alone; the extras are computed by all.
+    """Log line every `interval` steps, on the main rank alone; the extras are computed by all ranks.
 
     A checkpoint keeps the counts since the last line, so that the first line after a resume counts what a run without
     a stop would have counted.
@@ -76,7 +76,7 @@ class Log(Hook):
         self._troubles = Troubles()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Write the step's line and its points, in turn."""
+        """Write the line of the step, and draw its points, each at its own interval."""
         self._troubles.add(record)
         is_logged = record.step % self.interval == 0 or record.step == trainer.schedule.num_steps
         is_drawn = record.step % self.board_interval == 0
@@ -93,7 +93,7 @@ class Log(Hook):
             self.board.add(points(values) | self._memory_points(), step=record.step, samples=record.consumed_samples)
 
     def _values(self, trainer: Trainer, record: StepRecord) -> dict[str, Value]:
-        """Everything there is to tell of a step, in the order of metrics.jsonl. Extras are collective."""
+        """All values of a step by name, in the order of metrics.jsonl. Collective, because of the extras."""
         result = record.result
         return {
             "step": record.step,
@@ -114,11 +114,11 @@ class Log(Hook):
         }
 
     def state(self) -> dict[str, Any]:
-        """The counts since the last line."""
+        """Counts since the last line."""
         return asdict(self._troubles)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Take over the counts of a `state`."""
         counts = {each.name: state.get(each.name) for each in fields(Troubles)}
         self._troubles = Troubles(**{name: count for name, count in counts.items() if type(count) is int})
 
@@ -153,7 +153,7 @@ class ProgressBar(Hook):
 
 
 def console_line(values: Mapping[str, Value], num_steps: int) -> str:
-    """The line of a step as Megatron-LM's log has it; our own values come last."""
+    """Line of a step as in Megatron-LM's log; our own values come last."""
     parts = [f"iteration {values['step']:8d}/{num_steps:8d}", *console_parts(values)]
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {' | '.join(parts)} |"
 
@@ -164,7 +164,7 @@ def _number(value: Value) -> Value:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that the main rank has held: allocated on its GPU, or resident if it runs on the CPU."""
+    """Peak memory of the main rank: allocated on its GPU, or resident if it runs on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
