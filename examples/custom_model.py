@@ -32,7 +32,7 @@ from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.train.build import build_engine
 
-# The config, by sections: how many ranks, which model, how long and large a batch is. Sections have the fields of flags.
+# The config, by sections, whose fields are those of the flags: how many ranks, which model, how large a batch is.
 PARALLEL = ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2)
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
 TRAINING = TrainingConfig(seq_length=64, micro_batch_size=8)
