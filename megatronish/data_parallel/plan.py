@@ -94,13 +94,13 @@ def plan_buckets(
     """
     order = list(domains)
 
-    def kind(name: str) -> tuple[int, bool, bool, bool, list[str]]:
+    def kind(name: str) -> tuple[int, bool, list[str], bool, list[str]]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
         sharding = shardings[name]
         domain = domains[sharding.domain]
         is_tied = sharding.tied and domain.embedding.size > 1
-        is_partial = any(domain.model[axis].size > 1 for axis in sharding.partial_over)
-        return order.index(domain.name), is_tied, is_partial, not sharding.cuts, sorted(sharding.cut_axes)
+        partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
+        return order.index(domain.name), is_tied, partial_over, not sharding.cuts, sorted(sharding.cut_axes)
 
     plans = []
     last_first = list(parameters)[::-1]
