@@ -107,7 +107,7 @@ def console_parts(values: Mapping[str, Value]) -> list[str]:
 
 
 def points(values: Mapping[str, Value]) -> dict[str, Value]:
-    """{TensorBoard's tag: value}."""
+    """Points of TensorBoard, {tag: value}."""
     return {tag: value for name, value in values.items() if (tag := metric_of(name).tag) is not None}
 
 
