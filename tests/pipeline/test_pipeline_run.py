@@ -187,7 +187,7 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
         queue = WatchedGradients({p: p.grad for p in parameters if p.grad is not None}, watch)
         for piece in pieces:
             split_backward(piece, queue)
-    boundary = Boundary((S, B, D), torch.float32, mesh.device, same_over)
+    boundary = Boundary(D, torch.float32, mesh.device, TensorParallel(same_over))
     executor = Executor(pieces, case.placement, p2p_axes=mesh.p2p_axes, boundary=boundary, weight_gradients=queue)
     actions = case.plan[mesh.pp.rank]
     answers = []
@@ -352,8 +352,8 @@ def test_a_boundary_is_cut_into_equal_slices_or_not_at_all() -> None:
     x = torch.arange(24.0).view(S, B, D)
     for size in (1, 2, 4):
         for rank in range(size):
-            boundary = Boundary((S, B, D), torch.float32, x.device, same_over=Axis("tp", size, rank))
+            boundary = Boundary(D, torch.float32, x.device, TensorParallel(Axis("tp", size, rank)))
             assert torch.equal(boundary.slice_of(x), x.view(size, -1)[rank])
-            assert boundary.empty_slice().shape == (24 // size,)
-    odd = Boundary((S, B, D), torch.float32, x.device, same_over=Axis("tp", 5, 3))
-    assert torch.equal(odd.whole(odd.slice_of(x)), x)
+            assert boundary.empty_slice((S, B, D)).shape == (24 // size,)
+    odd = Boundary(D, torch.float32, x.device, TensorParallel(Axis("tp", 5, 3)))
+    assert torch.equal(odd.whole(odd.slice_of(x), (S, B, D)), x)
