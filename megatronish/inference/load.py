@@ -44,7 +44,7 @@ class SavedModel(NamedTuple):
     description: Description
 
     def config(self, parallel: ParallelConfig, training: TrainingConfig) -> Config:
-        """Config of this model in a new layout and for another sequence length; UserError if one does not fit the model."""
+        """Config of this model in a new layout and sequence length; UserError if one does not fit the model."""
         model, rows = self.description.model, self.description.num_positions
         if model.position_embedding_type == "learned_absolute":
             if complaint := too_few_positions(rows, seq_length=training.seq_length):
