@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
+from megatronish.config.training import AttentionBackend
 from megatronish.mesh import dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.model.execution import Execution
@@ -65,9 +66,10 @@ VARIANTS = {
 }
 
 
-def model_of(config: ModelConfig) -> GPT:
+def model_of(config: ModelConfig, *, attention_backend: AttentionBackend = "auto") -> GPT:
     """With every parameter far from zero and one, so that none can be forgotten."""
-    model = GPT(config, vocab_size=VOCABULARY, num_positions=S, execution=Execution(dropout_seed=5))
+    execution = Execution(attention_backend=attention_backend, dropout_seed=5)
+    model = GPT(config, vocab_size=VOCABULARY, num_positions=S, execution=execution)
     initialize(model, collect_shardings(model), seed=5, domains=dense_domain(model.tp.axis))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
