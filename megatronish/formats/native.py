@@ -21,7 +21,7 @@ from megatronish.checkpoint.folder import (
     publish,
     read_state,
 )
-from megatronish.checkpoint.storage import Reader
+from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import (
     ALONE,
     GlobalTensor,
@@ -52,7 +52,7 @@ def read(load: Path, *, step: int | None = None) -> Model:
     folder = find_checkpoint(load, step=step) if load.is_dir() else None
     if folder is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     tensors = {
         name.removeprefix(PREFIX): LazyTensor(*stored, partial(_read_tensor, reader, name, stored))
         for name, stored in stored_tensors(reader).items()
@@ -61,7 +61,7 @@ def read(load: Path, *, step: int | None = None) -> Model:
     return Model(description_of(folder), tensors)
 
 
-def _read_tensor(reader: Reader, name: str, stored: StoredTensor) -> Tensor:
+def _read_tensor(reader: CheckpointReader, name: str, stored: StoredTensor) -> Tensor:
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     zeros = (0,) * tensor.dim()
     whole = GlobalTensor(tuple(tensor.shape), (Piece(zeros, zeros, tuple(tensor.shape)),), tensor, writes=False)
