@@ -7,7 +7,7 @@
 
 The names here are those of megatron-core's layers on Transformer Engine, Megatron-LM's default, with global layer
 numbers: the norms before attention and MLP belong to the linear layers that follow them. Megatron-core's own layers
-("local") and models older than megatron-core have other names for the same tensors; `canonical` translates them.
+("local") and models older than megatron-core have other names for the same tensors; `canonical_name` translates them.
 
 Rows of queries, keys and values are grouped by key/value head: the queries that share it, its key, its value. Gated
 MLPs have the gate's rows before the up-projection's, on each rank.
@@ -80,7 +80,7 @@ def rank_folder(tp: int, pp: int, pp_size: int) -> str:
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "")
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Name of a tensor in megatron-core on Transformer Engine, from its name in any implementation.
 
     The layer number stays as it is.
@@ -98,14 +98,14 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
     return name
 
 
-def local(name: str) -> str:
+def local_name(name: str) -> str:
     """Name of a tensor in megatron-core's own layers, from its name on Transformer Engine."""
     for theirs, other in LOCAL.items():
         name = name.replace(theirs, other)
     return name
 
 
-def foreign(name: str) -> str:
+def megatron_name(name: str) -> str:
     """Megatron-LM's name of our parameter."""
     module, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
@@ -120,7 +120,7 @@ def rules(description: Description) -> list[TensorRule]:
 
 
 def _rule(name: str, model: ModelConfig) -> TensorRule:
-    theirs = (foreign(name),)
+    theirs = (megatron_name(name),)
     if ".attention.qkv." in name:
         return TensorRule(name, theirs, partial(sections_of, model=model), partial(groups_of, model=model))
     if model.apply_layernorm_1p and name.endswith(("q_norm.weight", "k_norm.weight")):  # theirs are w - 1, ours not
@@ -147,7 +147,7 @@ def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Shard
     """Shardings of their tensors, by their names: shapes without padding, and the cuts of tensor parallelism."""
     shardings = {}
     for name, sharding in description.shardings().items():
-        theirs = foreign(name)
+        theirs = megatron_name(name)
         if theirs in (EMBEDDING, HEAD):
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp", (padded_vocab_size,)),))
         elif ".linear_qkv." in theirs and sharding.cuts:  # groups stay whole; its norm is not cut

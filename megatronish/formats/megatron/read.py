@@ -31,7 +31,7 @@ from megatronish.formats.megatron.names import (
     LAYER,
     NO_WEIGHTS,
     RELEASE,
-    canonical,
+    canonical_name,
     cuts,
     local_shape,
     place,
@@ -218,7 +218,7 @@ def _chunk(stage: list[_Rank], chunk: int) -> dict[str, list[LazyTensor]]:
                     f"{rank.path}: {name} is {here.dtype} {list(here.shape)}, and {there.dtype} {list(there.shape)} "
                     f"in {first.path}; the files are of two models"
                 )
-    return {canonical(name): [rank.chunks[chunk][name] for rank in stage] for name in first.chunks[chunk]}
+    return {canonical_name(name): [rank.chunks[chunk][name] for rank in stage] for name in first.chunks[chunk]}
 
 
 def _vocab_size(asked: int | None, first: _Rank, padded: int) -> int:

@@ -27,7 +27,7 @@ from megatronish.formats.megatron.names import (
     LAYER,
     RELEASE,
     cuts,
-    local,
+    local_name,
     local_shape,
     place,
     rank_folder,
@@ -69,7 +69,7 @@ def write(
         for pp in range(pipeline_parallel_size):
             names = _stage(wanted, description.model, pp, pipeline_parallel_size)
             if transformer_impl == "local":
-                names = {local(name): global_name for name, global_name in names.items()}
+                names = {local_name(name): global_name for name, global_name in names.items()}
             paths = [
                 folder / RELEASE / rank_folder(tp, pp, pipeline_parallel_size) / FILE
                 for tp in range(tensor_parallel_size)
