@@ -1,7 +1,11 @@
-"""Which values cross between ranks, forward and backward? The only file that calls collectives.
+"""Collectives and point-to-point transfers over one axis of the mesh. The only file that calls collectives.
 
-Every function is handed the `Axis` it works on. On an axis of size one it hands its input back and sends nothing;
-that shortcut stands here and nowhere else. Sequence-parallel shapes cut the sequence, dim 0, over tp.
+Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
+`Pending`: the caller computes while the bytes travel. `reduce_from`, `reduce_scatter_to_sequence` and `all_to_all` are
+differentiable: each calls one collective forward and the transposed one backward, and waits for it.
+
+Every function takes the `Axis` that it works on. On an axis of size one it returns its input and sends nothing; this
+shortcut is here and nowhere else. Sequence-parallel shapes cut the sequence, dim 0, over tp.
 """
 
 from typing import Any, Literal
@@ -14,13 +18,13 @@ from megatronish.mesh import Axis
 
 
 class Pending:
-    """A collective under way; `wait` returns its result. Holds what must not be freed meanwhile."""
+    """Collective under way; `wait` returns its result. Keeps the tensor that is sent alive until then."""
 
     def __init__(self, result: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> None:
         self._result, self._works, self._source = result, works, source
 
     def wait(self) -> Tensor:
-        """The result, once it is there (on CUDA: once the current stream may use it)."""
+        """Result of the collective; on CUDA the current stream waits for it, and the CPU does not."""
         for work in self._works:
             if work is not None:
                 work.wait()
@@ -36,16 +40,16 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Pending:
-    """[...] -> [...], in place: every rank gets the sum (or maximum) over the axis."""
+    """All-reduce, [...] -> [...], in place: every rank gets the sum (or maximum) over the axis. Not differentiable."""
     if axis.size == 1:
         return Pending(x)
     return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True))
 
 
 def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
-    """[s, ...] -> [size * s, ...]: every rank gets the pieces of all, in the order of the axis.
+    """All-gather, [s, ...] -> [size * s, ...]: every rank gets the pieces of all ranks, in the order of the axis.
 
-    `into` is where they are put; x may be the part of it that is this rank's piece.
+    `into` is the buffer of the result; x may be this rank's piece of that buffer. Not differentiable.
     """
     if axis.size == 1:
         return Pending(x)
@@ -55,9 +59,9 @@ def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pe
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
-    """[size * s, ...] -> [s, ...]: every rank gets its piece of the sum over the axis.
+    """Reduce-scatter, [size * s, ...] -> [s, ...]: every rank gets its piece of the sum over the axis.
 
-    `into` is where it is put; it may be the part of x that it is the sum of.
+    `into` is the buffer of the result; it may be this rank's piece of x. Not differentiable.
     """
     if axis.size == 1:
         return Pending(x)
@@ -67,24 +71,16 @@ def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None) -
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """`start_all_reduce`, finished."""
+    """All-reduce, [...] -> [...], in place, finished on return. Not differentiable; `reduce_from` is."""
     return start_all_reduce(x, axis, op).wait()
 
 
 def piece_of(x: Tensor, axis: Axis) -> Tensor:
-    """[size * s, ...] -> [s, ...]: this rank's piece; nothing is sent."""
+    """[size * s, ...] -> [s, ...]: this rank's piece of dim 0, a view; nothing is sent.
+
+    Backward is a slice's: the gradient is zero outside this rank's piece.
+    """
     return x if axis.size == 1 else x.chunk(axis.size)[axis.rank]
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return all_reduce(grads[0].contiguous().clone(), ctx.axis), None
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -96,17 +92,6 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *grads: Any) -> Any:
         return grads[0], None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return start_all_gather(x, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return start_reduce_scatter(grads[0], ctx.axis).wait(), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
@@ -138,28 +123,12 @@ def _exchange(x: Tensor, axis: Axis) -> Tensor:
     return exchanged
 
 
-def copy_to(x: Tensor, tp: Axis) -> Tensor:
-    """[S, B, D] -> [S, B, D]: identity forward, all-reduce over tp backward.
-
-    `f` of Shoeybi et al. 2019 (arXiv:1909.08053, fig. 3).
-    """
-    return x if tp.size == 1 else _CopyTo.apply(x, tp)
-
-
 def reduce_from(x: Tensor, tp: Axis) -> Tensor:
     """[S, B, D] -> [S, B, D], in place: all-reduce over tp forward, identity backward.
 
     `g` of Shoeybi et al. 2019 (arXiv:1909.08053, fig. 3).
     """
     return x if tp.size == 1 else _ReduceFrom.apply(x, tp)
-
-
-def gather_from_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """[S/tp, B, D] -> [S, B, D]: all-gather forward, reduce-scatter backward.
-
-    `g` of Korthikanti et al. 2022 (arXiv:2205.05198, fig. 5): what follows is computed by every tp rank in part.
-    """
-    return x if tp.size == 1 else _GatherSequence.apply(x, tp)
 
 
 def reduce_scatter_to_sequence(x: Tensor, tp: Axis) -> Tensor:
@@ -171,24 +140,30 @@ def reduce_scatter_to_sequence(x: Tensor, tp: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[size * s, ...] -> [size * s, ...]: piece i goes to place i, and piece i of the result came from there.
+    """All-to-all forward and backward, [size * s, ...] -> [size * s, ...].
 
-    The same forward and backward.
+    Piece i of x goes to rank i of the axis, and piece i of the result comes from rank i. The exchange is its own
+    transpose.
     """
     return x if axis.size == 1 else _AllToAll.apply(x, axis)
 
 
 def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
-    """[...] -> [...]: hand x to the next place of the axis, the last to the first, and get that of the place before.
+    """Ring shift, [...] -> [...]: send x to the next rank of the axis, and receive from the rank before.
 
-    Shifts that are under way at the same time need tags of their own on gloo; NCCL ignores tags and keeps the order, so
-    every rank must start them in the same one. Each is one batch, in which a send cannot wait for its own receive.
+    The last rank sends to the first. Not differentiable: a backward shifts gradients by itself (attention/ring.py).
+    On gloo, shifts that are under way at the same time need different tags. NCCL ignores tags and keeps the order of
+    the calls, so every rank must start its shifts in the same order.
     """
     if axis.size == 1:
         return Pending(x)
+    # Buffers: x [...] is read until the send is complete, so Pending keeps it; `arriving` [...] is the result.
     x = x.contiguous()
     arriving = torch.empty_like(x)
+    # Neighbours on the ring, as global ranks: point-to-point calls of torch take no ranks of a group.
     after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    # One batch (on NCCL one group call), in which no send waits for this rank's own receive: a ring of separate calls,
+    # every rank with its send first, could deadlock.
     transfers = [
         dist.P2POp(dist.isend, x, after, axis.group, tag),
         dist.P2POp(dist.irecv, arriving, before, axis.group, tag),
@@ -197,16 +172,16 @@ def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
 
 
 def start_send(x: Tensor, axis: Axis, *, to: int, tag: int) -> Pending:
-    """[...]: hand x to place `to` of the axis. On gloo it is finished only when the receive has been posted."""
+    """Send of x, [...], to rank `to` of the axis. On gloo it is finished only when the receive has been posted."""
     x = x.contiguous()
     return Pending(x, dist.isend(x, axis.ranks[to], group=axis.group, tag=tag))
 
 
 def start_receive(buffer: Tensor, axis: Axis, *, source: int, tag: int) -> Pending:
-    """[...]: fill the buffer from place `source` of the axis. gloo matches by `tag`, NCCL by order."""
+    """Receive into `buffer`, [...], from rank `source` of the axis. gloo matches by `tag`, NCCL by order."""
     return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag))
 
 
 def barrier(axis: Axis) -> None:
-    """Returns once every rank of the axis has come here."""
+    """Barrier: returns when every rank of the axis has called it."""
     all_reduce(torch.zeros(1), axis)

@@ -1,9 +1,9 @@
-"""Which errors are told in a sentence, without a traceback?"""
+"""Errors that end a program with a sentence and an exit status, without a traceback."""
 
 
 class UserError(ValueError):
-    """What the user can mend: the value, the rule and the remedy. Exit status 2."""
+    """Mistake that the user can mend: the sentence has the value, the rule and the remedy. Exit status 2."""
 
 
 class RunError(RuntimeError):
-    """What ended a run and is no bug of ours: what happened, and what to do. Exit status 1."""
+    """Failure of the machine that ended a run: the sentence says what happened and what to do. Exit status 1."""

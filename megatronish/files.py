@@ -1,6 +1,6 @@
-"""Files and folders that appear under their name whole or not at all, and survive a power cut.
+"""Atomic writers of files and folders: whole under their name or not there at all, also after a power cut.
 
-Each is written beside its name, flushed to the disk and renamed: a small text (`write_durably`), a file of any size
+Each writes beside the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
 (`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py.
 """
 
@@ -14,11 +14,11 @@ from types import TracebackType
 
 from megatronish.errors import RunError, UserError
 
-NO_CONTENT = "lost+found"  # what an empty disk has
+NO_CONTENT = "lost+found"  # a folder that is in the root of an empty ext4 disk
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a file at once: a reader sees the old text or the new, whenever the machine stops."""
+    """Replace a file atomically: a reader sees the old text or the new one, whenever the machine stops."""
     aside = path.with_name(path.name + ".new")
     with aside.open("w") as file:
         file.write(text)
@@ -29,7 +29,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """fsync of a folder: the names in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,7 +38,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class AtomicFile:
-    """Bytes on their way to `path`. As a context it is committed at the end, or discarded after an exception.
+    """Temporary file that becomes `path` in `commit`. As a context: committed at the end, discarded after an exception.
 
     A crash leaves at most `<name>.<random>.tmp` beside it, which nothing ever reads.
     """
@@ -50,9 +50,9 @@ class AtomicFile:
         self.file = self._temporary.open("xb")
 
     def commit(self, *, keep_existing: bool = False) -> None:
-        """Give the bytes their name, in place of what bore it, or not if `keep_existing` and something bears it.
+        """Rename the file to `path`; a file of that name is replaced, or with `keep_existing` it stays.
 
-        Files that other nodes may have mapped need `keep_existing`: over NFS, replacing one pulls it from under them.
+        Files that other nodes may have mapped need `keep_existing`: over NFS, replacing a file breaks its mappings.
         """
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -69,7 +69,7 @@ class AtomicFile:
             self._temporary.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Leave nothing behind, unless it is committed."""
+        """Delete the temporary file; a committed file stays."""
         with suppress(OSError):  # a full disk refuses what is still buffered, too
             self.file.close()
         self._temporary.unlink(missing_ok=True)
@@ -89,11 +89,12 @@ class AtomicFile:
 
 @contextmanager
 def new_folder(path: Path, *, decisive: str) -> Iterator[Path]:
-    """A folder to write into, whose content is in `path` once all is synced. `path` must be free or an empty folder.
+    """Temporary folder to write into, which becomes `path` when all of its files are synced.
 
-    A folder that exists may be the root of a disk, which cannot be replaced: what was written beside it then moves in,
-    the file `decisive` last, without which nobody takes the rest for whole. RunError if the disk is full or fails.
-    Nothing of it stays then.
+    `path` must be free or an empty folder. A folder that exists may be the root of a disk, which cannot be replaced:
+    the files are then written into a hidden folder in it and moved up one by one, the file `decisive` last, because
+    readers take a folder without that file for incomplete. UserError if `path` is not empty, RunError if the disk is
+    full or fails; nothing that was written stays then.
     """
     path = path.resolve()
     try:
@@ -118,19 +119,19 @@ def new_folder(path: Path, *, decisive: str) -> Iterator[Path]:
 
 
 def _is_empty_folder(path: Path) -> bool:
-    """Or nothing at all. UserError if it is neither."""
+    """Whether `path` is an empty folder; False if nothing is there. UserError for a file or a folder with content."""
     if not path.exists():
         return False
     if not path.is_dir():
         raise UserError(f"{path} exists already and is no folder; name a folder that does not exist")
-    found = sorted(entry.name for entry in path.iterdir())
-    if content := [name for name in found if not name.startswith(".") and name != NO_CONTENT]:
+    names = sorted(entry.name for entry in path.iterdir())
+    if content := [name for name in names if not name.startswith(".") and name != NO_CONTENT]:
         raise UserError(f"{path} holds {content[0]} already, and nothing is overwritten; name an empty folder")
     return True
 
 
 def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
-    """Move what is in `partial` into `path`, or nothing of it."""
+    """Move the entries of `partial` into `path`, the file `decisive` last; after an error, all are moved back."""
     names = sorted((entry.name for entry in partial.iterdir()), key=lambda name: name == decisive)
     try:
         for name in names:
@@ -153,7 +154,7 @@ def _failed(path: Path, error: OSError) -> RunError:
 
 
 def sync_files(folder: Path) -> None:
-    """Make all files in a folder, and their names, survive a power cut."""
+    """fsync of all files and folders in a folder, from the deepest up: contents and names survive a power cut."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             sync_folder(path)

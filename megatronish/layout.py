@@ -1,7 +1,8 @@
-"""Which rank holds which coordinates of the grid? Pure arithmetic: no torch, no processes.
+"""Layout: the grid of ranks over (pp, dp, cp, tp), as pure arithmetic without torch and without processes.
 
-Ranks are laid out row by row over (pp, dp, cp, tp): tp ranks are neighbours, because they talk most, then cp, then dp;
-pp is outermost, because stages talk least. That is Megatron-LM's default order (tp-cp-ep-dp-pp, fastest first).
+Ranks are numbered row by row over (pp, dp, cp, tp): tp ranks are neighbours, because they communicate most, then cp,
+then dp; pp is outermost, because stages communicate least. That is Megatron-LM's default order (tp-cp-ep-dp-pp,
+fastest first).
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 class Coordinates(NamedTuple):
-    """A rank's place on each axis."""
+    """Coordinates of a rank: its place on each axis."""
 
     pp: int
     dp: int
@@ -36,16 +37,16 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(pp, dp, cp, tp)."""
+        """Sizes of the axes, in the order (pp, dp, cp, tp)."""
         return (self.pp, self.dp, self.cp, self.tp)
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks: the product of the sizes."""
         return self.pp * self.dp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of `rank`; ValueError outside 0 .. world_size - 1."""
+        """Coordinates of `rank`; ValueError outside 0 .. world_size - 1."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank} is outside this layout of {self.world_size} ranks")
         rest, tp = divmod(rank, self.tp)
@@ -54,11 +55,11 @@ class Layout:
         return Coordinates(pp, dp, cp, tp)
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The rank at a place."""
+        """Number of the rank at these coordinates."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ on `axes` alone, a list for each such group, covering every rank once."""
+        """Process groups of `axes`: lists of the ranks that differ on `axes` alone. Every rank is in one of them."""
         fixed = [name for name in AXES if name not in axes]
         moving = [name for name in AXES if name in axes]
         sizes = dict(zip(AXES, self.sizes, strict=True))

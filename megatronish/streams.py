@@ -19,29 +19,29 @@ TILE = 512
 
 
 def seed_of(*names: str | int) -> int:
-    """63 bits that depend on every name and on their order."""
+    """Seed of a stream: 63 bits that depend on every name and on their order."""
     digest = hashlib.sha256(repr(names).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def numpy_stream(*names: str | int) -> np.random.Generator:
-    """A generator of its own for these names (data order)."""
+    """Generator of numpy for the stream of these names, such as the order of the data."""
     return np.random.Generator(np.random.Philox(seed_of(*names)))
 
 
 def torch_stream(*names: str | int) -> torch.Generator:
-    """A CPU generator of its own for these names."""
+    """CPU generator of torch for the stream of these names."""
     return torch.Generator().manual_seed(seed_of(*names))
 
 
 def normal_rectangle(
     shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], *, names: tuple[str | int, ...]
 ) -> Tensor:
-    """[*sizes] standard normal values: the rectangle at `offset` of the global tensor of this shape.
+    """Standard normal values, [*sizes] fp32: the rectangle at `offset` of the global tensor of this shape.
 
-    `names` name the tensor. Its last two dims are drawn in tiles; an index of each dim before them is part of a tile's
-    name, so an expert of a stacked [E, 2, F, D] is drawn alone. A vector is a matrix of one row. Drawn on the CPU
-    whatever the device, so that a GPU run starts from the same weights.
+    `names` name the tensor. Its last two dims are drawn in tiles; the index on each dim before them is part of a tile's
+    name, so one expert of a stacked [E, 2, F, D] is drawn without the other experts. A vector is a matrix of one row.
+    Values are drawn on the CPU whatever the device, so that a GPU run starts from the same weights.
     """
     if len(shape) == 1:
         return normal_rectangle((1, *shape), (0, *offset), (1, *sizes), names=names)[0]
@@ -55,14 +55,16 @@ def normal_rectangle(
 def _normal_matrix(
     shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], *, names: tuple[str | int, ...]
 ) -> Tensor:
-    """[height, width]: a rectangle of one matrix, put together from the tiles that it overlaps."""
+    """Rectangle of one matrix, [height, width], assembled from the tiles that it overlaps."""
     (rows, columns), (top, left), (height, width) = shape, offset, sizes
     values = torch.empty(height, width)
+    # Every tile that the rectangle overlaps is drawn whole, at most [TILE, TILE]; tiles at the edges are smaller.
     for tile_row in range(top // TILE, -(-(top + height) // TILE)):
         for tile_column in range(left // TILE, -(-(left + width) // TILE)):
             y, x = tile_row * TILE, tile_column * TILE
             tile_shape = (min(TILE, rows - y), min(TILE, columns - x))
             tile = torch.randn(tile_shape, generator=torch_stream(*names, tile_row, tile_column))
+            # Rows y0:y1 and columns x0:x1 of the matrix are in both, the tile and the rectangle.
             y0, y1 = max(y, top), min(y + tile_shape[0], top + height)
             x0, x1 = max(x, left), min(x + tile_shape[1], left + width)
             values[y0 - top : y1 - top, x0 - left : x1 - left] = tile[y0 - y : y1 - y, x0 - x : x1 - x]
@@ -86,18 +88,22 @@ def _two_keys(*names: str | int) -> tuple[int, int]:
 
 
 def keep_mask(*names: str | int, places: Sequence[Tensor], columns: Tensor, rate: float) -> Tensor:
-    """[*broadcast(places), columns] bool: False with probability `rate`.
+    """Dropout mask, [*broadcast(places), columns] bool: False with probability `rate`.
 
-    `places` are integer tensors that broadcast against each other and say which global row each place is: its sample,
-    head, position, each below 2^31. `columns` says the same of the last dim: channels, or the keys of a query.
+    `places` are integer tensors that broadcast against each other: the global coordinates of each row (sample, head,
+    position), each below 2^31. `columns` [columns] are the global coordinates on the last dim: channels, or the keys of
+    a query.
     """
     key_a, key_b = _two_keys(*names)
     device = places[0].device
     rows = torch.full(
         torch.broadcast_shapes(*(place.shape for place in places)), key_a, dtype=torch.int32, device=device
     )
+    # One hash per row, int32 [*broadcast(places)]: every coordinate is mixed in, one after the other.
     for place in places:
         rows = _mix(rows ^ place.to(torch.int32))
     rows = _mix(rows ^ key_b)
+    # One hash per element: the column, times an odd constant near 2^32 / golden ratio, is added to the row's hash. The
+    # hash is uniform in [-2^31, 2^31), so a threshold at `rate` of that range drops an element with that probability.
     spread = columns.to(torch.int32) * (0x9E3779B9 - 2**32)
     return _mix(rows.unsqueeze(-1) + spread) >= round(rate * 2**32) - 2**31

@@ -20,7 +20,7 @@ from megatronish.config.config import Config
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.data.collate import Collator
-from megatronish.data.text import Text, read_text
+from megatronish.data.text import TokenizedText, read_text
 from megatronish.data.windows import Windows
 from megatronish.errors import UserError
 from megatronish.inference.load import SavedModel, find_trained, load_engine
@@ -84,7 +84,7 @@ class Task:
     arguments: Arguments
     found: SavedModel
     config: Config
-    text: Text
+    text: TokenizedText
     windows: Windows
 
 

@@ -1,4 +1,9 @@
-"""How do all ranks learn that one of them has failed?"""
+"""All or none: work that every rank of an axis finishes, or that fails on all of them with one error.
+
+A rank that fails alone leaves the other ranks waiting in their next collective. So each rank catches its error, all
+ranks gather the errors (pickled objects, one for each rank), and all of them raise the error of the lowest failed rank.
+The gather is itself a collective: every rank of the axis must enter these functions.
+"""
 
 import traceback
 from collections.abc import Callable
@@ -13,39 +18,42 @@ T = TypeVar("T")
 
 
 def all_or_none(axis: Axis, work: Callable[[], T]) -> T:
-    """Do `work` on every rank of the axis. If it failed on one, all raise what the first of them raised.
+    """Result of `work`, which every rank of the axis runs; if some fail, all raise the lowest failed rank's error.
 
-    So nobody goes on to wait for a rank that has given up, and whoever speaks first says what happened.
+    An error other than UserError, RunError and OSError reaches the other ranks as a RuntimeError with its traceback.
     """
+    # Phase 1, without communication: the result or the error of this rank.
     result, mine = None, None
     try:
         result = work()
     except Exception as error:
         mine = error
+    # Phase 2: the errors of all ranks, None for those that succeeded, in the order of the axis.
     errors: list[Exception | None] = [mine]
     if axis.size > 1:
         errors = [None] * axis.size
         dist.all_gather_object(errors, _portable(mine, axis.rank), group=axis.group)
+    # Phase 3: the same decision on all ranks. The failed rank raises its own error, which has the traceback.
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
         raise (mine if first == axis.rank else None) or errors[first] or AssertionError
     return result  # type: ignore[return-value]
 
 
-def same_on_all(axis: Axis, look: Callable[[], T], *, what: str) -> T:
-    """What `look` finds on every rank; UserError if ranks find different things, as with folders of their own."""
-    mine = all_or_none(axis, look)
-    found: list[T] = [mine] * axis.size
+def same_on_all(axis: Axis, read: Callable[[], T], *, what: str) -> T:
+    """Value of `read`, equal on all ranks; UserError if ranks read different values, as where nodes share no folder."""
+    mine = all_or_none(axis, read)
+    values: list[T] = [mine] * axis.size
     if axis.size > 1:
-        dist.all_gather_object(found, mine, group=axis.group)
-    other = next((rank for rank, seen in enumerate(found) if seen != found[0]), None)
+        dist.all_gather_object(values, mine, group=axis.group)
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
         raise UserError(f"rank {other} does not see what rank 0 sees {what}; let all ranks see one folder")
     return mine
 
 
 def _portable(error: Exception | None, rank: int) -> Exception | None:
-    """What can be pickled and says enough."""
+    """Error in a form that can be pickled: its class is kept if it is one of ours or an OSError."""
     if error is None or isinstance(error, (UserError, RunError, OSError)):
         return error
     return RuntimeError(f"rank {rank}: " + "".join(traceback.format_exception(error)))

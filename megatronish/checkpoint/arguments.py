@@ -1,4 +1,4 @@
-"""What does --use-checkpoint-args take from a checkpoint? Its state.json alone: neither tensors nor torch."""
+"""Reader of the model's config for --use-checkpoint-args: state.json of a checkpoint alone, no tensors, no torch."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from megatronish.errors import UserError
 
 
 def read_arguments(load: Path, step: int | None) -> Start:
-    """The model of --load's checkpoint; UserError if it holds none, or none of this version."""
+    """Model of the checkpoint in `load`; UserError without a checkpoint, DamagedError for an unreadable config."""
     folder = find_checkpoint(load, step=step) if load.is_dir() else None
     if folder is None:
         raise UserError(f"--load {load} holds no checkpoint; correct the path, or leave --use-checkpoint-args out")

@@ -1,8 +1,8 @@
-"""How does a checkpoint get written while training goes on?
+"""Asynchronous saving: a copy of this rank's tensors in host memory, and a thread that writes the copy.
 
-Training stands still while this rank's tensors are copied to host memory; a thread writes from the copy. The thread
-touches no tensor of training's, and talks to other ranks over an axis of its own. One is at work at most, so every
-rank's threads do the same in the same order, and the copies of one save are free when the next one needs them.
+Training waits only for the copy to host memory. The thread reads no tensor of the training, and communicates with the
+other ranks' threads over a process group that training does not use. At most one save runs at a time, so the threads
+of all ranks call the same collectives in the same order, and the buffers of one save are free for the next one.
 """
 
 import threading
@@ -20,28 +20,29 @@ T = TypeVar("T")
 
 
 class HostCopies:
-    """Room in host memory for what this rank writes, kept from save to save; pinned where a GPU is copied from."""
+    """Buffers in host memory for the tensors that this rank writes, reused by every save; pinned for GPU tensors."""
 
     def __init__(self) -> None:
-        self._room: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def of(self, tensors: dict[str, GlobalTensor]) -> dict[str, GlobalTensor]:
-        """Copies of those that this rank writes. Those handed out before are overwritten."""
-        found = {}
+        """Copies of the tensors that this rank writes. They overwrite the copies of the call before."""
+        copies = {}
         for name, tensor in tensors.items():
             local = tensor.local
             if not tensor.writes:
                 continue
-            if name not in self._room:
-                self._room[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            found[name] = replace(tensor, local=self._room[name].copy_(local, non_blocking=True))
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            copies[name] = replace(tensor, local=self._buffers[name].copy_(local, non_blocking=True))
+        # Copies from a GPU are asynchronous: training may change the tensors only after they are complete.
         if any(tensor.local.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
-        return found
+        return copies
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Do `work` in a thread that does not keep the process from ending."""
+    """Future of `work`, which runs in a daemon thread: it does not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,12 +1,12 @@
-"""Do the files of a checkpoint hold what was written? Their lengths and SHA-256 sums, written last and read first.
+"""Checksums of a checkpoint: lengths and SHA-256 sums of the spans of its files, written last and read first.
 
-`checksums.json` says of which spans each file consists, one after the other:
+`checksums.json` lists the spans that each file consists of, one after the other:
 
     {"files": {"__0_0.distcp": [[1608, "9f2c..."], [2048, "77ab..."]], "state.json": [[2210, "03d1..."]]}, "sha256": ""}
 
-A span is what is read at once: one stored rectangle of a tensor, or a whole file of another kind. So a rank verifies
-exactly the bytes it reads, before it uses them, and need not read what others hold. The last field is the sum of the
-first, and there is one way to spell both: whatever byte of this file changes, it shows.
+A span is the unit of reading: one stored rectangle of a tensor, or a whole file of another kind. So a rank verifies
+exactly the bytes that it reads, before it uses them, and need not read the bytes of other ranks. The last field is the
+sum of the first, and the text of both is canonical: a change of any byte of this file is detected.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ CHUNK_BYTES = 2**20
 
 
 class DamagedError(UserError):
-    """A checkpoint that cannot be read. `remedy` is what to do about it."""
+    """UserError: a checkpoint is incomplete or changed. `why` names the file, `remedy` says what to do about it."""
 
     def __init__(self, folder: Path, why: str, remedy: str | None = None) -> None:
         remedy = remedy or "load an earlier step with --ckpt-step, or remove that folder"
@@ -36,19 +36,19 @@ class DamagedError(UserError):
         self.folder, self.why, self.remedy = folder, why, remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels to another rank."""
+        """Pickling by its three parts, for other ranks: the default would pass the whole sentence as `folder`."""
         return DamagedError, (self.folder, self.why, self.remedy)
 
 
 class Span(NamedTuple):
-    """So many bytes of a file, and their sum."""
+    """Consecutive bytes of a file: their number, and their SHA-256 sum in hexadecimal."""
 
     length: int
     sha256: str
 
 
 class SummingStream(io.RawIOBase):
-    """Sums what is written through it to `file`. A span ends wherever the place in the file is asked for."""
+    """Stream that computes the checksums of what is written through it to `file`. Each call of `tell` ends a span."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.spans: list[Span] = []
@@ -83,14 +83,14 @@ class SummingStream(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Checksums:
-    """What the files of a folder should hold, by their names relative to it."""
+    """Expected spans of the files of a folder, by the names of the files relative to it."""
 
     folder: Path
     files: dict[str, list[Span]]
 
     @classmethod
     def read(cls, folder: Path) -> "Checksums":
-        """Of a checkpoint; DamagedError if they are missing or changed themselves."""
+        """Checksums of a checkpoint; DamagedError if checksums.json is missing or changed."""
         try:
             _length_of(folder, CHECKSUMS)
             files = _read_files((folder / CHECKSUMS).read_bytes().decode())
@@ -103,23 +103,23 @@ class Checksums:
         return cls(folder, files)
 
     def write(self) -> None:
-        """Leave them in the folder."""
-        write_durably(self.folder / CHECKSUMS, _spelled(self.files))
+        """Write checksums.json into the folder, atomically."""
+        write_durably(self.folder / CHECKSUMS, _json_of(self.files))
 
     def with_other_files(self) -> "Checksums":
-        """These, and one span for each other file that lies in the folder now."""
+        """These checksums and one span for each other file that is in the folder now."""
         paths = (path for path in self.folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
         others = {path.relative_to(self.folder).as_posix(): path for path in sorted(paths)}
-        read = {name: _spans_of(path) for name, path in others.items() if name not in self.files}
-        return Checksums(self.folder, self.files | read)
+        spans = {name: _spans_of(path) for name, path in others.items() if name not in self.files}
+        return Checksums(self.folder, self.files | spans)
 
     def check_lengths(self) -> None:
-        """DamagedError with the name of a file that is missing or cut short."""
+        """Check that every file is there with its length; DamagedError names the first that is not."""
         for name in self.files:
             self._check_length(name)
 
     def read_file(self, name: str) -> bytes:
-        """All of a file. DamagedError if it is not what was written."""
+        """Content of a file, verified; DamagedError if a byte differs from what was written."""
         self._check_length(name)
         try:
             with (self.folder / name).open("rb") as file:
@@ -129,11 +129,12 @@ class Checksums:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
-        """For reading spans of a file: (offset, length) -> bytes. DamagedError if they are not what was written."""
+        """Function (offset, length) -> bytes that reads and verifies a span of a file; DamagedError if it differs."""
         self._check_length(name)
         starts = self._starts(name)
 
         def read(offset: int, length: int) -> bytes:
+            # Only whole spans can be verified: metadata that asks for other bytes does not belong to these files.
             span = starts.get(offset)
             if span is None or span.length != length:
                 raise DamagedError(self.folder, f"{CHECKSUMS} does not know the {length} bytes at {offset} of {name}")
@@ -147,7 +148,10 @@ class Checksums:
             raise _unreadable(self.folder, name, error) from error
 
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
-        """Read all files, or one part of them, and check every byte. DamagedError with the name of one that differs."""
+        """Verify every byte of all files, or of every `parts`-th file from `part` on.
+
+        DamagedError with the name of a file that differs. Files are read 1 MiB at a time: spans may be gigabytes.
+        """
         for name in sorted(self.files)[part::parts]:
             self._check_length(name)
             try:
@@ -159,19 +163,19 @@ class Checksums:
                 raise self._changed(name)
 
     def _starts(self, name: str) -> dict[int, Span]:
-        """Where each span begins."""
-        found, start = {}, 0
+        """Spans of a file by the offset of their first byte."""
+        starts, start = {}, 0
         for span in self.files[name]:
-            found[start] = span
+            starts[start] = span
             start += span.length
-        return found
+        return starts
 
     def _check_length(self, name: str) -> None:
         if name not in self.files:
             raise DamagedError(self.folder, f"{CHECKSUMS} does not know of {name}")
-        length, wanted = _length_of(self.folder, name), sum(span.length for span in self.files[name])
-        if length != wanted:
-            raise DamagedError(self.folder, f"{name} has {length} bytes instead of {wanted}")
+        length, expected = _length_of(self.folder, name), sum(span.length for span in self.files[name])
+        if length != expected:
+            raise DamagedError(self.folder, f"{name} has {length} bytes instead of {expected}")
 
     def _verified(self, name: str, data: bytes, span: Span) -> bytes:
         if hashlib.sha256(data).hexdigest() != span.sha256:
@@ -182,33 +186,36 @@ class Checksums:
         return DamagedError(self.folder, f"{name} does not hold what was written")
 
 
-def _spelled(files: dict[str, list[Span]]) -> str:
+def _json_of(files: dict[str, list[Span]]) -> str:
     body = json.dumps(files)
     return f'{{"files": {body}, "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
 
 
 def _read_files(text: str) -> dict[str, list[Span]]:
-    """ValueError and others unless all of the text is as `_spelled` would have it."""
+    """Spans by file name; raises ValueError, or what json raises, unless the text is what `_json_of` writes."""
+    # Types: a name with a list of (length, sum) each. What is of another type raises here or in the comparison below.
     files = {name: [Span(*span) for span in spans] for name, spans in json.loads(text)["files"].items()}
+    # Names: only files inside the folder, so that a checkpoint from elsewhere makes nobody read another file.
     for name, spans in files.items():
-        os.fsencode(name)  # ValueError of what the system cannot spell
+        os.fsencode(name)  # ValueError for a name that the file system cannot encode
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         if not inside or "\0" in name or not all(type(span.length) is int and span.length > 0 for span in spans):
             raise ValueError(name)
-    if _spelled(files) != text:
+    # Sum: the text is canonical, so comparing all of it verifies the sum and refuses every other spelling.
+    if _json_of(files) != text:
         raise ValueError("the sum")
     return files
 
 
 def _length_of(folder: Path, name: str) -> int:
-    """A pipe or a folder has none."""
+    """Length of a file in bytes; DamagedError for a missing file, a pipe or a folder."""
     try:
-        found = (folder / name).stat()
+        status = (folder / name).stat()
     except OSError as error:
         raise _unreadable(folder, name, error) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise DamagedError(folder, f"{name} is no file")
-    return found.st_size
+    return status.st_size
 
 
 def _unreadable(folder: Path, name: str, error: OSError) -> DamagedError:
@@ -223,16 +230,16 @@ def _spans_of(path: Path) -> list[Span]:
 
 
 def _span_in(file: BinaryIO, length: int) -> Span:
-    """What the next `length` bytes of a file are; fewer where it ends before."""
-    found, left = hashlib.sha256(), length
+    """Span of the next `length` bytes of a file, shorter where the file ends before."""
+    sha256, left = hashlib.sha256(), length
     while left and (data := file.read(min(left, CHUNK_BYTES))):
-        found.update(data)
+        sha256.update(data)
         left -= len(data)
-    return Span(length - left, found.hexdigest())
+    return Span(length - left, sha256.hexdigest())
 
 
 def _exactly(file: BinaryIO | io.FileIO, length: int) -> bytes:
-    """The next `length` bytes of a file, fewer where it ends before; the system hands out 2 GB at a time at most."""
+    """Next `length` bytes of a file, fewer where the file ends before; one read of Linux returns 2 GB at most."""
     parts = []
     while length and (data := file.read(length)):
         parts.append(data)

@@ -1,13 +1,14 @@
-"""Which checkpoints does a folder hold, which of them is the newest, and which may go?
+"""Folder of checkpoints: names of the steps, publication by renaming, the newest one, removal of old ones.
 
     checkpoints/
       step_00000100/     .metadata, __0_0.distcp, ... (tensors), state.json (everything else), checksums.json
       step_00000200/
       latest             the name of the newest, for people and scripts
 
-A checkpoint is written under another name and renamed when all of it is on the disk, so a folder named step_* is
-whole. Killed at any moment, a run leaves its checkpoints whole, and perhaps a `.step_*` folder that the next save
-removes. The newest is the one saved last, not the one of the highest step: a run that went back goes on from there.
+A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder named step_* is
+complete. A run that is killed at any moment leaves complete checkpoints, and perhaps a `.step_*` folder that the next
+save removes. The newest checkpoint is the one saved last, not the one of the highest step: a run that went back to an
+earlier step continues from there.
 """
 
 import json
@@ -30,17 +31,17 @@ NAME = re.compile(r"step_(\d+)")
 
 
 def name_of(step: int) -> str:
-    """The folder name of a step's checkpoint."""
+    """Folder name of a step's checkpoint, step_00000100."""
     return f"step_{step:08d}"
 
 
 def partial_name_of(step: int) -> str:
-    """Where it is written before it is whole."""
+    """Hidden folder name of a step's checkpoint while it is written."""
     return f".{name_of(step)}.partial"
 
 
 def read_state(folder: Path, checksums: Checksums | None = None) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors; DamagedError if a file of it is missing, cut short or changed."""
+    """Content of state.json, verified: everything but the tensors. DamagedError if it or its checksums are damaged."""
     try:
         state = json.loads((checksums or Checksums.read(folder)).read_file(STATE))
     except (ValueError, RecursionError) as error:
@@ -53,30 +54,30 @@ def read_state(folder: Path, checksums: Checksums | None = None) -> dict[str, An
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """The whole checkpoints of a `checkpoints/` folder, by step."""
+    """Complete checkpoints of a `checkpoints/` folder, by step in ascending order."""
     if not folder.is_dir():
         return {}
     folders = [path for path in folder.iterdir() if path.is_dir()]
-    found = {int(match[1]): path for path in folders if (match := NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found)}
+    by_step = {int(match[1]): path for path in folders if (match := NAME.fullmatch(path.name))}
+    return {step: by_step[step] for step in sorted(by_step)}
 
 
 def by_age(folder: Path) -> list[Path]:
-    """The same, the one saved last at the end."""
+    """Complete checkpoints of a `checkpoints/` folder in the order of saving, the newest at the end."""
     return sorted(steps_in(folder).values(), key=_saved_at)
 
 
 def folder_of(load: Path) -> Path:
-    """The folder of checkpoints that a run folder, a checkpoints folder or one step's folder stands for."""
+    """Folder of checkpoints that belongs to a run folder, a checkpoints folder or one step's folder."""
     if NAME.fullmatch(load.name) or (load / STATE).is_file():
         return load.parent
     return load / "checkpoints" if (load / "checkpoints").is_dir() else load
 
 
 def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
-    """The checkpoint to load from a run folder, its checkpoints folder or one step's folder; None if it holds none.
+    """Checkpoint to load from a run folder, its checkpoints folder or one step's folder; None if it holds none.
 
-    `step` asks for one: UserError with those that are there if it is not.
+    Without `step` the newest one. UserError, with the steps that are there, if `step` is not among them.
     """
     folder = folder_of(load)
     if folder == load.parent:
@@ -93,7 +94,10 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
 
 
 def _saved_at(folder: Path) -> float:
-    """In seconds since 1970. Of a damaged one the latest guess: it is found, and told, if it may be the newest."""
+    """Time of saving in seconds since 1970.
+
+    For a damaged checkpoint the latest of all guesses: if it may be the newest one, loading finds it and reports it.
+    """
     try:
         return _time(read_state(folder))
     except (UserError, TypeError, ValueError, LookupError, OverflowError):
@@ -107,26 +111,31 @@ def _saved_at(folder: Path) -> float:
 
 
 def _time(state: Mapping[str, Any]) -> float:
-    """When a checkpoint says it was saved; ValueError or another if that is no time that a clock shows."""
-    found = float(state["saved_at"])
-    if not 0 <= found < NO_TIME:
-        raise ValueError(found)
-    return found
+    """Time of saving in the state of a checkpoint; ValueError, TypeError or LookupError if it is no plausible time."""
+    saved_at = float(state["saved_at"])
+    if not 0 <= saved_at < NO_TIME:
+        raise ValueError(saved_at)
+    return saved_at
 
 
 def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
-    """Complete a checkpoint whose tensors are written, and give it its name; one rank calls this.
+    """Publish a checkpoint whose tensors are written: add state and checksums, rename it to its final name.
 
-    DamagedError, and it gets no name, if a file that a rank has written is not there.
+    One rank calls this. Returns the final path. DamagedError, before the renaming, if a file that a rank has written is
+    not there.
     """
     folder = partial.parent
     target = folder / name_of(step)
-    # Whatever the clock of this machine says: the next start goes on from this one.
+    # State. Its time is after that of every other checkpoint, whatever the clock of this machine says: the next start
+    # continues from this one.
     saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in steps_in(folder).values())])
     write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1))
+    # Checksums: those of the tensors were computed while writing, state.json and .metadata are read again.
     written = Checksums.read(partial)
     written.check_lengths()  # another rank may have written where this one does not see it
     written.with_other_files().write()
+    # Names: an older checkpoint of this step steps aside; remove_leftovers restores it if a kill comes before its
+    # successor has the name.
     aside = folder / f".{name_of(step)}.replaced"
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -141,9 +150,10 @@ def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
 def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
     """Remove all but the `keep_last` newest checkpoints and those whose step is a multiple of `keep_every`.
 
-    The newest always stays, and without either all do. Renamed first, a checkpoint is there or it is not, whenever the
-    run is killed. Nothing but what a run has written under its own name goes. Returns a complaint for each that could
-    not be removed: one rank calls this, and an error would be its alone.
+    The newest one always stays; with None for both, all stay. A checkpoint is renamed before it is removed, so it is
+    complete or not there, whenever the run is killed. Only folders that a run has written are removed, under the names
+    that a run gives. Returns a complaint for each that could not be removed, because one rank alone calls this: an
+    error would end that rank and leave the other ranks waiting.
     """
     if keep_last is None and keep_every is None:
         return []
@@ -172,7 +182,7 @@ def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed save left behind. A replaced checkpoint whose successor never came gets its name back."""
+    """Remove the hidden folders of a killed save. A replaced checkpoint without its successor gets its name back."""
     for aside in folder.glob(".step_*.replaced"):
         target = folder / aside.name.removeprefix(".").removesuffix(".replaced")
         if target.exists():

@@ -1,4 +1,9 @@
-"""How does a checkpoint of any layout become this rank's share of the model, and what if it is damaged?"""
+"""Loading: this rank's shards of a model from a checkpoint of any layout, verified.
+
+Every rank compares names and shapes of all its tensors with the checkpoint before any tensor changes. Bytes are
+verified as they are read. If the checkpoint is damaged, the ranks verify the older checkpoints, each rank a part of the
+files, and the error names the newest whole one with the flag that loads it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,25 +13,25 @@ from pathlib import Path
 from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import by_age
-from megatronish.checkpoint.storage import Reader
+from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.errors import UserError
 from megatronish.mesh import Axis, Mesh
 
 
 def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) -> None:
-    """Fill `tensors` from a checkpoint. All ranks call this.
+    """Fill `tensors` from the checkpoint in `folder`. All ranks call this.
 
-    UserError, before anything is changed, if a tensor is missing or has another shape there: it is another model's.
-    DamagedError, with one to load instead, if a byte that a rank reads is not what was written.
+    UserError, before anything is changed, if a tensor is missing or has another shape there: the checkpoint is of
+    another model. DamagedError, with a checkpoint to load instead, if a byte that a rank reads is not what was written.
     """
     with offering_another(mesh.checkpoint_axis):
         reader = all_or_none(mesh.checkpoint_axis, partial(_open, folder, tensors, checks_all=mesh.is_main))
         read_tensors(reader, tensors, over=mesh.checkpoint_axis)
 
 
-def _open(folder: Path, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> Reader:
-    reader = Reader(folder, checks_all=checks_all)
+def _open(folder: Path, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> CheckpointReader:
+    reader = CheckpointReader(folder, checks_all=checks_all)
     stored = stored_shapes(reader)
     problems = []
     for name, tensor in tensors.items():
@@ -45,9 +50,9 @@ def _open(folder: Path, tensors: dict[str, GlobalTensor], *, checks_all: bool) -
 
 @contextmanager
 def offering_another(over: Axis) -> Iterator[None]:
-    """If a checkpoint that is read here turns out to be damaged, look for one to load instead, and say which.
+    """Context that adds to a DamagedError the newest whole checkpoint before the damaged one, as the remedy.
 
-    All ranks of the axis enter this, and must fail together; they share the work of reading the others.
+    All ranks of the axis enter it and must fail together: they share the work of verifying the other checkpoints.
     """
     try:
         yield
@@ -64,8 +69,9 @@ def offering_another(over: Axis) -> Iterator[None]:
 
 
 def _newest_whole_before(damaged: Path, over: Axis) -> Path | None:
-    """The newest checkpoint saved before this one of which every byte is what was written."""
+    """Newest checkpoint saved before `damaged` of which every byte is what was written; None if there is none."""
 
+    # Each rank verifies every size-th file; all_or_none makes the damage that one rank finds known to all.
     def verify(checkpoint: Path) -> None:
         Checksums.read(checkpoint).verify(part=over.rank, parts=over.size)
 

@@ -1,9 +1,13 @@
-"""What does a checkpoint say it holds, and can it be trusted?
+"""Safe reader of `.metadata`, the pickle in which torch lists the tensors of a checkpoint and their rectangles.
 
-torch keeps this in `.metadata`, a pickle, and a pickle can call anything when it is read. So nothing of it is called
-here: what it names becomes plain records, whatever is not one of the few classes that torch writes is refused, and
-torch's own objects are then built from numbers, names and shapes that have been looked at. A file is named by a bare
-name. So a checkpoint from elsewhere runs no code and reads no file but its own.
+A pickle can call anything when it is read. Here nothing is called: each of the few classes that torch writes becomes a
+plain record, every other name is refused, and torch's own objects are then built from numbers, names and shapes that
+have been checked. A file is given by a bare name. So a checkpoint from elsewhere runs no code and reads only its own
+files.
+
+Three phases: unpickling into plain records (`_MetadataUnpickler`), checks of types and ranges while torch's objects are
+built (`_tensor`, `_storage_entry`), and checks across records: the rectangles of a tensor are inside its shape, do not
+overlap, and each has its bytes in some file.
 """
 
 import io
@@ -34,7 +38,7 @@ RECORDS = {
         "TensorStorageMetadata",
     },
 }
-# What stands for functions and for classes whose objects are made by a call. Builtins, which a pickle cannot change.
+# Replacements of functions, and of classes whose objects are made by a call: builtins, which a pickle cannot change.
 PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
@@ -43,36 +47,40 @@ PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _PlainRecord:
-    """An object of the pickle: what is said of it, in a class of no other meaning than its name."""
+    """Object of the pickle: its unchecked state, in a class that has only the name of the object's class."""
 
-    said: Any = None
+    state: Any = None
 
-    def __setstate__(self, said: Any) -> None:
-        self.said = said
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._kinds: dict[str, type[_PlainRecord]] = {}  # made anew each time, as a pickle can change a class
+        # Classes by name, new ones for each pickle: a pickle can change the attributes of a class.
+        self._classes: dict[str, type[_PlainRecord]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, ()):
-            return self._kinds.setdefault(name, type(name, (_PlainRecord,), {}))
+            return self._classes.setdefault(name, type(name, (_PlainRecord,), {}))
         if (module, name) in PLAIN:
             return PLAIN[module, name]
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if name == "PosixPath" and module.split(".")[0] == "pathlib":  # Python 3.13 has it in pathlib._local
-            return lambda *_: None  # where it was written is of no interest
+            return lambda *_: None  # the path it was written to, which is not used
         raise pickle.UnpicklingError(f"it names {module}.{name}, which torch does not write there")
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The content of `.metadata`. Some exception, with a sentence or not, if it is not what torch writes there."""
-    said = _said(_MetadataUnpickler(data).load(), "Metadata")
-    tensors = {_checked(name, str): _tensor(stored) for name, stored in said["state_dict_metadata"].items()}
-    places = dict(_place(index, stored) for index, stored in said["storage_data"].items())
+    """Content of `.metadata`; raises an exception of any class if it is not what torch writes there."""
+    # Plain records only: no class or function of torch has run yet.
+    metadata = _state(_MetadataUnpickler(data).load(), "Metadata")
+    # name -> shape, dtype and rectangles; (name, offset of a rectangle) -> file, offset and length in bytes.
+    tensors = {_checked(name, str): _tensor(record) for name, record in metadata["state_dict_metadata"].items()}
+    places = dict(_storage_entry(index, record) for index, record in metadata["storage_data"].items())
+    # Each rectangle needs its bytes. More bytes than rectangles do no harm: nothing asks for them.
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
             if MetadataIndex(name, chunk.offsets) not in places:
@@ -80,14 +88,15 @@ def parse_metadata(data: bytes) -> Metadata:
     return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
 
 
-def _tensor(stored: Any) -> TensorStorageMetadata:
-    said = _said(stored, "TensorStorageMetadata")
-    dtype = _checked(_said(said["properties"], "TensorProperties", tuple)[0], torch.dtype)
-    shape = _size(said["size"])
+def _tensor(record: Any) -> TensorStorageMetadata:
+    """Shape, dtype and rectangles of a tensor; ValueError for a rectangle outside the shape or for two that overlap."""
+    fields = _state(record, "TensorStorageMetadata")
+    dtype = _checked(_state(fields["properties"], "TensorProperties", tuple)[0], torch.dtype)
+    shape = _size(fields["size"])
     chunks = []
-    for chunk in _checked(said["chunks"], list):
-        place = _said(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _size(place["offsets"]), _size(place["sizes"])
+    for chunk in _checked(fields["chunks"], list):
+        rectangle = _state(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _size(rectangle["offsets"]), _size(rectangle["sizes"])
         if not len(offsets) == len(sizes) == len(shape) or any(
             offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
@@ -98,20 +107,22 @@ def _tensor(stored: Any) -> TensorStorageMetadata:
 
 
 def _refuse_overlap(chunks: list[ChunkStorageMetadata]) -> None:
-    """ValueError if two rectangles share an element: whoever counts elements could not tell that all are there."""
+    """ValueError if two rectangles share an element: the count of elements would then not prove that all are there."""
+    # An empty rectangle shares nothing, and a tensor without dims, of one number, has one rectangle at most.
     filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
     if len(filled) < 2:
         return
     if not filled[0].sizes:
         raise ValueError("one number is there twice")
-    # A sweep along the dimension that is cut most often: few rectangles are under it at a time.
+    # Sweep along the dim that is cut most often. `active` are the rectangles that cross the present offset: few, so a
+    # tensor of n rectangles takes far less than n^2 comparisons.
     dim = max(range(len(filled[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}))
-    under: list[ChunkStorageMetadata] = []
+    active: list[ChunkStorageMetadata] = []
     for chunk in sorted(filled, key=lambda chunk: chunk.offsets[dim]):
-        under = [other for other in under if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
-        if any(_overlap(chunk, other) for other in under):
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
+        if any(_overlap(chunk, other) for other in active):
             raise ValueError(f"two rectangles of one tensor overlap at {list(chunk.offsets)}")
-        under.append(chunk)
+        active.append(chunk)
 
 
 def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
@@ -119,8 +130,9 @@ def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
     return all(a < b + length and b < a + width for a, width, b, length in edges)
 
 
-def _place(index: Any, stored: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    key, place = _said(index, "MetadataIndex"), _said(stored, "_StorageInfo")
+def _storage_entry(index: Any, record: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    """Rectangle (name and offset) with the place of its bytes (file, offset, length); ValueError for a foreign file."""
+    key, place = _state(index, "MetadataIndex"), _state(record, "_StorageInfo")
     name = _checked(place["relative_path"], str)
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise ValueError(f"it names a file in another folder, {name}")
@@ -130,25 +142,22 @@ def _place(index: Any, stored: Any) -> tuple[MetadataIndex, _StorageInfo]:
     return MetadataIndex(_checked(key["fqn"], str), _size(key["offset"])), _StorageInfo(name, offset, length)
 
 
-def _said(found: Any, kind: str, form: type = dict) -> Any:
-    """What is said of a record of this kind."""
-    if not isinstance(found, _PlainRecord) or type(found).__name__ != kind:
-        raise ValueError(f"it has {_kind(found)} where {kind} belongs")
-    return _checked(found.said, form)
+def _state(record: Any, class_name: str, form: type = dict) -> Any:
+    """State of a record of this class, of type `form`; ValueError for another class or another type of state."""
+    if not isinstance(record, _PlainRecord) or type(record).__name__ != class_name:
+        raise ValueError(f"it has {type(record).__name__} where {class_name} belongs")
+    return _checked(record.state, form)
 
 
-def _checked(found: Any, form: type) -> Any:
-    if type(found) is not form:
-        raise ValueError(f"it has {_kind(found)} where {form.__name__} belongs")
-    return found
+def _checked(value: Any, form: type) -> Any:
+    """The value, if it is of exactly this type; ValueError if not."""
+    if type(value) is not form:
+        raise ValueError(f"it has {type(value).__name__} where {form.__name__} belongs")
+    return value
 
 
-def _size(found: Any) -> torch.Size:
-    """A shape, or a place in one."""
-    if type(found) is not tuple or not all(type(size) is int and 0 <= size <= 2**62 for size in found):
+def _size(value: Any) -> torch.Size:
+    """Shape, or offsets in one: a tuple of whole numbers of at most 2^62; ValueError if it is anything else."""
+    if type(value) is not tuple or not all(type(size) is int and 0 <= size <= 2**62 for size in value):
         raise ValueError("it has something else where a shape belongs")
-    return torch.Size(found)
-
-
-def _kind(found: Any) -> str:
-    return type(found).__name__
+    return torch.Size(value)

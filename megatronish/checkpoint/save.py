@@ -1,10 +1,10 @@
-"""Saving: what goes into a checkpoint, and the order in which it is written.
+"""Saving: the tensors of a checkpoint by their global names, and the steps in which the ranks write it.
 
-Tensors are stored in global names, as fp32 masters in the true vocabulary, so neither the layout nor the precision of
-the run that saved them matters to the run that loads them:
+Tensors are stored under global names, as fp32 masters, without the padding of the vocabulary. So a checkpoint depends
+neither on the layout nor on the precision of the run that saved it:
 
     model.NAME                     the parameter
-    optimizer.STATE.NAME           exp_avg, exp_avg_sq, ... of the same shape, those that step this parameter
+    optimizer.STATE.NAME           exp_avg, exp_avg_sq, ... of the same shape, as far as this parameter has them
 """
 
 import shutil
@@ -27,7 +27,7 @@ from megatronish.sharding import Shard, Sharding
 def model_tensors(
     shards: Mapping[str, Shard], shardings: Mapping[str, Sharding], domains: Mapping[str, Domain]
 ) -> dict[str, GlobalTensor]:
-    """The parameters as global tensors. Ranks that hold replicas of a shard write in turn."""
+    """Parameters as global tensors. Of the ranks that hold replicas of a shard, each writes some of the tensors."""
     masters = {name: shard.master for name, shard in shards.items()}
     return _global_tensors("model", masters, shards, shardings, domains)
 
@@ -35,12 +35,12 @@ def model_tensors(
 def optimizer_tensors(
     optimizer: Optimizer, shardings: Mapping[str, Sharding], domains: Mapping[str, Domain]
 ) -> dict[str, GlobalTensor]:
-    """The optimizer's tensors as global tensors."""
-    found: dict[str, GlobalTensor] = {}
+    """Optimizer states as global tensors of their parameters' shapes."""
+    states: dict[str, GlobalTensor] = {}
     for state in dict.fromkeys(state for tensors in optimizer.state.values() for state in tensors):
         tensors = {name: tensors[state] for name, tensors in optimizer.state.items() if state in tensors}
-        found |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, domains)
-    return found
+        states |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, domains)
+    return states
 
 
 def _global_tensors(
@@ -50,23 +50,23 @@ def _global_tensors(
     shardings: Mapping[str, Sharding],
     domains: Mapping[str, Domain],
 ) -> dict[str, GlobalTensor]:
-    """Of the ranks that hold the same, one writes; replicas take turns, so that they share the work."""
-    found = {}
+    """Global tensors by `prefix`.NAME; the replicas of a shard take turns in writing, so that they share the work."""
+    result = {}
     for number, (name, local) in enumerate(tensors.items()):
         sharding = shardings[name]
         domain = domains[sharding.domain]
         is_turn = number % domain.replicate.size == domain.replicate.rank
-        found[f"{prefix}.{name}"] = GlobalTensor(
+        result[f"{prefix}.{name}"] = GlobalTensor(
             shape=sharding.shape,
             pieces=shards[name].pieces,
             local=local.detach(),
             writes=sharding.is_counted(domain) and is_turn,
         )
-    return found
+    return result
 
 
 class SaveError(RunError):
-    """A checkpoint that could not be written. `what` happened, without what to do about it."""
+    """RunError: a checkpoint could not be written. `what` is the failure, `remedy` the advice to the user."""
 
     def __init__(self, what: str, remedy: str = "make room there") -> None:
         super().__init__(
@@ -75,7 +75,7 @@ class SaveError(RunError):
         self.what, self.remedy = what, remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels to another rank."""
+        """Pickling by its two parts, for other ranks: the default would pass the whole sentence as `what`."""
         return SaveError, (self.what, self.remedy)
 
 
@@ -84,8 +84,9 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path.
 
-    SaveError, on all of them, if the disk is full or fails: what was written of it is removed, the checkpoints before
-    it stay. Ranks talk over `mesh.checkpoint_axis` alone, so a thread may do this while training uses the others.
+    SaveError, on all ranks, if the disk is full or fails: what was written is removed, and the checkpoints before it
+    stay. Ranks communicate over `mesh.checkpoint_axis` alone, so a thread may call this while training uses the other
+    process groups.
     """
     partial = folder / partial_name_of(step)
 

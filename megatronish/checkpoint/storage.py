@@ -1,8 +1,9 @@
-"""How do tensors get into the files of a checkpoint and out of them, every byte summed and no code run?
+"""Storage of checkpoints: the writer and the reader of the files of tensors, with checksums and without running code.
 
-torch.distributed.checkpoint decides who writes and who reads what; these two move the bytes, a tensor at a time. The
-writer sums them on their way. The reader verifies each stored rectangle before it takes it for a tensor, and reads it
-once, however many pieces of this rank lie in it; it reads nothing else.
+torch.distributed.checkpoint decides which rank writes and reads which rectangle; the two classes here move the bytes,
+one rectangle at a time. `CheckpointWriter` computes the checksum of each rectangle while it writes it, and
+`CheckpointReader` verifies a rectangle before it unpickles it. A rank reads each rectangle that it needs once, however
+many pieces of its shards lie in it, and it reads nothing else.
 """
 
 import io
@@ -35,16 +36,16 @@ from megatronish.sharding import Piece
 
 @dataclass(frozen=True)
 class _SummedResult(WriteResult):
-    """What was written of a tensor, and its sum: travels to the main rank, as torch's own does."""
+    """Record of one written rectangle, torch's with the checksum; the main rank gathers the records of all ranks."""
 
     span: Span
 
 
-class Writer(dcp.FileSystemWriter):
-    """A folder of files, one for each rank that has something to write, and their checksums.
+class CheckpointWriter(dcp.FileSystemWriter):
+    """Writer of a checkpoint's folder: one file for each rank that has tensors to write, and their checksums.
 
-    Not torch's own loop over the tensors: that keeps all of them until the file is complete, and from a thread it waits
-    for the stream of another rank's GPU. A full disk is an OSError, which torch.save would hide.
+    It replaces torch's own loop over the tensors, which keeps all of them in memory until the file is complete, and in
+    a thread waits for the stream of another rank's GPU. OSError if the disk is full or fails, which torch.save hides.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,22 +53,28 @@ class Writer(dcp.FileSystemWriter):
         self.folder = folder
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the file of each rank."""
+        """Plans of all ranks, each with the name of its rank's file."""
         return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's file."""
+        """Write this rank's file, one rectangle after the other; the result has a record for each of them.
+
+        Raises OSError if the disk is full or fails.
+        """
         name: str = plan.storage_data
         results: list[WriteResult] = []
         if plan.items:
             try:
                 with (self.folder / name).open("wb") as file, SummingStream(file) as stream:
+                    # One rectangle is one span: torch.save of a tensor of its sizes. `tell` ends the span and computes
+                    # its sum, so a rectangle is in memory once, and its bytes are not read again.
                     for item in plan.items:
                         start = stream.tell()
                         torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
                         length = stream.tell() - start
                         place = _StorageInfo(name, start, length)
                         results.append(_SummedResult(item.index, length, place, stream.spans[-1]))
+                    # The checkpoint is renamed only when all of its bytes are on the disk.
                     stream.flush()
                     os.fsync(stream.fileno())
             except RuntimeError as error:
@@ -77,10 +84,11 @@ class Writer(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the main rank, when all have written."""
+        """Write .metadata and the checksums of all files; the main rank calls this when all ranks have written."""
         super().finish(metadata, results)
         with (self.folder / METADATA).open("rb") as file:
-            os.fsync(file.fileno())  # torch does so before it has handed all of it to the system
+            os.fsync(file.fileno())  # torch calls fsync before the last bytes have left its buffer
+        # Spans of each file in the order of writing, so that together they are the whole file.
         spans: dict[str, list[Span]] = {}
         for result in (result for of_rank in results for result in of_rank):
             assert isinstance(result, _SummedResult)
@@ -88,65 +96,68 @@ class Writer(dcp.FileSystemWriter):
         Checksums(self.folder, spans).write()
 
 
-def _compact(found: Any) -> Tensor:
-    """On the host, in memory of its own: torch.save would write all of the tensor that a view belongs to."""
-    tensor = found.detach().cpu()
+def _compact(view: Any) -> Tensor:
+    """Tensor on the host in memory of its own: of a view, torch.save would write the whole storage."""
+    tensor = view.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the system said, if torch's writer has hidden it behind an error of its own."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    return found or error
+    """OSError that torch's writer has wrapped in an error of its own; the error itself if there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
-def _is_plain(found: Any) -> bool:
-    """Whether it is a tensor that holds its numbers, and not a sparse one, one of tensors, one of shape alone."""
-    plain = type(found) is Tensor and not found.is_nested
-    return plain and found.device.type == "cpu" and found.layout == torch.strided
+def _is_dense(value: Any) -> bool:
+    """Whether a value is a dense tensor on the CPU: not sparse, not nested, not of a subclass, not on meta."""
+    plain = type(value) is Tensor and not value.is_nested
+    return plain and value.device.type == "cpu" and value.layout == torch.strided
 
 
-class _Stored(NamedTuple):
-    """Where a rectangle of a tensor lies."""
+class _StoredRectangle(NamedTuple):
+    """Place of a stored rectangle: `length` bytes of `file`, from `offset` on."""
 
     file: str
     offset: int
     length: int
 
 
-class Reader(dcp.FileSystemReader):
-    """A checkpoint's files. DamagedError, which names the file, for one that is missing, cut short or changed.
+class CheckpointReader(dcp.FileSystemReader):
+    """Reader of a checkpoint's folder. DamagedError, with the name of the file, for a missing, short or changed file.
 
-    Of many readers one alone need look whether all files are there, `checks_all`.
+    `checks_all`: also check that every file of the checkpoint is there; one rank of many is enough.
     """
 
     def __init__(self, folder: Path, *, checks_all: bool = True) -> None:
         super().__init__(folder)
         self.folder = folder
+        # The order of trust: checksums.json verifies itself, it verifies .metadata, and only then that is unpickled.
         self.checksums = Checksums.read(folder)
         if checks_all:
             self.checksums.check_lengths()
         data = self.checksums.read_file(METADATA)
         try:
             self.metadata = parse_metadata(data)
-        except Exception as error:  # a damaged pickle raises whatever its damage spells
-            told = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:200])
-            raise DamagedError(folder, f"{METADATA} cannot be read ({told})") from error
+        except Exception as error:  # a damaged pickle may raise an error of any class
+            reason = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:200])
+            raise DamagedError(folder, f"{METADATA} cannot be read ({reason})") from error
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """As torch asks for it."""
+        """Metadata of the checkpoint, read and checked by the constructor; torch passes arguments that are not used."""
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for."""
-        wanted: dict[_Stored, list[ReadItem]] = {}
+        """Read the rectangles of the plan and copy the planned parts of them into this rank's tensors."""
+        # Group the items by stored rectangle: one read, one checksum and one torch.load serve all its pieces.
+        wanted: dict[_StoredRectangle, list[ReadItem]] = {}
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
                 raise DamagedError(self.folder, f"{item.dest_index.fqn} is no tensor in it")
             place = self.metadata.storage_data[item.storage_index]
-            wanted.setdefault(_Stored(place.relative_path, place.offset, place.length), []).append(item)
+            wanted.setdefault(_StoredRectangle(place.relative_path, place.offset, place.length), []).append(item)
+        # Open each file once, and read its rectangles in the order of their offsets.
         for name, places in groupby(sorted(wanted), key=lambda place: place.file):
             with self.checksums.opened(name) as read:
                 for place in places:
@@ -156,7 +167,10 @@ class Reader(dcp.FileSystemReader):
         return future
 
     def _fill(self, items: list[ReadItem], data: bytes, planner: LoadPlanner, name: str) -> None:
-        """All pieces of this rank that lie in one stored rectangle."""
+        """Copy the pieces of this rank that lie in one stored rectangle; `data` is its verified bytes.
+
+        DamagedError unless the bytes are a dense tensor of the shape and dtype that .metadata says.
+        """
         index = items[0].storage_index
         stored = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
@@ -164,9 +178,10 @@ class Reader(dcp.FileSystemReader):
         what = f"what {name} holds of {index.fqn} is no tensor of {list(sizes)}"
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # what is no tensor raises whatever its bytes spell
+        except Exception as error:  # bytes that are no tensor may raise an error of any class
             raise DamagedError(self.folder, what) from error
-        if not _is_plain(tensor) or (tensor.shape, tensor.dtype) != (sizes, stored.properties.dtype):
+        if not _is_dense(tensor) or (tensor.shape, tensor.dtype) != (sizes, stored.properties.dtype):
             raise DamagedError(self.folder, what)
+        # Each piece, [*lengths] at `storage_offsets` of the stored rectangle, goes into a view of this rank's tensor.
         for item in items:
             planner.resolve_tensor(item).detach().copy_(Piece((), item.storage_offsets, item.lengths).view(tensor))

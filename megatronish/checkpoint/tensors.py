@@ -1,8 +1,9 @@
-"""How do this rank's pieces of a tensor become one global tensor in a checkpoint, and back, in any layout?
+"""Global tensors: this rank's pieces of named tensors, written to a checkpoint and read from one of any layout.
 
-torch.distributed.checkpoint stores rectangles of named global tensors and reads whatever rectangles it is asked for. A
-`GlobalTensor` tells it which rectangles this rank holds. The planners here replace the parts of torch's that know
-torch.Tensor alone, and they check what torch does not: that every element asked for is really in the checkpoint.
+torch.distributed.checkpoint stores rectangles of named global tensors and reads whatever rectangles it is asked for;
+rectangles that were cut otherwise at saving are cut and put together in reading. A `GlobalTensor` lists the rectangles
+that this rank holds. The planners here replace the parts of torch's planners that accept only torch.Tensor, and they
+check what torch does not check: that every requested element is in the checkpoint.
 """
 
 import traceback
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from megatronish.checkpoint.all_or_none import all_or_none
-from megatronish.checkpoint.storage import Reader, Writer
+from megatronish.checkpoint.storage import CheckpointReader, CheckpointWriter
 from megatronish.errors import UserError
 from megatronish.mesh import Axis
 from megatronish.sharding import FlatPiece, Piece
@@ -37,9 +38,10 @@ ALONE = Axis("alone")
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """This rank's rectangles of a global tensor: [*shape] in all, `local` here.
+    """This rank's rectangles, `pieces`, of a global tensor [*shape]; `local` holds their elements.
 
-    Of the ranks that hold the same rectangles one alone `writes` them; all read.
+    Of the ranks that hold the same rectangles exactly one has `writes`; all of them read. The methods with two
+    underscores are torch's protocol for objects that its planners can save and load.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +50,7 @@ class GlobalTensor:
     writes: bool
 
     def size(self) -> torch.Size:
-        """The global shape, as torch asks for it."""
+        """Global shape, under the name that torch calls."""
         return torch.Size(self.shape)
 
     def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
@@ -75,7 +77,7 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class UnreadTensor:
-    """A whole tensor that is read when it is its turn to be written: it takes the place of a GlobalTensor."""
+    """Whole tensor that is read only when it is written, used in place of a GlobalTensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -92,7 +94,7 @@ class UnreadTensor:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Torch's planner, for global tensors."""
+    """Torch's planner of a save, for global tensors: it returns the view that one write item names."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -102,23 +104,28 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Torch's planner, for global tensors, and with a look at whether all of them is there."""
+    """Torch's planner of a load, for global tensors; it also checks that the checkpoint has every requested element."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    # Without torch's preparations (meta tensors, nested dicts), which know torch.Tensor alone.
     def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        found = dict.fromkeys(self.state_dict, 0)
+        # torch leaves out, without an error, what no stored rectangle covers. Stored rectangles do not overlap
+        # (metadata.py), so equal numbers of elements mean that all of them are covered.
+        planned = dict.fromkeys(self.state_dict, 0)
         for item in plan.items:
-            found[item.dest_index.fqn] += item.lengths.numel()
+            planned[item.dest_index.fqn] += item.lengths.numel()
         for name, tensor in self.state_dict.items():
-            asked = sum(torch.Size(piece.sizes).numel() for piece in tensor.pieces)
-            if found[name] != asked:
-                raise UserError(f"{name} is not whole in the checkpoint: {found[name]} of {asked} elements are there")
+            wanted = sum(torch.Size(piece.sizes).numel() for piece in tensor.pieces)
+            if planned[name] != wanted:
+                raise UserError(
+                    f"{name} is not whole in the checkpoint: {planned[name]} of {wanted} elements are there"
+                )
         return plan
 
     def load_bytes(self, read_item: ReadItem, _value: object) -> None:
@@ -129,24 +136,25 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor | UnreadTensor], *, over: Axis) -> None:
-    """Write every rank's part of `tensors` into `folder`; all ranks of the axis call this."""
-    with _plain_errors():
+    """Write the tensors of all ranks into `folder`; all ranks of the axis call this. OSError if the disk is full."""
+    with _unwrapped_errors():
         dcp.save(
             dict(tensors),
-            storage_writer=Writer(folder),
+            storage_writer=CheckpointWriter(folder),
             planner=_SavePlanner(),
             process_group=over.group,
             no_dist=over.size == 1,
         )
 
 
-def read_tensors(source: Path | Reader, tensors: dict[str, GlobalTensor], *, over: Axis = ALONE) -> None:
-    """Fill this rank's part of `tensors` from a checkpoint, saved in whatever layout; all ranks of the axis call this.
+def read_tensors(source: Path | CheckpointReader, tensors: dict[str, GlobalTensor], *, over: Axis = ALONE) -> None:
+    """Fill this rank's part of `tensors` from a checkpoint of any layout; all ranks of the axis call this.
 
-    Who reads tensor by tensor makes one `Reader` and hands it in each time.
+    A caller that reads tensor by tensor makes one `CheckpointReader` and passes it each time. UserError if an element
+    is not in the checkpoint, DamagedError if bytes differ from what was written.
     """
-    reader = source if isinstance(source, Reader) else all_or_none(over, partial(Reader, source))
-    with _plain_errors():
+    reader = source if isinstance(source, CheckpointReader) else all_or_none(over, partial(CheckpointReader, source))
+    with _unwrapped_errors():
         dcp.load(
             dict(tensors),
             storage_reader=reader,
@@ -157,31 +165,31 @@ def read_tensors(source: Path | Reader, tensors: dict[str, GlobalTensor], *, ove
 
 
 class StoredTensor(NamedTuple):
-    """A global tensor as a checkpoint describes it."""
+    """Global shape and dtype of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def stored_tensors(reader: Reader) -> dict[str, StoredTensor]:
-    """Every tensor in a checkpoint, by name."""
-    found = reader.metadata.state_dict_metadata.items()
+def stored_tensors(reader: CheckpointReader) -> dict[str, StoredTensor]:
+    """Shapes and dtypes of all tensors in a checkpoint, by name."""
+    entries = reader.metadata.state_dict_metadata.items()
     return {
         name: StoredTensor(tuple(stored.size), stored.properties.dtype)
-        for name, stored in found
+        for name, stored in entries
         if isinstance(stored, TensorStorageMetadata)
     }
 
 
-def stored_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
-    """The global shape of every tensor in a checkpoint."""
+def stored_shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
+    """Global shapes of all tensors in a checkpoint, by name."""
     return {name: stored.shape for name, stored in stored_tensors(reader).items()}
 
 
 @contextmanager
-def _plain_errors() -> Iterator[None]:
-    """torch wraps what went wrong on each rank into a BaseException of its own: unwrap the first."""
-    # Not for this block alone: saving may go on beside training, and what a block changes here holds for all threads.
+def _unwrapped_errors() -> Iterator[None]:
+    """Context that raises the error of the lowest failed rank instead of torch's CheckpointException around it."""
+    # Not warnings.catch_warnings: filters belong to the process, and a thread may save while others change them.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
         yield
@@ -189,5 +197,5 @@ def _plain_errors() -> Iterator[None]:
         rank, (first, trace) = min(error.failures.items())
         if isinstance(first, (UserError, OSError)):
             raise first from error
-        told = "".join([*traceback.format_list(trace), *traceback.format_exception_only(first)])
-        raise RuntimeError(f"rank {rank}: {told}") from error
+        details = "".join([*traceback.format_list(trace), *traceback.format_exception_only(first)])
+        raise RuntimeError(f"rank {rank}: {details}") from error

@@ -121,7 +121,7 @@ def _part(make: Callable[[], T], data: DataConfig) -> T | None:
 
 
 def _without_paths(read: _Reader) -> DatasetSplits:
-    """All data sets of a kind that reads no files, told apart by their names."""
+    """All data sets of a kind that reads no files, which differ in their names."""
 
     def of(name: str) -> Dataset:
         return read.open(DatasetSource(name), read.settings)

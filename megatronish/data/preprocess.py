@@ -2,7 +2,7 @@
 
 The parent reads batches of lines, keeps at most two a worker under way, and writes what comes back in the order it went
 out: the files do not depend on the number of workers, and memory does not grow with the input. A line that is no
-JSON, lacks a key or holds no text there is told with its place and counted; its other keys are dropped too, so
+JSON, lacks a key or holds no text there is reported with its place and counted; its other keys are dropped too, so
 that the files of several keys stay aligned. Blank lines are skipped.
 """
 

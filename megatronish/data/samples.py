@@ -7,8 +7,8 @@ from a cut on, one more than it predicts from, so neighbours share a token. Ther
 exactly once, except its first and those left over at its end: together fewer than S + 1.
 
 An epoch is three int64 arrays: where each document starts in .bin, where it ends in the epoch, and the order of the
-cuts. They are kept in a cache file. Everyone who needs it and finds none builds the same bytes and offers them under
-the same name; the first to come stays. A checksum at its end tells a damaged file, which is built anew.
+cuts. They are kept in a cache file. A process that finds no such file builds the same bytes as any other and renames
+them to the same name; the first file stays. A checksum at its end detects a damaged file, which is built anew.
 """
 
 import hashlib
@@ -97,9 +97,9 @@ class GPTSamples:
         from_ = starts + np.maximum(begin - begins, 0)
         to = starts + np.minimum(end - begins, lengths)
         tokens = self._file.tokens
-        found = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
-        self._check_tokens(found)
-        return Sample(found.astype(np.int64))
+        values = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
+        self._check_tokens(values)
+        return Sample(values.astype(np.int64))
 
     def _check_tokens(self, tokens: NDArray[Any]) -> None:
         largest, smallest = int(tokens.max()), int(tokens.min())
@@ -124,16 +124,16 @@ class GPTSamples:
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
-        found = _read(path, size=size)
-        if found is not None:
-            return found
+        cached = _read(path, size=size)
+        if cached is not None:
+            return cached
         values = self._build(number)
         try:
             _write(path, values)
         except OSError as error:  # a read-only folder or a full disk: only time is lost
             logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
             return values
-        return values if (kept := _read(path, size=size)) is None else kept
+        return values if (cached := _read(path, size=size)) is None else cached
 
     def _build(self, number: int) -> NDArray[np.int64]:
         bounds = self._file.document_starts()[self._first : self._end + 1]

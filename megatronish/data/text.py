@@ -17,7 +17,7 @@ PAIR = (".bin", ".idx")
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedText:
     """Tokens of documents end to end; document d is `tokens[starts[d] : starts[d + 1]]`.
 
     `eod` is the token that ends documents, and `num_bytes` the size of the text, where known. `bad_lines` has a
@@ -33,7 +33,7 @@ class Text:
 
 def read_text(
     path: str, *, tokenizer: Callable[[], Encoder], json_key: str, vocab_size: int, eod: int | None = None
-) -> Text:
+) -> TokenizedText:
     """Text of the .bin/.idx pair of this prefix, or of a file of JSON lines, plain or .gz.
 
     Documents of JSON lines end with `eod`, the end-of-document token of the model (the tokenizer may have another).
@@ -58,9 +58,9 @@ def read_text(
     return text
 
 
-def _open_pair(prefix: str, eod: int | None) -> Text:
+def _open_pair(prefix: str, eod: int | None) -> TokenizedText:
     pair = IndexedTokens(prefix)
-    return Text(pair.tokens, pair.document_starts(), eod)
+    return TokenizedText(pair.tokens, pair.document_starts(), eod)
 
 
 class _CountingEncoder:
@@ -77,7 +77,7 @@ class _CountingEncoder:
         return ids
 
 
-def _read_lines(path: Path, tokenizer: Encoder, json_key: str, eod: int | None) -> Text:
+def _read_lines(path: Path, tokenizer: Encoder, json_key: str, eod: int | None) -> TokenizedText:
     if not path.is_file():
         raise UserError(f"--data-path {path} does not exist; check the path")
     counting = _CountingEncoder(tokenizer, eod)
@@ -94,4 +94,4 @@ def _read_lines(path: Path, tokenizer: Encoder, json_key: str, eod: int | None) 
             f"a text under {json_key}"
         )
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    return Text(np.concatenate(tokens), starts, counting.eod, counting.num_bytes, tuple(bad_lines))
+    return TokenizedText(np.concatenate(tokens), starts, counting.eod, counting.num_bytes, tuple(bad_lines))

@@ -1,7 +1,7 @@
-"""How does a model get from any format to any other, without ever being whole in memory?
+"""Conversion of a model from any format to any other, one tensor in memory at a time.
 
-Every format translates between its names and ours (weights.py), so each needs to know no other. Nothing is read before
-the target's writer asks for it, a tensor at a time; what has no counterpart is found out before anything is written.
+Every format translates between its names and ours (weights.py), so no format knows another one. Tensors are lazy: each
+is read when the writer of the target asks for it. Tensors without a counterpart are found before anything is written.
 """
 
 import time
@@ -23,7 +23,7 @@ from megatronish.formats.weights import Description, LazyTensor, Model, TensorRu
 
 
 class Format(NamedTuple):
-    """How models are kept. `reads` and `writes` are the options of its `read` and `write`, with their flags."""
+    """Format of models: its reader, rules of names and writer; `reads` and `writes` map their options to flags."""
 
     read: Callable[..., Model]
     rules: Callable[[Description], list[TensorRule]]
@@ -51,7 +51,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. Unmatched are tensors of the source, and parameters of ours, that had no counterpart."""
+    """Result of a conversion. Unmatched: tensors of the source, and parameters of ours, without a counterpart."""
 
     tensors_in: int
     tensors_out: int
@@ -82,25 +82,28 @@ def convert(
     dtype: torch.dtype | None = None,
     allow_unmatched: bool = False,
 ) -> Report:
-    """Write the model that `load` holds in the format `source` to `save` in the format `target`.
+    """Convert the model in `load`, of format `source`, to the folder `save`, of format `target`.
 
-    UserError, before anything is written, for a tensor without a counterpart (`allow_unmatched` leaves it out) or of
-    another shape than the model says.
+    `dtype` is that of all tensors written; None keeps each tensor's own. UserError, before anything is written, for a
+    tensor without a counterpart (`allow_unmatched` leaves it out) or of another shape than the model says.
     """
     start = time.perf_counter()
     _check_options(source, FORMATS[source].reads, reading or {}, verb="read")
     _check_options(target, FORMATS[target].writes, writing or {}, verb="written")
+    # Source: names, shapes and dtypes from its headers, under our names, compared with the parameters of the model.
     description, theirs = FORMATS[source].read(load, **(reading or {}))
     ours = to_ours(theirs, FORMATS[source].rules(description))
     check_model(load, description, ours, allow_unmatched=allow_unmatched)
-    made = from_ours(ours.tensors, FORMATS[target].rules(description))
-    if made.left_over and not allow_unmatched:
-        raise UserError(f"{target} has no place for {_told(made.left_over)}; --allow-unmatched leaves that out")
-    tensors = {name: _in_dtype(name, tensor, dtype or tensor.dtype) for name, tensor in made.tensors.items()}
+    # Target: the same tensors under its names, in the dtype that is asked for. All are still lazy.
+    converted = from_ours(ours.tensors, FORMATS[target].rules(description))
+    if converted.left_over and not allow_unmatched:
+        raise UserError(f"{target} has no place for {_list(converted.left_over)}; --allow-unmatched leaves that out")
+    tensors = {name: _in_dtype(name, tensor, dtype or tensor.dtype) for name, tensor in converted.tensors.items()}
     num_bytes = sum(map(nbytes_of, tensors.values()))
+    # The writer reads each tensor when its bytes are due, and the bar counts these reads.
     with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None, desc="converting") as bar:
-        seen = {name: _seen(tensor, bar) for name, tensor in tensors.items()}
-        FORMATS[target].write(save, Model(description, seen), **(writing or {}))
+        counted = {name: _counted(tensor, bar) for name, tensor in tensors.items()}
+        FORMATS[target].write(save, Model(description, counted), **(writing or {}))
     return Report(
         tensors_in=len(theirs),
         tensors_out=len(tensors),
@@ -108,7 +111,7 @@ def convert(
         num_bytes=num_bytes,
         seconds=time.perf_counter() - start,
         unmatched_in=ours.left_over,
-        unmatched_out=made.left_over,
+        unmatched_out=converted.left_over,
     )
 
 
@@ -120,14 +123,14 @@ def _check_options(name: str, known: Mapping[str, str], given: Mapping[str, Any]
 
 
 def check_model(load: Path, description: Description, ours: Translated, *, allow_unmatched: bool) -> None:
-    """Every parameter of the model is there, in its shape, and nothing else."""
+    """Check that the tensors are exactly the parameters of the model, in their shapes; UserError if not."""
     shardings = description.shardings()
     missing = ours.missing or tuple(name for name in shardings if name not in ours.tensors)
     if missing:
-        raise UserError(f"{load} lacks {_told(missing)}, which its model has; fetch it again, whole")
+        raise UserError(f"{load} lacks {_list(missing)}, which its model has; fetch it again, whole")
     if ours.left_over and not allow_unmatched:
         raise UserError(
-            f"{load} holds {_told(ours.left_over)}, of which the model knows nothing; tools/convert_checkpoint.py "
+            f"{load} holds {_list(ours.left_over)}, of which the model knows nothing; tools/convert_checkpoint.py "
             "--allow-unmatched leaves that out"
         )
     for name, tensor in ours.tensors.items():
@@ -145,21 +148,21 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1000:.1f} kB"
 
 
-def _told(names: tuple[str, ...]) -> str:
+def _list(names: tuple[str, ...]) -> str:
     more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 def _in_dtype(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """UserError, when it is read, for a value that would become infinite."""
+    """Lazy tensor of another dtype; UserError, when it is read, for a value that becomes infinite in it."""
     if dtype == tensor.dtype:
         return tensor
 
     def read() -> Tensor:
-        found = tensor.read()
-        cast = found.to(dtype)
-        if cast.isinf().sum() != found.isinf().sum():
-            largest = found[found.isfinite()].abs().max().item()
+        values = tensor.read()
+        cast = values.to(dtype)
+        if cast.isinf().sum() != values.isinf().sum():
+            largest = values[values.isfinite()].abs().max().item()
             wider = "bfloat16 or float32" if dtype == torch.float16 else "float32"
             raise UserError(
                 f"{name} holds {largest:g}, which is infinite in {str(dtype).removeprefix('torch.')}; use "
@@ -170,13 +173,13 @@ def _in_dtype(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(tensor.shape, dtype, read)
 
 
-def _seen(tensor: LazyTensor, bar: "tqdm[Any]") -> LazyTensor:
-    """Tells the bar when it is read for the first time."""
+def _counted(tensor: LazyTensor, bar: "tqdm[Any]") -> LazyTensor:
+    """Lazy tensor that adds its bytes to the bar when it is read for the first time."""
     left = [nbytes_of(tensor)]
 
     def read() -> Tensor:
-        found = tensor.read()
+        values = tensor.read()
         bar.update(left.pop() if left else 0)
-        return found
+        return values
 
     return LazyTensor(tensor.shape, tensor.dtype, read)

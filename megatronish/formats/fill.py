@@ -1,4 +1,8 @@
-"""How do the weights of a Hugging Face folder become this rank's share of a model?"""
+"""Loading of Hugging Face weights into this rank's shards of a model.
+
+Every rank reads the folder by itself: headers first, then the tensors of which it holds a part, one at a time. So the
+ranks communicate nothing, and a rank needs memory for its shards and one whole tensor.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +16,7 @@ from megatronish.sharding import Piece
 
 
 def open_hf(load: Path) -> Model:
-    """The model of a folder, under our names. Headers are read: UserError unless all of it is there, in its shapes."""
+    """Model of a Hugging Face folder under our names, lazy; UserError if a tensor is missing or of another shape."""
     description, theirs = hf.read(load)
     ours = to_ours(theirs, hf.rules(description))
     check_model(load, description, ours, allow_unmatched=False)
@@ -20,23 +24,24 @@ def open_hf(load: Path) -> Model:
 
 
 def load_weights(tensors: Mapping[str, LazyTensor], into: Mapping[str, GlobalTensor], *, source: Path) -> None:
-    """Fill this rank's pieces of `into`, named as in a checkpoint. A tensor of which it holds nothing is not read.
+    """Fill this rank's pieces of `into`, named as in a checkpoint. Tensors without a piece on this rank are not read.
 
-    One tensor at a time is whole in memory. UserError, before anything is changed, if one is missing or of another
+    One tensor at a time is whole in memory. UserError, before anything is changed, if a tensor is missing or of another
     shape: `source` holds another model.
     """
     wanted = {name.removeprefix("model."): target for name, target in into.items()}
     for name, target in wanted.items():
-        found = tensors[name].shape if name in tensors else None
-        if found != target.shape:
-            told = "is not" if found is None else f"is {list(found)}"
+        shape = tensors[name].shape if name in tensors else None
+        if shape != target.shape:
+            given = "is not" if shape is None else f"is {list(shape)}"
             raise UserError(
-                f"{source} holds another model: {name} {told} there and {list(target.shape)} in this run; leave the "
+                f"{source} holds another model: {name} {given} there and {list(target.shape)} in this run; leave the "
                 "flags of the model out"
             )
     for name, target in wanted.items():
         if target.pieces:
             whole = tensors[name].read()
+            # Each piece [*sizes] is copied from its place in the global tensor to its place in the local one.
             for piece in target.pieces:
                 part = Piece(piece.global_offset, piece.global_offset, piece.sizes).view(whole)
                 piece.view(target.local).copy_(part)

@@ -1,7 +1,7 @@
-"""How do our own checkpoints take part in conversions: read tensor by tensor, and written as a run's would be?
+"""Our own checkpoints as a format of conversions: read tensor by tensor, and written as a run writes them.
 
-A conversion writes a checkpoint of step 0 that holds weights alone, in the precision they came in; tokenizer files lie
-in a folder of its own, and its config names them relative to the step's folder, which can so be moved.
+A conversion writes a checkpoint of step 0 that has weights alone, in the precision of the source. Tokenizer files are
+in a folder inside the step's folder, and the config names them relative to it, so the folder can be moved.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from megatronish.checkpoint.folder import (
     publish,
     read_state,
 )
-from megatronish.checkpoint.storage import Reader
+from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import (
     ALONE,
     GlobalTensor,
@@ -48,11 +48,11 @@ STEP = 0
 
 
 def read(load: Path, *, step: int | None = None) -> Model:
-    """A run folder, its checkpoints folder or one step's folder; UserError if it holds no checkpoint."""
+    """Model of a run folder, its checkpoints folder or one step's folder; UserError if it holds no checkpoint."""
     folder = find_checkpoint(load, step=step) if load.is_dir() else None
     if folder is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     tensors = {
         name.removeprefix(PREFIX): LazyTensor(*stored, partial(_read_tensor, reader, name, stored))
         for name, stored in stored_tensors(reader).items()
@@ -61,7 +61,7 @@ def read(load: Path, *, step: int | None = None) -> Model:
     return Model(description_of(folder), tensors)
 
 
-def _read_tensor(reader: Reader, name: str, stored: StoredTensor) -> Tensor:
+def _read_tensor(reader: CheckpointReader, name: str, stored: StoredTensor) -> Tensor:
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     zeros = (0,) * tensor.dim()
     whole = GlobalTensor(tuple(tensor.shape), (Piece(zeros, zeros, tuple(tensor.shape)),), tensor, writes=False)
@@ -70,7 +70,7 @@ def _read_tensor(reader: Reader, name: str, stored: StoredTensor) -> Tensor:
 
 
 def description_of(folder: Path) -> Description:
-    """What the state of a step's folder says of its model; the tokenizer's files are named where they lie now."""
+    """Description of the model in a step's folder, from its state; tokenizer files are named where they lie now."""
     state = read_state(folder)
     try:
         config = state["config"]
@@ -91,25 +91,25 @@ def description_of(folder: Path) -> Description:
 
 
 def data_of(saved: Mapping[str, Any], folder: Path) -> DataConfig:
-    """The data section of a checkpoint's config, with tokenizer files that lie in its folder found there."""
+    """Data section of a checkpoint's config; tokenizer files that lie in its folder are named with their full paths."""
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     return DataConfig(**located(values, folder))
 
 
 def _files_of(data: DataConfig, folder: Path) -> dict[str, Path]:
-    """The files to carry along, under the names that everybody looks for: those in the folder, or those of the run."""
+    """Tokenizer files by their standard names: those in the checkpoint, or else those that its config names."""
     if (folder / TOKENIZER).is_dir():
         return {path.name: path for path in sorted((folder / TOKENIZER).iterdir())}
     return tokenizer_files.files_of(data)
 
 
 def rules(description: Description) -> list[TensorRule]:
-    """Every parameter under its own name."""
+    """Rules that keep every parameter under its own name."""
     return [TensorRule(name, (name,)) for name in description.shardings()]
 
 
 def write(save: Path, model: Model) -> None:
-    """A checkpoint of step 0 in `save`, as a run keeps them; it must not exist, or be empty."""
+    """Write a checkpoint of step 0 into the folder `save`, which must not exist or be empty."""
     with new_folder(save, decisive=LATEST) as checkpoints:
         partial = checkpoints / partial_name_of(STEP)
         partial.mkdir()
@@ -119,7 +119,7 @@ def write(save: Path, model: Model) -> None:
 
 
 def _with_tokenizer(partial: Path, description: Description) -> Description:
-    """Copy the tokenizer's files, and name them in the config as `data_of` expects it."""
+    """Copy the tokenizer files into the checkpoint; returns the description whose config names them there."""
     files = description.tokenizer_files
     if files:
         tokenizer_files.copy(files, partial / TOKENIZER)
@@ -130,7 +130,7 @@ def _with_tokenizer(partial: Path, description: Description) -> Description:
 
 
 def _state(description: Description) -> dict[str, Any]:
-    """What a run keeps beside its tensors, of a run that has not begun."""
+    """Content of state.json for a run that has not begun."""
     config = Config(
         model=description.model,
         data=description.data,

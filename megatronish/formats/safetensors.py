@@ -1,8 +1,12 @@
-"""How are tensors read from .safetensors files and written to them, one at a time?
+"""Reader and writer of .safetensors files and folders of them, one tensor in memory at a time.
 
-A file is 8 bytes with the length of a header, the header in JSON (name -> dtype, shape, place among the bytes that
-follow), and the bytes, little-endian, without a gap. A folder has one file, model.safetensors, or several and an
-index that says which tensor is in which. Every number of a header is checked against the file before it is used.
+    8 bytes    length n of the header, little endian
+    n bytes    header in JSON: name -> dtype, shape, data_offsets [begin, end) counted from the end of the header
+    the rest   elements of all tensors, little endian, without gaps
+
+A folder has one file, model.safetensors, or several files and an index that says which tensor is in which. Every number
+of a header is checked against the file before it is used, so a damaged or hostile file leads to no large allocation
+and to no read outside of it.
 """
 
 import json
@@ -43,8 +47,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies in a file."""
+class _TensorLocation(NamedTuple):
+    """Location of a tensor: its elements begin at byte `start` of `file`."""
 
     file: Path
     start: int
@@ -61,20 +65,21 @@ class _Place(NamedTuple):
 
 
 def read_folder(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder; UserError for a file that is missing or damaged."""
+    """Lazy tensors of a folder, by name; UserError for a file that is missing or damaged."""
     index = folder / INDEX
     if not index.is_file():
         return read_file(folder / FILE)
     places = _read_index(index)
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for name in dict.fromkeys(places.values()):
         if Path(name).name != name or not (folder / name).is_file():
             raise UserError(f"{index} names the file {name}, which is not in that folder; fetch it again, whole")
-        tensors = read_file(folder / name)
-        found |= {tensor: lazy for tensor, lazy in tensors.items() if places.get(tensor) == name}
-    if absent := [name for name in places if name not in found]:
+        # The index decides: of a tensor that is in several files, only the one in its file counts.
+        of_file = read_file(folder / name)
+        tensors |= {tensor: lazy for tensor, lazy in of_file.items() if places.get(tensor) == name}
+    if absent := [name for name in places if name not in tensors]:
         raise UserError(f"{index} says that {places[absent[0]]} holds {absent[0]}, and it does not; fetch both again")
-    return found
+    return tensors
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -88,28 +93,32 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_file(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file; UserError if it is missing or damaged."""
+    """Lazy tensors of one file, by name; UserError if it is missing or damaged."""
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
             header, start = _read_header(path, stream, size)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; correct the path, or fetch it again") from error
-    found: dict[str, LazyTensor] = {}
+    # Each entry by itself: known dtype, whole numbers, as many bytes as its shape has.
+    tensors: dict[str, LazyTensor] = {}
     spans: list[tuple[int, int]] = []
     for name, entry in header.items():
         if name != "__metadata__":
             dtype, shape, span = _checked(path, name, entry)
-            found[name] = LazyTensor(shape, dtype, _Place(path, start + span[0], shape, dtype).read)
+            tensors[name] = LazyTensor(shape, dtype, _TensorLocation(path, start + span[0], shape, dtype).read)
             spans.append(span)
+    # All entries together: the spans [begin, end) tile the bytes after the header, [0, size - start), without gap or
+    # overlap, which also means that none ends beyond the file.
     spans.sort()
     if any(end != begin for (_, end), (begin, _) in pairwise([(0, 0), *spans, (size - start, 0)])):
         raise _damaged(path, f"its header speaks of other than the {size - start} bytes of tensors that follow it")
-    return found
+    return tensors
 
 
 def _read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors begin."""
+    """Header of a file of `size` bytes, and the offset at which the tensors begin."""
+    # The length is checked before so many bytes are read: a damaged one may be as large as 2^64.
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise _damaged(path, f"its {size} bytes are too few for the header of {length} that it speaks of")
@@ -123,20 +132,20 @@ def _read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("a name stands there twice")
-    return found
+    return entries
 
 
 def _checked(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
-    """dtype, shape and span of a tensor, as a header has them."""
+    """dtype, shape and span [begin, end) of a header's entry, checked against each other; UserError if they differ."""
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        valid = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
     except (TypeError, KeyError, ValueError):
-        sound = False
-    if not sound:
+        valid = False
+    if not valid:
         raise _damaged(path, f"what its header says of {name} is no tensor")
     if dtype not in DTYPES:
         raise UserError(f"{path}: {name} is of type {dtype}, which is not known; known are {', '.join(DTYPES)}")
@@ -150,7 +159,10 @@ def _damaged(path: Path, why: str) -> UserError:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, LazyTensor], *, max_shard_bytes: int) -> None:
-    """Write `tensors` into files of at most `max_shard_bytes` (but one tensor is never cut), one tensor at a time."""
+    """Write `tensors` into files of at most `max_shard_bytes`, one tensor in memory at a time.
+
+    A tensor is never cut: one that is larger has a file of its own. Several files get an index.
+    """
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         write_file(folder / FILE, shards[0])
@@ -179,7 +191,7 @@ def _shards(tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[dict[str,
 
 
 def write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write one file, its header first. Wider types come first, so that every tensor begins at its alignment."""
+    """Write one file, its header first. Tensors of wider dtypes come first, so every tensor begins at its alignment."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     with path.open("wb") as stream:
         stream.write(_header(ordered))
@@ -203,10 +215,10 @@ def _header(tensors: Iterable[tuple[str, LazyTensor]]) -> bytes:
 
 
 def nbytes_of(tensor: LazyTensor) -> int:
-    """Bytes of its elements."""
+    """Number of bytes of a tensor's elements."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Memory of a contiguous tensor, shared with it."""
     return tensor.view(-1).view(torch.uint8).numpy().data

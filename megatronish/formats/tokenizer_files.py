@@ -1,4 +1,4 @@
-"""Which files make up a tokenizer, and how does a model take them along?"""
+"""Tokenizer files of a model: their standard names, where a config finds them, and copies of them."""
 
 import shutil
 from collections.abc import Collection, Mapping
@@ -24,34 +24,34 @@ _TOKENS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
 def in_folder(folder: Path) -> dict[str, Path]:
-    """Those of a folder, by name."""
+    """Tokenizer files in a folder, by their standard names."""
     return {name: folder / name for name in NAMES if (folder / name).is_file()}
 
 
 def files_of(data: DataConfig) -> dict[str, Path]:
-    """Those that a config names, as far as they are there, under the names that everybody looks for."""
-    found: dict[str, Path] = {}
+    """Tokenizer files that a config names, by their standard names; files that are missing are left out."""
+    files: dict[str, Path] = {}
     model = Path(data.tokenizer_model) if data.tokenizer_model else None
     if data.tokenizer_type == "sentencepiece" and model is not None:
-        found = {"tokenizer.model": model}
+        files = {"tokenizer.model": model}
     elif data.vocab_file and data.merge_file:
-        found = {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file)}
+        files = {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file)}
     elif model is not None and model.is_dir():
-        found = in_folder(model)
+        files = in_folder(model)
     elif model is not None:
         beside = {name: path for name, path in in_folder(model.parent).items() if name not in _TOKENS}
-        found = beside | {"tokenizer.json": model}
-    return {name: path for name, path in found.items() if path.is_file()}
+        files = beside | {"tokenizer.json": model}
+    return {name: path for name, path in files.items() if path.is_file()}
 
 
 def copy(files: Mapping[str, Path], folder: Path) -> None:
-    """Put them into a folder, which is made if need be."""
+    """Copy files into a folder under the names that are their keys; the folder is made if it does not exist."""
     folder.mkdir(exist_ok=True)
     for name, path in files.items():
         shutil.copyfile(path, folder / name)
 
 
 def fields_of(names: Collection[str], *, folder: PurePath) -> dict[str, Any]:
-    """The fields of DataConfig that name the tokenizer which these files in `folder` make up."""
+    """Fields of DataConfig for the tokenizer that files of these names in `folder` make up."""
     none = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
     return none | tokenizer_of_files(names, folder=folder, like_gpt2=True)

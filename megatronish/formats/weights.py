@@ -1,7 +1,8 @@
-"""What is a model's weights, whatever format they are kept in, and how does one format become another?
+"""Weights of a model independent of their format: lazy tensors, their description, and rules between two formats.
 
-A `Model` is a description and lazy tensors: nothing is read before somebody asks for it, so a conversion holds about
-one tensor at a time. A format names its tensors in its own way, and a `TensorRule` says which of them make one of ours.
+A `Model` is a `Description` and lazy tensors, which are read when they are used, so a conversion has about one tensor
+in memory. Each format has its own names and shapes of tensors: a `TensorRule` lists the tensors of a format that make
+one tensor of ours, with the function that joins them and the one that splits ours.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,10 @@ from megatronish.sharding import Sharding
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is not read yet: its shape, its dtype, and how to read it.
+    """Tensor that is not read yet: its shape, its dtype, and the function that reads it.
 
-    What `read` returns belongs to the caller alone, who may free it: a conversion holds about one tensor at a time.
+    The result of `read` belongs to the caller, whose reference should be the only one: a conversion has about one
+    tensor in memory.
     """
 
     shape: tuple[int, ...]
@@ -35,19 +37,19 @@ class LazyTensor:
     read: Callable[[], Tensor]
 
     def like(self) -> Tensor:
-        """Shape and dtype alone."""
+        """Tensor of this shape and dtype on the meta device, without elements."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class Description:
-    """Which model it is, beside its weights.
+    """All that describes a model beside its weights.
 
-    `seq_length` is the longest sequence it was made for. `data` says how text becomes its tokens, as far as that is
-    known; `tokenizer_files` are to be carried along, under the names that are their keys. `eod` ends a document.
-    `origin` is what another format said of it, {"hf": config.json's, "megatron": ...}, given back when the model
-    returns to that format; runs carry it on. Its "stops" are the ids that end what the model writes, if there are more
-    than `eod`.
+    `seq_length` is the longest sequence of the model, and `eod` the id of the end-of-document token. `data` has the
+    tokenizer's fields, as far as they are known; `tokenizer_files` are copied with the model, under the names that are
+    their keys. `origin` keeps what another format says of the model ({"hf": content of config.json}), which is written
+    again when the model returns to that format; runs pass it on. Its "stops" are the ids that end a generated text, if
+    there are more of them than `eod`.
     """
 
     model: ModelConfig
@@ -59,7 +61,7 @@ class Description:
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     def shardings(self) -> dict[str, Sharding]:
-        """The true shape of every parameter of this model, and how it is cut, by megatronish's names."""
+        """Shardings of all parameters, by our names: their global shapes without padding, and how they are cut."""
         stages = Stages.of(ParallelConfig(), self.model, vocab_size=self.vocab_size, seq_length=self.seq_length)
         stage = build_stage(
             self.model,
@@ -73,25 +75,25 @@ class Description:
 
     @property
     def stops(self) -> frozenset[int]:
-        """The ids that end what the model writes, `eod` among them."""
+        """Ids of the tokens that end a generated text, `eod` among them."""
         eod = () if self.eod is None else (self.eod,)
         return frozenset((*self.origin.get("stops", ()), *eod))
 
     @property
     def num_positions(self) -> int:
-        """Rows of a learned position table."""
+        """Number of rows of a learned position embedding."""
         return self.model.max_position_embeddings or self.seq_length
 
 
 class Model(NamedTuple):
-    """A description and tensors, under the names of one format."""
+    """Model: a description, and lazy tensors under the names of one format."""
 
     description: Description
     tensors: dict[str, LazyTensor]
 
 
 class Translated(NamedTuple):
-    """Tensors under other names, and what found no counterpart: given ones left over, wanted ones not there."""
+    """Result of a translation: tensors by their new names, given ones without a rule, and missing ones."""
 
     tensors: dict[str, LazyTensor]
     left_over: tuple[str, ...]
@@ -100,7 +102,7 @@ class Translated(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Tensors of a foreign format that make one of ours: `join` makes it of theirs, `split` theirs of it."""
+    """Rule: tensors `theirs` of a foreign format make the tensor `ours`, by `join`; `split` is the inverse."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -109,8 +111,8 @@ class TensorRule:
 
 
 def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Translated:
-    """A foreign format's tensors under our names."""
-    found: dict[str, LazyTensor] = {}
+    """Translation of a foreign format's tensors to our names; nothing is read."""
+    tensors: dict[str, LazyTensor] = {}
     missing: list[str] = []
     used: set[str] = set()
     for rule in rules:
@@ -118,42 +120,47 @@ def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Tr
         missing += absent
         if not absent:
             used.update(rule.theirs)
-            found[rule.ours] = _joined([theirs[name] for name in rule.theirs], rule)
-    return Translated(found, tuple(name for name in theirs if name not in used), tuple(missing))
+            tensors[rule.ours] = _joined([theirs[name] for name in rule.theirs], rule)
+    return Translated(tensors, tuple(name for name in theirs if name not in used), tuple(missing))
 
 
 def from_ours(ours: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Translated:
-    """Our tensors under a foreign format's names. Parts of one tensor, read one after the other, read it once."""
-    found: dict[str, LazyTensor] = {}
+    """Translation of our tensors to a foreign format's names; nothing is read.
+
+    The parts of one tensor, if they are read one after the other in the order of the rule, read it once.
+    """
+    tensors: dict[str, LazyTensor] = {}
     missing: list[str] = []
     for rule in rules:
         if rule.ours in ours:
-            found |= _split(ours[rule.ours], rule)
+            tensors |= _split(ours[rule.ours], rule)
         else:
             missing.append(rule.ours)
     left_over = ours.keys() - {rule.ours for rule in rules}
-    return Translated(found, tuple(name for name in ours if name in left_over), tuple(missing))
+    return Translated(tensors, tuple(name for name in ours if name in left_over), tuple(missing))
 
 
 def _joined(parts: Sequence[LazyTensor], rule: TensorRule) -> LazyTensor:
+    # The join of meta tensors gives shape and dtype of the result, and refuses shapes that do not fit.
     try:
         like = rule.join([part.like() for part in parts])
     except (RuntimeError, IndexError, ValueError) as error:  # torch's, of shapes that do not fit
-        told = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(rule.theirs, parts, strict=True))
-        raise UserError(f"{told} do not fit together into {rule.ours}: they are of no such model") from error
+        given = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(rule.theirs, parts, strict=True))
+        raise UserError(f"{given} do not fit together into {rule.ours}: they are of no such model") from error
     return LazyTensor(tuple(like.shape), like.dtype, lambda: rule.join([part.read() for part in parts]))
 
 
 def _split(whole: LazyTensor, rule: TensorRule) -> dict[str, LazyTensor]:
+    # All parts of the tensor, from the first that is read until the last one is: the writer asks for them in order.
     held: list[Tensor] = []
 
     def part(number: int) -> Tensor:
         if not held:
             held.extend(rule.split(whole.read()))
-        wanted = held[number]
+        result = held[number]
         if number == len(rule.theirs) - 1:
             held.clear()
-        return wanted
+        return result
 
     likes = rule.split(whole.like())
     return {

@@ -9,7 +9,7 @@ import pytest
 from jobs import checkpoints_of, run_job, state_of, steps_of, tiny, train_on_ranks
 
 from megatronish.checkpoint.folder import remove_old
-from megatronish.checkpoint.storage import Reader
+from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import stored_shapes
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
@@ -67,7 +67,7 @@ def test_an_optimizer_can_be_left_out(tmp_path: Path, six_steps: Path) -> None:
     run_dir = tmp_path / "run"
     train_on_ranks(tiny(run_dir, "--no-save-optim --exit-interval 3"))
     saved = run_dir / "checkpoints" / "step_00000003"
-    assert not any(name.startswith("optimizer.") for name in stored_shapes(Reader(saved)))
+    assert not any(name.startswith("optimizer.") for name in stored_shapes(CheckpointReader(saved)))
     refused = run_job(tiny(run_dir), tmp_path)
     assert refused.status == 2
     assert "--no-load-optim" in refused.errors and "Traceback" not in refused.errors

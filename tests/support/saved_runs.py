@@ -10,7 +10,7 @@ from torch import Tensor
 from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.save import save_checkpoint
-from megatronish.checkpoint.storage import Reader
+from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
@@ -25,7 +25,7 @@ from megatronish.train.run import start_mesh
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    tensors = {name: torch.full(shape, torch.nan) for name, shape in stored_shapes(Reader(folder)).items()}
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in stored_shapes(CheckpointReader(folder)).items()}
     read_tensors(folder, {name: alone(tensor) for name, tensor in tensors.items()})
     return tensors
 

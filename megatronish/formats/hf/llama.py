@@ -35,6 +35,7 @@ _MISTRAL = LLAMA_DEFAULTS | {
 
 
 def read_llama(config: ConfigJson) -> dict[str, Any]:
+    """Fields of ModelConfig that Llama and its descendants have in common, from their keys."""
     config.must_be("hidden_act", "silu", "swish", why="is not there; silu is")
     heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", null=heads)
@@ -63,6 +64,7 @@ def read_llama(config: ConfigJson) -> dict[str, Any]:
 
 
 def write_llama(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    """Keys of config.json that Llama and its descendants have in common."""
     return {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
@@ -121,6 +123,7 @@ def _not_mistral(model: ModelConfig) -> str | None:
 
 
 def without_biases(keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys without those of the biases, which only Llama itself has."""
     return {key: value for key, value in keys.items() if key not in ("attention_bias", "mlp_bias")}
 
 

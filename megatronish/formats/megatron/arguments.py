@@ -1,12 +1,12 @@
-"""Which model do the arguments of a Megatron-LM checkpoint describe, and which arguments describe a model of ours?
+"""Arguments of Megatron-LM checkpoints: translation to ModelConfig, and from it.
 
-Megatron-LM keeps everything of its command line, hundreds of values. Those that say what is computed are either read
-here or, where our model has no counterpart, refused by name. An argument that is absent is from before its flag existed
-and has the value that was then built in, which is the default of ModelConfig.
+Megatron-LM saves all values of its command line, hundreds of them. The arguments that change what the model computes
+are either read here or, where our model has no counterpart, refused by name. An argument that is absent is older than
+its flag: its value is the one that was built in before, which is the default of ModelConfig.
 
-Two meanings hide behind other names. GELU is the tanh form where `bias_gelu_fusion` is on, the default, and linear
-layers have biases; `openai_gelu` counts in models older than megatron-core alone. `window_size` is a pair, (tokens
-before, tokens after), and our window counts the token itself.
+Two arguments mean something else than their names say. GELU is the tanh form where `bias_gelu_fusion` is on, the
+default, and linear layers have biases; `openai_gelu` has an effect only in models older than megatron-core.
+`window_size` is a pair, (tokens before, tokens after), and our window counts the token itself too.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.formats.weights import Description
 
-# Those of the same name and meaning.
+# Arguments that have the name and the meaning of a field of ModelConfig.
 SAME = (
     "num_layers",
     "hidden_size",
@@ -47,9 +47,9 @@ LINEAR_SCALING = "rotary_seq_len_interpolation_factor"
 POSITIONS = ("learned_absolute", "rope", "none")
 LLAMA3 = {"rope_original_max_positions": 8192, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
 LARGEST = 2**40  # elements of a tensor, more than any model has
-ADDS_A_TOKEN = ("NullTokenizer", "NullMultimodalTokenizer")  # their vocab_size leaves out the end of a document
+ADDS_A_TOKEN = ("NullTokenizer", "NullMultimodalTokenizer")  # their vocab_size does not count the end-of-document token
 
-# Whatever changes the model and has no counterpart here, with the values that change nothing beside None, False and 0.
+# Arguments that change the model and have no counterpart here, with the values beside None, False and 0 that do not.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),
     "apply_residual_connection_post_layernorm": (),
@@ -73,11 +73,16 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
-    """The model of these arguments, written by a Megatron-LM with or `before_core`. UserError, naming the argument."""
+    """Model of these arguments; `before_core` if the checkpoint is older than megatron-core.
+
+    UserError, with the argument, for one that is missing, of a wrong type, or without a counterpart.
+    """
     _check(args)
+    # Fields of the same name; an argument that is absent keeps the default of ModelConfig.
     fields: dict[str, Any] = {name: _value(args, name) for name in SAME if args.get(name) is not None}
     if _is(args, "group_query_attention"):
         fields["num_query_groups"] = _value(args, "num_query_groups")
+    # Fields under other names.
     epsilon = "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon"
     if epsilon in args:
         fields["norm_epsilon"] = _value({"norm_epsilon": args[epsilon]}, "norm_epsilon")
@@ -88,6 +93,7 @@ def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
         fields["openai_gelu"] = fused or (before_core and _is(args, "openai_gelu"))
     fields["window_size"] = _window(args)
     model = ModelConfig(**fields | _positions(args))
+    # Numbers that are valid one by one, and together no model: unequal groups, tensors beyond any memory.
     if model.num_attention_heads % model.num_kv_heads:
         raise UserError(f"its {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads")
     rows = max(3 * model.num_attention_heads * model.head_size, 2 * model.ffn_size, model.max_position_embeddings or 0)
@@ -99,15 +105,15 @@ def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
 
 
 def seq_length_of(args: Mapping[str, Any]) -> int:
-    """The sequence length that it was trained with."""
+    """Sequence length of the training; UserError if it is absent or no number."""
     length = args.get("seq_length")
     if type(length) is not int or not 0 < length < 2**63:
-        raise UserError(f"its argument seq_length is {told(length)}, and must be a number of at least 1, in 64 bits")
+        raise UserError(f"its argument seq_length is {quote(length)}, and must be a number of at least 1, in 64 bits")
     return length
 
 
-def told(value: Any) -> str:
-    """A value in a sentence: a pickle may hold anything."""
+def quote(value: Any) -> str:
+    """Value of an argument as text for an error: a pickle may hold anything, of any length."""
     items = value if isinstance(value, list | tuple) and len(value) <= 4 else [value]
     if not all(item is None or isinstance(item, bool | int | float | str) for item in items):
         return "no number or word"
@@ -123,20 +129,20 @@ def _check(args: Mapping[str, Any]) -> None:
     for name, harmless in REFUSED.items():
         value = args.get(name)
         if value and value not in harmless:
-            raise UserError(f"it was trained with {name} ({told(value)}), and our model has no such thing")
+            raise UserError(f"it was trained with {name} ({quote(value)}), and our model has no such thing")
 
 
 def _value(args: Mapping[str, Any], name: str) -> Any:
-    """The value of an argument, of the type that our field has."""
+    """Value of an argument in the type of our field; UserError for another type or a number out of range."""
     value: Any = args.get(name)
     hint = get_type_hints(ModelConfig)[name]
     kinds = get_args(hint) or (hint,)
     if float in kinds and type(value) is int and abs(value) < 2**63:
         return float(value)
     if value is None or (type(value) not in kinds and value not in kinds):
-        raise UserError(f"its argument {name} is {told(value)}, which it cannot be")
+        raise UserError(f"its argument {name} is {quote(value)}, which it cannot be")
     if int in kinds and not 0 < value < 2**63:
-        raise UserError(f"its argument {name} is {told(value)}, and must be at least 1, in 64 bits")
+        raise UserError(f"its argument {name} is {quote(value)}, and must be at least 1, in 64 bits")
     return value
 
 
@@ -153,7 +159,7 @@ def _window(args: Mapping[str, Any]) -> int | None:
             return None
         case [int(before), 0 | -1] if before >= 0:
             return before + 1
-    raise UserError(f"its argument window_size is {told(window)}; of a window, (tokens before, 0) is known here")
+    raise UserError(f"its argument window_size is {quote(window)}; of a window, (tokens before, 0) is known here")
 
 
 def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "learned_absolute" and not _is(args, "add_position_embedding", default=True):
         kind = "none"
     if kind not in POSITIONS:
-        raise UserError(f"its argument position_embedding_type is {told(kind)}; known here are {', '.join(POSITIONS)}")
+        raise UserError(f"its argument position_embedding_type is {quote(kind)}; known here are {', '.join(POSITIONS)}")
     fields: dict[str, Any] = {"position_embedding_type": kind}
     stretch = args.get(LINEAR_SCALING)
     if kind != "rope":
@@ -180,7 +186,7 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def true_vocab_size(args: Mapping[str, Any]) -> int | None:
-    """The vocabulary without padding, where the arguments say it."""
+    """Vocabulary size without padding; None where the arguments do not say it."""
     size = args.get("vocab_size")
     if type(size) is not int or size < 1:
         return None
@@ -188,7 +194,7 @@ def true_vocab_size(args: Mapping[str, Any]) -> int | None:
 
 
 def check_counterpart(model: ModelConfig) -> None:
-    """UserError, naming the field, for a model that Megatron-LM's arguments cannot describe."""
+    """Check that Megatron-LM's arguments can describe a model; UserError, with the field, if not."""
 
     def refuse(what: str) -> UserError:
         return UserError(f"Megatron-LM has no counterpart for {what}; keep this model in another format")
@@ -213,7 +219,7 @@ def arguments_of(
     transformer_impl: str,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """The arguments under which Megatron-LM has this model, in this layout, and finds nothing that contradicts it."""
+    """Arguments under which Megatron-LM builds this model in this layout, with all those that it checks at loading."""
     model = description.model
     grouped = model.num_kv_heads != model.num_attention_heads
     scaling = model.rope_scaling
@@ -256,23 +262,23 @@ def arguments_of(
 
 
 def flags_to_type(args: Mapping[str, Any]) -> list[str]:
-    """The flags of this model that Megatron-LM's --use-checkpoint-args does not take from the arguments."""
-    found = []
+    """Flags of a model that Megatron-LM's --use-checkpoint-args does not take from the arguments."""
+    flags = []
     if args["norm_epsilon"] != 1e-5:
-        found.append(f"--norm-epsilon {args['norm_epsilon']}")
+        flags.append(f"--norm-epsilon {args['norm_epsilon']}")
     if args["qk_layernorm"]:
-        found.append("--qk-layernorm")
+        flags.append("--qk-layernorm")
     if args["window_size"] is not None:
-        found.append("--window-size {},{}".format(*args["window_size"]))
+        flags.append("--window-size {},{}".format(*args["window_size"]))
     if args["use_rope_scaling"]:
-        found.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
     if args[LINEAR_SCALING] is not None:
-        found.append(f"--rotary-seq-len-interpolation-factor {args[LINEAR_SCALING]}")
+        flags.append(f"--rotary-seq-len-interpolation-factor {args[LINEAR_SCALING]}")
     if args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]:
-        found.append("--no-bias-gelu-fusion")
-    return found
+        flags.append("--no-bias-gelu-fusion")
+    return flags
 
 
 def _plain(value: Any) -> Any:
-    """Megatron-LM reads a base of wavelengths as a whole number."""
+    """Value in the type that Megatron-LM's flag has: its rotary_base is a whole number, ours a float."""
     return int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value

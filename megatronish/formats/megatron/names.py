@@ -1,16 +1,16 @@
-"""What are the tensors of a Megatron-LM checkpoint called, how do they become ours, and how are they cut into ranks?
+"""Tensors of Megatron-LM checkpoints: their names, their rules to ours, and how they are cut into ranks.
 
     latest_checkpointed_iteration.txt              a number, or `release`
     iter_0000100/ or release/
         mp_rank_TT/model_optim_rng.pt              of tensor rank TT, without pipeline
         mp_rank_TT_PPP/model_optim_rng.pt          of tensor rank TT and stage PPP
 
-The names are those of megatron-core's layers on Transformer Engine, Megatron-LM's default, with global layer numbers:
-the norms before attention and MLP belong to the linear layers that follow them. Its own layers ("local") and models
-from before megatron-core call the same tensors otherwise; `canonical` knows them.
+The names here are those of megatron-core's layers on Transformer Engine, Megatron-LM's default, with global layer
+numbers: the norms before attention and MLP belong to the linear layers that follow them. Megatron-core's own layers
+("local") and models older than megatron-core have other names for the same tensors; `canonical_name` translates them.
 
-Queries, keys and values lie by key/value head: the queries that share it, the key, the value. Gated MLPs have the
-gate's rows before the up projection's, on each rank.
+Rows of queries, keys and values are grouped by key/value head: the queries that share it, its key, its value. Gated
+MLPs have the gate's rows before the up-projection's, on each rank.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 BEFORE_CORE = "language_model."
-NO_WEIGHTS = ("_extra_state", "inv_freq")  # what Transformer Engine and old rotary embeddings keep beside them
+NO_WEIGHTS = ("_extra_state", "inv_freq")  # states of Transformer Engine and buffers of old rotary embeddings
 
-# Modules of ours and of theirs; {} is weight or bias.
+# Our modules and theirs; {} is weight or bias.
 IN_A_LAYER = {
     "attention_norm": "self_attention.linear_qkv.layer_norm_{}",
     "attention.qkv": "self_attention.linear_qkv.{}",
@@ -53,7 +53,7 @@ AROUND_LAYERS = {
     "final_norm": "decoder.final_layernorm.{}",
     "head": "output_layer.{}",
 }
-# How other implementations begin the same names, as patterns.
+# Beginnings of names in other implementations, as patterns, and their replacements.
 RENAMED_IN_A_LAYER = {
     r"(input_layernorm|input_norm)\.": "self_attention.linear_qkv.layer_norm_",
     r"(pre_mlp_layernorm|post_attention_layernorm|post_attention_norm)\.": "mlp.linear_fc1.layer_norm_",
@@ -76,12 +76,15 @@ LOCAL = {
 
 
 def rank_folder(tp: int, pp: int, pp_size: int) -> str:
-    """Where a rank's file lies."""
+    """Name of the folder with a rank's file."""
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "")
 
 
-def canonical(name: str) -> str:
-    """The name that a tensor has in these files, whatever implementation it is from; the layer number stays."""
+def canonical_name(name: str) -> str:
+    """Name of a tensor in megatron-core on Transformer Engine, from its name in any implementation.
+
+    The layer number stays as it is.
+    """
     name = _renamed(name, RENAMED)
     if match := LAYER.fullmatch(name):
         return f"decoder.layers.{match[1]}.{_renamed(match[2], RENAMED_IN_A_LAYER)}"
@@ -95,15 +98,15 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
     return name
 
 
-def local(name: str) -> str:
-    """What megatron-core's own layers call it."""
+def local_name(name: str) -> str:
+    """Name of a tensor in megatron-core's own layers, from its name on Transformer Engine."""
     for theirs, other in LOCAL.items():
         name = name.replace(theirs, other)
     return name
 
 
-def foreign(name: str) -> str:
-    """Their name of a parameter of ours."""
+def megatron_name(name: str) -> str:
+    """Megatron-LM's name of our parameter."""
     module, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
         return f"decoder.layers.{match[1]}." + IN_A_LAYER[match[2]].format(kind)
@@ -111,13 +114,13 @@ def foreign(name: str) -> str:
 
 
 def rules(description: Description) -> list[TensorRule]:
-    """Which of their tensors makes which of ours. UserError for a model that Megatron-LM cannot have."""
+    """Rules for all tensors of a model. UserError for a model that Megatron-LM cannot have."""
     check_counterpart(description.model)
     return [_rule(name, description.model) for name in description.shardings()]
 
 
 def _rule(name: str, model: ModelConfig) -> TensorRule:
-    theirs = (foreign(name),)
+    theirs = (megatron_name(name),)
     if ".attention.qkv." in name:
         return TensorRule(name, theirs, partial(sections_of, model=model), partial(groups_of, model=model))
     if model.apply_layernorm_1p and name.endswith(("q_norm.weight", "k_norm.weight")):  # theirs are w - 1, ours not
@@ -126,34 +129,35 @@ def _rule(name: str, model: ModelConfig) -> TensorRule:
 
 
 def sections_of(parts: Sequence[Tensor], *, model: ModelConfig) -> Tensor:
-    """Rows by key/value head -> all queries, all keys, all values."""
+    """Rows [(N + 2 K) H, ...] grouped by key/value head -> all queries, all keys, all values, in the same shape."""
     size, shared = model.head_size, model.num_attention_heads // model.num_kv_heads
+    # [K, (N/K + 2) H, ...]: N/K queries, one key and one value, each of H rows, for each of the K heads.
     groups = parts[0].unflatten(0, (model.num_kv_heads, (shared + 2) * size))
     return torch.cat([part.flatten(0, 1) for part in groups.split((shared * size, size, size), dim=1)])
 
 
 def groups_of(whole: Tensor, *, model: ModelConfig) -> tuple[Tensor]:
-    """All queries, all keys, all values -> rows by key/value head."""
+    """Inverse of `sections_of`: all queries, keys, values -> rows [(N + 2 K) H, ...] grouped by key/value head."""
     heads, groups, size = model.num_attention_heads, model.num_kv_heads, model.head_size
     sections = whole.split((heads * size, groups * size, groups * size))
     return (torch.cat([part.unflatten(0, (groups, -1)) for part in sections], dim=1).flatten(0, 1),)
 
 
 def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Sharding]:
-    """The true shape of each of their tensors, and how tensor parallelism cuts it."""
-    found = {}
+    """Shardings of their tensors, by their names: shapes without padding, and the cuts of tensor parallelism."""
+    shardings = {}
     for name, sharding in description.shardings().items():
-        theirs = foreign(name)
+        theirs = megatron_name(name)
         if theirs in (EMBEDDING, HEAD):
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp", (padded_vocab_size,)),))
         elif ".linear_qkv." in theirs and sharding.cuts:  # groups stay whole; its norm is not cut
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp"),))
-        found[theirs] = sharding
-    return found
+        shardings[theirs] = sharding
+    return shardings
 
 
 def local_shape(cut: Sharding, tp_size: int) -> tuple[int, ...]:
-    """What a rank holds of a tensor, padding included."""
+    """Shape of a rank's part of a tensor, with its padding."""
     shape = list(cut.shape)
     for dim, _, sections in cut.cuts:
         shape[dim] = sum(sections or (shape[dim],)) // tp_size
@@ -161,7 +165,7 @@ def local_shape(cut: Sharding, tp_size: int) -> tuple[int, ...]:
 
 
 def place(piece: Piece, whole: Tensor) -> Tensor:
-    """Where a piece lies in the global tensor."""
+    """View of a piece's place in the global tensor, [*piece.sizes]."""
     for dim, (start, size) in enumerate(zip(piece.global_offset, piece.sizes, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole

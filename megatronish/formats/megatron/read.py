@@ -1,7 +1,11 @@
-"""How do checkpoints of Megatron-LM, in its `torch` format, become global tensors, and the other way?
+"""Reader of Megatron-LM checkpoints in its `torch` format: the files of all ranks as one model of global tensors.
 
-A rank's file has arguments (megatron_args.py), `model`, or under virtual pipelining `model0`, `model1`, ..., and what
-else a run resumes from, which is not read. Tensors are the rank's part, and layers are numbered from 0 in each chunk.
+A rank's file has arguments (arguments.py), `model`, or with interleaving `model0`, `model1`, ..., and the state of the
+run, which is not read. Tensors are the rank's parts, and layers are numbered from 0 in each chunk.
+
+Reading has three phases. The pickles of all ranks give names and shapes of their tensors, which are lazy
+(`_read_ranks`). Parts are collected by global name, with layers numbered over all chunks (`_by_global_name`). Parts of
+one tensor are merged when it is used, one part in memory beside the whole (`_merged`).
 """
 
 import logging
@@ -17,7 +21,7 @@ from torch import Tensor
 
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
-from megatronish.formats.megatron.arguments import model_of, seq_length_of, told, true_vocab_size
+from megatronish.formats.megatron.arguments import model_of, quote, seq_length_of, true_vocab_size
 from megatronish.formats.megatron.names import (
     BEFORE_CORE,
     EMBEDDING,
@@ -27,7 +31,7 @@ from megatronish.formats.megatron.names import (
     LAYER,
     NO_WEIGHTS,
     RELEASE,
-    canonical,
+    canonical_name,
     cuts,
     local_shape,
     place,
@@ -44,14 +48,14 @@ from megatronish.sharding import Sharding
 __all__ = ["read", "rules", "write"]
 logger = logging.getLogger(__name__)
 
-OLDEST_VERSION = 2.0  # before it, the rows of query_key_value lay in other orders
+OLDEST_VERSION = 2.0  # before it, the rows of query_key_value had other orders
 ITERATION = re.compile(r"[0-9]{1,18}")
 CHUNK = re.compile(r"model(\d*)")
-DEPTH = 8  # dicts in dicts, of models from before megatron-core
+DEPTH = 8  # levels of nested dicts in models older than megatron-core
 
 
 class _Rank(NamedTuple):
-    """A rank's file: its arguments, and the chunks of the model it holds by number, tensors by name."""
+    """File of a rank: its arguments, and its model chunks by number, each with lazy tensors by name."""
 
     path: Path
     args: Mapping[str, Any]
@@ -59,23 +63,27 @@ class _Rank(NamedTuple):
 
 
 def read(load: Path, *, vocab_size: int | None = None) -> Model:
-    """The model of a folder that Megatron-LM saved into, or of one iteration's folder in it.
+    """Model of a folder that Megatron-LM saved into, or of one iteration's folder in it; tensors are lazy.
 
-    The true vocabulary is `vocab_size`, else what the arguments say, else, with a warning, the padded one.
+    The vocabulary without padding is `vocab_size`, else that of the arguments, else, with a warning, the padded one.
     """
     folder = _folder_of(load)
     first = _read_rank(_first_file(folder))
     before_core = any(name.startswith(BEFORE_CORE) for chunk in first.chunks.values() for name in chunk)
+    # Phase 1: the model from the first rank's arguments, and the tensors of all ranks, unread.
     try:
         model = model_of(first.args, before_core=before_core)
     except UserError as error:
         raise UserError(f"{first.path} cannot be converted: {error}") from error
+    # Phase 2: parts of each tensor in the order of the tensor ranks, by its global name.
     parts = _by_global_name(_read_ranks(folder, first), folder, model)
     if EMBEDDING not in parts:
         raise UserError(f"{folder} holds no {EMBEDDING}, so it holds no GPT; name another")
+    # The padded vocabulary is the sum of the ranks' rows [V_padded / tp, D] of the embedding.
     padded = sum(part.shape[0] for part in parts[EMBEDDING])
     vocab_size = _vocab_size(vocab_size, first, padded)
     description = Description(model=model, vocab_size=vocab_size, seq_length=seq_length_of(first.args))
+    # Phase 3, lazily: global tensors. A tied model has a copy of the embedding on its last stage, which must be equal.
     wanted = cuts(description, padded_vocab_size=padded)
     copies = parts.pop(HEAD, None) if model.tied else None
     tensors = {name: _merged(folder, name, ranks, wanted.get(name)) for name, ranks in parts.items()}
@@ -86,13 +94,13 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
 
 
 def _folder_of(load: Path) -> Path:
-    """The folder of ranks that `load` stands for."""
+    """Folder with the ranks' folders: `load` itself, or that of the iteration which its LATEST file names."""
     latest = load / LATEST
     if latest.is_file():
         text = latest.read_text(encoding="utf-8", errors="replace").strip()
         if text != RELEASE and not ITERATION.fullmatch(text):
             raise UserError(
-                f"{latest} says {told(text)} and must say a number or {RELEASE}; name one iteration's folder"
+                f"{latest} says {quote(text)} and must say a number or {RELEASE}; name one iteration's folder"
             )
         load = load / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if (load / ".metadata").is_file():
@@ -111,12 +119,12 @@ def _first_file(folder: Path) -> Path:
 
 
 def _read_ranks(folder: Path, first: _Rank) -> list[list[_Rank]]:
-    """The ranks by stage and tensor rank. UserError that names one that is missing."""
+    """Files of all ranks, by stage and tensor rank; UserError, with the path, if one is missing."""
     tp_size: Any = first.args.get("tensor_model_parallel_size", first.args.get("model_parallel_size", 1))
     pp_size: Any = first.args.get("pipeline_model_parallel_size", 1)
     if not all(type(size) is int and size > 0 for size in (tp_size, pp_size)):
         raise UserError(
-            f"{first.path} says tensor parallel size {told(tp_size)} and pipeline parallel size {told(pp_size)}, "
+            f"{first.path} says tensor parallel size {quote(tp_size)} and pipeline parallel size {quote(pp_size)}, "
             "which they cannot be; fetch it again"
         )
     paths: list[list[Path]] = []
@@ -124,10 +132,10 @@ def _read_ranks(folder: Path, first: _Rank) -> list[list[_Rank]]:
         paths.append([])
         for tp in range(tp_size):
             path = folder / rank_folder(tp, pp, pp_size) / FILE
-            if not path.is_file():  # before the paths are listed that an absurd size asks for
+            if not path.is_file():  # at once: absurd sizes would make a list of billions of paths
                 raise UserError(
-                    f"{path} is missing: {first.path} says tensor parallel size {told(tp_size)} and pipeline parallel "
-                    f"size {told(pp_size)}; bring the files of all ranks together"
+                    f"{path} is missing: {first.path} says tensor parallel size {quote(tp_size)} and pipeline parallel "
+                    f"size {quote(pp_size)}; bring the files of all ranks together"
                 )
             paths[-1].append(path)
     return [[first if path == first.path else _read_rank(path) for path in stage] for stage in paths]
@@ -143,14 +151,14 @@ def _read_rank(path: Path) -> _Rank:
         raise UserError(f"{path} holds no {lacking}, so it is no checkpoint of Megatron-LM in its torch format")
     if not isinstance(version, int | float) or version < OLDEST_VERSION:
         raise UserError(
-            f"{path} has checkpoint_version {told(version)}, whose queries, keys and values lie in another order; load "
-            "it into a later Megatron-LM and save it again"
+            f"{path} has checkpoint_version {quote(version)}, whose queries, keys and values lie in another order; "
+            "load it into a later Megatron-LM and save it again"
         )
     return _Rank(path, args.values, {n: dict(_flat(file, tree)) for n, tree in trees.items()})
 
 
 def _flat(file: TorchFile, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, LazyTensor]]:
-    """The weights of a dict of tensors, or of such dicts, by names with dots."""
+    """Weights in nested dicts of tensors, by their keys joined with dots; UserError if `tree` is no such dict."""
     if not isinstance(tree, dict) or depth > DEPTH:
         raise UserError(f"{file.path} holds no tensors where {prefix or 'its model'} should be; fetch it again")
     for key, value in tree.items():
@@ -162,30 +170,38 @@ def _flat(file: TorchFile, tree: Any, prefix: str = "", depth: int = 0) -> Itera
 
 
 def _by_global_name(ranks: list[list[_Rank]], folder: Path, model: ModelConfig) -> dict[str, list[LazyTensor]]:
-    """Every tensor's parts, by tensor rank. Chunk 0 of all stages comes first, then chunk 1, ..."""
-    found: dict[str, list[LazyTensor]] = {}
+    """Parts of every tensor in the order of the tensor ranks, by global name.
+
+    Layers are numbered through chunk 0 of all stages, then chunk 1 of all stages, ..., the order of interleaving.
+    UserError if layers are missing.
+    """
+    by_name: dict[str, list[LazyTensor]] = {}
     num_layers = 0
     for chunk in sorted({number for stage in ranks for rank in stage for number in rank.chunks}):
-        for stage in (stage for stage in ranks if any(chunk in rank.chunks for rank in stage)):  # others are empty
+        for stage in (
+            stage for stage in ranks if any(chunk in rank.chunks for rank in stage)
+        ):  # a stage may have no such chunk
             parts = _chunk(stage, chunk)
             numbers = {int(match[1]) for name in parts if (match := LAYER.fullmatch(name))}
             if numbers != set(range(len(numbers))):
                 raise UserError(f"{stage[0].path} holds layers {sorted(numbers)}, some are missing; fetch it again")
+            # Layer i of the chunk is layer num_layers + i of the model. A tied embedding is on two stages: the first
+            # one's is taken, and the last one's has the name of the head.
             for name, tensors in parts.items():
                 if match := LAYER.fullmatch(name):
                     name = f"decoder.layers.{num_layers + int(match[1])}.{match[2]}"
-                found.setdefault(name, tensors)
+                by_name.setdefault(name, tensors)
             num_layers += len(numbers)
     if num_layers != model.num_layers:
         raise UserError(
             f"{folder} holds {num_layers} layers, and its arguments say {model.num_layers}; bring the files of all "
             "ranks together"
         )
-    return found
+    return by_name
 
 
 def _chunk(stage: list[_Rank], chunk: int) -> dict[str, list[LazyTensor]]:
-    """A chunk's tensors, which all tensor ranks must have in the same shapes."""
+    """Tensors of a chunk by name, a part for each tensor rank; UserError if names, shapes or dtypes differ."""
     for rank in stage:
         if chunk not in rank.chunks:
             raise UserError(f"{rank.path} lacks model{chunk}, which other tensor ranks have; fetch it again")
@@ -202,25 +218,25 @@ def _chunk(stage: list[_Rank], chunk: int) -> dict[str, list[LazyTensor]]:
                     f"{rank.path}: {name} is {here.dtype} {list(here.shape)}, and {there.dtype} {list(there.shape)} "
                     f"in {first.path}; the files are of two models"
                 )
-    return {canonical(name): [rank.chunks[chunk][name] for rank in stage] for name in first.chunks[chunk]}
+    return {canonical_name(name): [rank.chunks[chunk][name] for rank in stage] for name in first.chunks[chunk]}
 
 
 def _vocab_size(asked: int | None, first: _Rank, padded: int) -> int:
     if asked is not None and not 0 < asked <= padded:
         raise UserError(f"vocab_size={asked} does not fit the {padded} rows of the embedding; give the true vocabulary")
-    told = true_vocab_size(first.args)
-    if asked is None and (told is None or told > padded):
+    given = true_vocab_size(first.args)
+    if asked is None and (given is None or given > padded):
         logger.warning(
             "%s does not say its true vocabulary; all %d rows are kept, padding included, unless vocab_size says less",
             first.path,
             padded,
         )
         return padded
-    return asked or told or padded
+    return asked or given or padded
 
 
 def _merged(folder: Path, name: str, parts: list[LazyTensor], cut: Sharding | None) -> LazyTensor:
-    """A global tensor. One that the model does not have is left as the first rank has it."""
+    """Lazy global tensor. Of a tensor that the model does not have (`cut` is None), the first rank's part."""
     if cut is None:
         return parts[0]
     wanted = local_shape(cut, len(parts))
@@ -234,7 +250,8 @@ def _merged(folder: Path, name: str, parts: list[LazyTensor], cut: Sharding | No
 
 def _merge(parts: Sequence[LazyTensor], cut: Sharding) -> Tensor:
     if len(parts) == 1 or not cut.cuts:
-        return parts[0].read()[: cut.shape[0]]  # without the padding
+        return parts[0].read()[: cut.shape[0]]  # without the padding of the vocabulary
+    # Cut: each rank's pieces go to their places in the global tensor. Padding has no piece, so it is left out.
     whole = torch.empty(cut.shape, dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
         values = part.read()
@@ -247,7 +264,7 @@ def _merge(parts: Sequence[LazyTensor], cut: Sharding) -> Tensor:
 def _with_copy(
     whole: LazyTensor, parts: Sequence[LazyTensor], copies: Sequence[LazyTensor], folder: Path
 ) -> LazyTensor:
-    """A tied embedding, of which the last stage has a copy: UserError, when it is read, if the two differ."""
+    """Lazy tied embedding, of which the last stage has a copy; UserError, when it is read, if the copy differs."""
 
     def read() -> Tensor:
         for part, copy in zip(parts, copies, strict=True):

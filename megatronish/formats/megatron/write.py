@@ -1,4 +1,8 @@
-"""How is a model written in Megatron-LM's `torch` format, in any layout, without being held whole?"""
+"""Writer of Megatron-LM's `torch` format in any layout, one tensor in memory at a time.
+
+The files of a stage's tensor ranks are open together: each global tensor is read once, cut, and its parts are written
+to all of them. Stages are written one after the other.
+"""
 
 import logging
 from argparse import Namespace
@@ -23,7 +27,7 @@ from megatronish.formats.megatron.names import (
     LAYER,
     RELEASE,
     cuts,
-    local,
+    local_name,
     local_shape,
     place,
     rank_folder,
@@ -46,7 +50,7 @@ def write(
     pipeline_parallel_size: int = 1,
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine",
 ) -> None:
-    """Write a folder that Megatron-LM loads as a `release`, with the names of its `--transformer-impl`.
+    """Write a folder that Megatron-LM loads as a `release`, with the tensor names of its `--transformer-impl`.
 
     UserError for a layout that the model cannot be cut into, RunError if the disk is full or fails.
     """
@@ -65,7 +69,7 @@ def write(
         for pp in range(pipeline_parallel_size):
             names = _stage(wanted, description.model, pp, pipeline_parallel_size)
             if transformer_impl == "local":
-                names = {local(name): there for name, there in names.items()}
+                names = {local_name(name): global_name for name, global_name in names.items()}
             paths = [
                 folder / RELEASE / rank_folder(tp, pp, pipeline_parallel_size) / FILE
                 for tp in range(tensor_parallel_size)
@@ -89,19 +93,19 @@ def _check_layout(model: ModelConfig, *, tp_size: int, pp_size: int) -> None:
 
 
 def _stage(names: Mapping[str, Sharding], model: ModelConfig, pp: int, pp_size: int) -> dict[str, str]:
-    """A stage's tensors by their names on it, and their global names."""
+    """Names of a stage's tensors on that stage, with the global names of the same tensors."""
     per_stage = model.num_layers // pp_size
-    found = {}
+    stage = {}
     for name in names:
         if match := LAYER.fullmatch(name):
             layer = int(match[1]) - pp * per_stage
             if 0 <= layer < per_stage:
-                found[f"decoder.layers.{layer}.{match[2]}"] = name
+                stage[f"decoder.layers.{layer}.{match[2]}"] = name
         elif pp == (0 if name.startswith("embedding.") else pp_size - 1):
-            found[name] = name
+            stage[name] = name
     if model.tied and pp_size > 1 and pp == pp_size - 1:
-        found[HEAD] = EMBEDDING
-    return found
+        stage[HEAD] = EMBEDDING
+    return stage
 
 
 def _write_stage(
@@ -111,10 +115,13 @@ def _write_stage(
     wanted: Mapping[str, Sharding],
     args: Mapping[str, Any],
 ) -> None:
-    """Write the files of a stage's tensor ranks side by side: each tensor is read once, and cut."""
+    """Write the files of a stage's tensor ranks together: each tensor is read once and cut."""
+    # Every rank's pickle describes its parts by shape and dtype alone.
     parts = {
-        name: LazyTensor(local_shape(wanted[there], len(paths)), tensors[there].dtype, tensors[there].read)
-        for name, there in names.items()
+        name: LazyTensor(
+            local_shape(wanted[global_name], len(paths)), tensors[global_name].dtype, tensors[global_name].read
+        )
+        for name, global_name in names.items()
     }
     content = {
         "args": Namespace(**args),
@@ -127,15 +134,15 @@ def _write_stage(
         for path in paths:
             path.parent.mkdir(parents=True)
             writers.append(stack.enter_context(TorchFileWriter(path, content)))
-        for there in names.values():
-            whole = tensors[there].read()
+        for global_name in names.values():
+            whole = tensors[global_name].read()
             for rank, writer in enumerate(writers):
-                writer.add(_rows(whole, wanted[there], Axis("tp", len(paths), rank)))
+                writer.add(_rows(whole, wanted[global_name], Axis("tp", len(paths), rank)))
             del whole  # before the next is read
 
 
 def _rows(whole: Tensor, cut: Sharding, tp: Axis) -> list[Tensor]:
-    """A rank's part, as rows that follow each other; padding is zero."""
-    found = [place(piece, whole) for piece in cut.pieces({"tp": tp})]
-    missing = local_shape(cut, tp.size)[0] - sum(len(rows) for rows in found)
-    return [*found, whole.new_zeros(missing, *whole.shape[1:])] if missing else found
+    """A rank's part of a global tensor, as pieces of dim 0 in order; padding is zero."""
+    pieces = [place(piece, whole) for piece in cut.pieces({"tp": tp})]
+    missing = local_shape(cut, tp.size)[0] - sum(len(rows) for rows in pieces)
+    return [*pieces, whole.new_zeros(missing, *whole.shape[1:])] if missing else pieces

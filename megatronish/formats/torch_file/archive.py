@@ -1,9 +1,10 @@
-"""How are tensors read from files of torch.save and written to them, one at a time?
+"""Reader and writer of torch.save's files, one tensor in memory at a time.
 
-Such a file is a zip archive without compression: `data.pkl`, a pickle of everything but the bytes of tensors, and a
-record `data/KEY` for the bytes of each storage; tensors are views of storages, and may share one. Reading follows the
-pickle (torch_pickle.py) and fetches a tensor's bytes when they are asked for. Writing puts the pickle first, which
-needs shapes alone, and then takes the tensors as they come, so nobody ever holds a file's worth of them.
+Such a file is a zip archive without compression. Its record `data.pkl` is a pickle of everything but the elements of
+tensors, and a record `data/KEY` has the bytes of each storage; tensors are strided views of storages and may share one.
+`TorchFile` reads the pickle without running code (unpickler.py), and a tensor's bytes when the tensor is used.
+`TorchFileWriter` writes the pickle first, which needs only shapes and dtypes, and then takes one tensor after another,
+so neither of them has a whole file in memory.
 """
 
 import io
@@ -28,15 +29,15 @@ from megatronish.formats.torch_file.unpickler import STORAGES, Refused, Stored, 
 from megatronish.formats.weights import LazyTensor
 
 ROOT = "archive"
-ALIGNMENT = 64  # where torch begins a storage, so that a file can be mapped into memory
-LOCAL_HEADER = 30
-ZIP64_EXTRA = 20
+ALIGNMENT = 64  # of the first byte of a storage, so that a file can be mapped into memory
+LOCAL_HEADER = 30  # bytes of a record's header before its name
+ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 PADDING = 0x4246  # the id under which torch pads a record's header
 WRITTEN_AS = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 
 class _ArchiveRecord(NamedTuple):
-    """Where the bytes of a record lie."""
+    """Location of a record: the offset of its first byte, its number of bytes, and its CRC-32."""
 
     start: int
     size: int
@@ -44,9 +45,9 @@ class _ArchiveRecord(NamedTuple):
 
 
 class TorchFile:
-    """A file of torch.save. UserError if it is missing, damaged, or would run code.
+    """Reader of a file of torch.save. UserError if it is missing, damaged, or would run code.
 
-    `content` is what was saved, with `Stored` in the place of tensors.
+    `content` is the saved object, with `Stored` in the place of tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +63,7 @@ class TorchFile:
             ) from error
         except UserError:
             raise
-        except Exception as error:  # a damaged pickle raises whatever its damage spells
+        except Exception as error:  # a damaged pickle may raise an error of any class
             raise self._damaged(f"its content cannot be read ({error})") from error
         if "byteorder" in self._records and self._bytes("byteorder") != b"little":
             raise UserError(f"{path} was written on a big-endian machine; save it again on a little-endian one")
@@ -81,11 +82,13 @@ class TorchFile:
         return bytes(data)
 
     def tensor(self, stored: Stored) -> LazyTensor:
-        """A tensor of `content`, not read yet; UserError if the file does not hold all of it."""
+        """Lazy tensor for a `Stored` of `content`; UserError if the file does not have all of its bytes."""
+        # The pickle may hold anything here: only whole numbers that are not negative, one stride for each dim.
         numbers = (stored.offset, *stored.shape, *stored.strides)
-        sound = len(stored.shape) == len(stored.strides) and all(type(n) is int and n >= 0 for n in numbers)
-        if not sound:
+        valid = len(stored.shape) == len(stored.strides) and all(type(n) is int and n >= 0 for n in numbers)
+        if not valid:
             raise self._damaged(f"a tensor has the shape {stored.shape} and the strides {stored.strides}")
+        # The last element of the view must be inside the storage, which is the record `name`.
         name, itemsize = f"data/{stored.storage.key}", stored.dtype.itemsize
         size = self._record(name).size
         end = (stored.offset + _span(stored.shape, stored.strides)) * itemsize
@@ -94,12 +97,14 @@ class TorchFile:
         return LazyTensor(tuple(stored.shape), stored.dtype, partial(self._read, name, stored))
 
     def _read(self, name: str, stored: Stored) -> Tensor:
+        # Only the bytes from the first to the last element of the view are read, [span] elements; a view with gaps is
+        # then copied without them, so that the result owns [*shape] elements and nothing more.
         flat = torch.empty(_span(stored.shape, stored.strides), dtype=stored.dtype)
         self._fill(memory_of(flat), name, stored.offset * stored.dtype.itemsize)
         return flat.as_strided(stored.shape, stored.strides).contiguous()
 
     def _fill(self, memory: memoryview, name: str, offset: int) -> None:
-        """Read from `offset` of a record on; a record that is read whole is checked."""
+        """Fill `memory` from byte `offset` of a record on; the checksum of a record that is read whole is verified."""
         record = self._record(name)
         try:
             with self.path.open("rb") as file:
@@ -114,19 +119,21 @@ class TorchFile:
 
 
 def _records(path: Path) -> dict[str, _ArchiveRecord]:
-    """The records of an archive by their names inside its one folder."""
+    """Records of an archive by their names inside its one folder; UserError if it is damaged or compressed."""
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             raise UserError(
                 f"{path} is no zip archive, as torch.save writes since torch 1.6; if it is older, load it with torch "
                 "and save it again, else fetch it again"
             )
+        # The central directory, at the end of the file: names, sizes and CRCs of the records.
         try:
             with zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
             raise UserError(f"{path} is damaged: it is no whole zip archive ({error}); fetch it again") from error
-        found: dict[str, _ArchiveRecord] = {}
+        # The local header of each record: its bytes begin after the header, whose name and padding differ in length.
+        records: dict[str, _ArchiveRecord] = {}
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise UserError(f"{path} is compressed, as torch.save leaves nothing; load it and save it again")
@@ -136,29 +143,31 @@ def _records(path: Path) -> dict[str, _ArchiveRecord]:
                 raise UserError(f"{path} is damaged: {entry.filename} is not where it should be; fetch it again")
             name_length, extra_length = struct.unpack("<HH", header[26:])
             start = entry.header_offset + LOCAL_HEADER + name_length + extra_length
-            found[entry.filename.partition("/")[2]] = _ArchiveRecord(start, entry.file_size, entry.CRC)
-    return found
+            records[entry.filename.partition("/")[2]] = _ArchiveRecord(start, entry.file_size, entry.CRC)
+    return records
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a view."""
+    """Number of elements of a storage from the first to the last one of a view."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, its own if it is contiguous."""
+    """Bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy's."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class TorchFileWriter:
-    """Writes `content` as torch.save would, for torch.load of any kind.
+    """Writer of a file that torch.load reads, also with weights_only.
 
-    The tensors of `content` are lazy and give shapes and dtypes alone; `add` takes their values, in the same order.
+    The tensors in `content` are lazy and only their shapes and dtypes are used; `add` takes their elements, in the
+    order in which the pickle names them.
     """
 
     def __init__(self, path: Path, content: Any) -> None:
+        # data.pkl: the pickler replaces each lazy tensor by a view of a storage of its own, and keeps their order.
         stream = io.BytesIO()
         pickler = _Pickler(stream, protocol=2)
         pickler.dump(content)
@@ -177,7 +186,7 @@ class TorchFileWriter:
     ) -> None:
         with self._file:
             if error is not None:
-                with suppress(OSError, ValueError):  # an archive left open complains when it is collected
+                with suppress(OSError, ValueError):  # an archive that is left open raises in its finalizer
                     self._archive.close()
                 return
             assert self._added == len(self._expected), "tensors are missing"
@@ -185,9 +194,9 @@ class TorchFileWriter:
             self._archive.close()
 
     def add(self, rows: Sequence[Tensor]) -> None:
-        """The next tensor, as parts of it that follow each other."""
+        """Write the next tensor, given as parts of its dim 0 in order; together they have its shape."""
         expected = self._expected[self._added]
-        assert all(part.dtype == expected.dtype for part in rows), "another dtype than was told"
+        assert all(part.dtype == expected.dtype for part in rows), "another dtype than the lazy tensor's"
         self._write(f"data/{self._added}", rows, size=nbytes_of(expected))
         self._added += 1
 
@@ -195,38 +204,39 @@ class TorchFileWriter:
         entry = zipfile.ZipInfo(f"{ROOT}/{name}")
         large = size > zipfile.ZIP64_LIMIT // 2
         header = LOCAL_HEADER + len(entry.filename) + (ZIP64_EXTRA if large else 0)
+        # Padding in an extra field of the header moves the first byte of the record to a multiple of 64, as in torch.
         gap = -(self._file.tell() + header + 4) % ALIGNMENT
         entry.extra = struct.pack("<HH", PADDING, gap) + b"Z" * gap
         with self._archive.open(entry, "w", force_zip64=large) as record:
             written = sum(record.write(data if isinstance(data, bytes) else memory_of(data)) for data in parts)
-        assert written == size, "another size than was told"
+        assert written == size, "another size than the lazy tensor's"
 
 
-class _Key(NamedTuple):
-    """A storage to be written."""
+class _StorageKey(NamedTuple):
+    """Storage to be written: the key of its record, and its tensor."""
 
     key: str
     tensor: LazyTensor
 
 
 class _Pickler(pickle.Pickler):
-    """Spells lazy tensors as torch spells its own; numbers their storages."""
+    """Pickler that writes lazy tensors in the way of torch's tensors, each with a storage of its own."""
 
     def __init__(self, stream: io.BytesIO, *, protocol: int) -> None:
         super().__init__(stream, protocol)
         self.tensors: list[LazyTensor] = []
 
-    def persistent_id(self, thing: Any) -> Any:
-        if not isinstance(thing, _Key):
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _StorageKey):
             return None
-        return "storage", WRITTEN_AS[thing.tensor.dtype], thing.key, "cpu", thing.tensor.like().numel()
+        return "storage", WRITTEN_AS[obj.tensor.dtype], obj.key, "cpu", obj.tensor.like().numel()
 
-    def reducer_override(self, thing: Any) -> Any:
-        if not isinstance(thing, LazyTensor):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, LazyTensor):
             return NotImplemented
-        if thing.dtype not in WRITTEN_AS:
-            raise UserError(f"{thing.dtype} has no storage in a file of torch.save; convert the model to bf16 first")
-        key = _Key(str(len(self.tensors)), thing)
-        self.tensors.append(thing)
-        like = thing.like()
-        return torch._utils._rebuild_tensor_v2, (key, 0, thing.shape, like.stride(), False, OrderedDict())
+        if obj.dtype not in WRITTEN_AS:
+            raise UserError(f"{obj.dtype} has no storage in a file of torch.save; convert the model to bf16 first")
+        key = _StorageKey(str(len(self.tensors)), obj)
+        self.tensors.append(obj)
+        like = obj.like()
+        return torch._utils._rebuild_tensor_v2, (key, 0, obj.shape, like.stride(), False, OrderedDict())

@@ -1,9 +1,14 @@
-"""How is the pickle inside a file of torch.save read without running anything that it names?
+"""Safe unpickler of torch.save's files: it runs nothing that the pickle names.
 
-A pickle calls what it names. Here a name either stands in an exact table, or it belongs to a package whose objects are
-of no use to a conversion and becomes an `Inert` stand-in (Megatron-LM keeps enums among its arguments, numpy its random
-states); everything else is refused. What a name becomes is an object of this file that a pickle can only call: it has
-no state to be set and no attributes to be changed, so a file can neither run code nor leave a trace for the next one.
+A pickle imports names and calls them. Here a name is resolved in one of three ways:
+
+    in ALLOWED                      a function or class of this file, or a builtin, that does what the name would
+    in INERT or INERT_PACKAGES      an `Inert` stand-in, for objects of no use to a conversion (Megatron-LM has enums
+                                    among its arguments, numpy its random states)
+    anything else                   `Refused`
+
+The objects that names resolve to can only be called: they have no state to be set and no attributes to be changed. So
+a file can neither run code nor change how the next file is read.
 """
 
 import io
@@ -32,7 +37,7 @@ INERT = {
     ("_codecs", "encode"),
     ("_io", "BytesIO"),
     ("builtins", "bytearray"),
-    ("builtins", "getattr"),  # how some versions of Python spell a member of an enum
+    ("builtins", "getattr"),  # by which some versions of Python pickle a member of an enum
     ("builtins", "slice"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
@@ -45,18 +50,18 @@ INERT = {
 
 
 class Refused(pickle.UnpicklingError):
-    """What a pickle asked for and does not get."""
+    """UnpicklingError: the pickle names something that is not allowed, or changes something that has no state."""
 
 
 class _Sealed:
-    """What a pickle may hold, and not change."""
+    """Base of objects that a pickle may refer to and call, but not change."""
 
     def __setstate__(self, state: object) -> None:
         raise Refused("it changes an object that has no state to be changed")
 
 
 class Inert:
-    """Stands for an object of a class that is not looked into: takes whatever a pickle gives it, and does nothing."""
+    """Stand-in for an object of a class that is not read: it accepts all that a pickle does to it, and ignores it."""
 
     __slots__ = ()
 
@@ -69,18 +74,15 @@ class Inert:
 
     def __setitem__(self, key: object, value: object) -> None: ...
 
-    def append(self, item: object) -> None:
-        """For a list."""
+    def append(self, item: object) -> None: ...
 
-    def extend(self, items: object) -> None:
-        """For a list."""
+    def extend(self, items: object) -> None: ...
 
-    def add(self, item: object) -> None:
-        """For a set."""
+    def add(self, item: object) -> None: ...
 
 
 class Arguments:
-    """An argparse.Namespace: `values` by name."""
+    """Content of an argparse.Namespace: `values` by name, unchecked."""
 
     __slots__ = ("values",)
 
@@ -95,7 +97,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Storage(_Sealed):
-    """Bytes of the file: `length` elements, or without a dtype bytes."""
+    """Storage of the record data/`key`: `length` elements of `dtype`, or bytes if that is None."""
 
     key: str
     dtype: torch.dtype | None
@@ -104,7 +106,7 @@ class Storage(_Sealed):
 
 @dataclass(frozen=True)
 class Stored(_Sealed):
-    """A tensor as a pickle describes it, unchecked: a view of a storage."""
+    """Tensor as a pickle describes it, unchecked: a strided view of a storage, from element `offset` on."""
 
     storage: Storage
     dtype: torch.dtype
@@ -115,14 +117,14 @@ class Stored(_Sealed):
 
 @dataclass(frozen=True)
 class _StorageKind(_Sealed):
-    """What torch.FloatStorage and its like become."""
+    """Stand-in for torch.FloatStorage and the other typed storages: their dtype."""
 
     dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
 class _Call(_Sealed):
-    """A function of this file that a pickle may call."""
+    """Function of this file that a pickle may call."""
 
     function: Callable[..., Any]
 
@@ -181,23 +183,29 @@ ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isi
 
 class _TorchFileUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        module = "builtins" if module == "__builtin__" else module  # as Python 2 called it, and torch.save still does
+        module = (
+            "builtins" if module == "__builtin__" else module
+        )  # the name in Python 2, which torch.save still writes
+        # 1. Exact names: functions and classes that a pickle can call and cannot change.
         if (module, name) in ALLOWED:
             return ALLOWED[module, name]
+        # 2. Names of no use: a new class each time, so that nothing one pickle does to it is left for the next.
         if (module, name) in INERT or module.partition(".")[0] in INERT_PACKAGES:
             return type(name, (Inert,), {"__slots__": ()})
+        # 3. Everything else might run code.
         raise Refused(f"it names {module}.{name}, which has no place there and might run code")
 
     def persistent_load(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5:
             raise Refused("it refers to something that is no storage")
         word, kind, key, _location, length = pid
-        sound = word == "storage" and isinstance(kind, _StorageKind) and isinstance(key, str)
-        if not sound or type(length) is not int or length < 0:
+        # torch writes ("storage", class of the storage, key of its record, device, number of elements).
+        valid = word == "storage" and isinstance(kind, _StorageKind) and isinstance(key, str)
+        if not valid or type(length) is not int or length < 0:
             raise Refused("it refers to something that is no storage")
         return Storage(key, kind.dtype, length)
 
 
 def unpickle(data: bytes) -> Any:
-    """The content of a pickle, with `Stored` for tensors. `Refused` for what it may not ask; damage raises anything."""
+    """Content of a pickle, with `Stored` for tensors. `Refused` for a forbidden name; damage may raise any error."""
     return _TorchFileUnpickler(io.BytesIO(data)).load()
