@@ -11,7 +11,8 @@ Statistics and arithmetic are fp32. Shapes: T tokens, C columns (this rank's sha
 The logits are the largest tensor of a step, so only one tensor of their size exists. The kernels read the logits once
 for the statistics, and once more for the gradient, which overwrites them. The references materialise the exponentials:
 fp32 logits are overwritten by their exponentials, and these by the gradient. In 16 bits that would round them, so
-exponentials of 16-bit logits are computed in fp32 for a few tokens at a time, once for the sums and once more for the gradient.
+the exponentials of 16-bit logits are computed in fp32 for a few tokens at a time, once for the sums and once more for
+the gradient.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ from megatronish.errors import UserError
 
 
 class Phase(NamedTuple):
-    """Steps of one batch size; num_steps is None for the last phase, which does not end."""
+    """A number of steps with one batch size; num_steps is None for the last phase, which does not end."""
 
     batch_size: int
     num_steps: int | None
@@ -50,11 +50,11 @@ class BatchSizeSchedule:
 
     @property
     def num_increments(self) -> int:
-        """How many times the batch grows."""
+        """Number of times that the batch grows."""
         return (self.global_batch_size - self.start) // self.increment
 
     def at(self, consumed_samples: int) -> int:
-        """Samples of the step that starts after `consumed_samples`."""
+        """Global batch size of the step that starts after `consumed_samples`."""
         if consumed_samples >= self.ramp_samples:
             return self.global_batch_size
         return self.start + consumed_samples * self.num_increments // self.ramp_samples * self.increment
