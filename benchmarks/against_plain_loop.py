@@ -1,4 +1,4 @@
-"""Is megatronish on one process as fast as the plain PyTorch loop of the same model?
+"""Benchmark of megatronish on one process against a plain PyTorch loop of the same model.
 
 First both get the same weights in one process, must have as many parameters and, for some steps, the same loss and
 gradient norm. Then they take turns, A B, B A, A B and so on, so that whatever else the machine does falls on both
@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
 
 def megatronish_engine() -> Engine:
-    """Megatronish, on one process."""
+    """A megatronish training job on one process."""
     return build_engine(
         Config(
             model=ModelConfig(
@@ -194,7 +194,7 @@ def report(turns: list[Turn]) -> None:
 
 
 def main() -> None:
-    """Check, measure, report."""
+    """Check that both train the same model, measure, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--through", choices=("pretrain_gpt.py", "engine"), default="pretrain_gpt.py")
     parser.add_argument("--turns", type=int, help="default 4; engine: 12")

@@ -1,4 +1,4 @@
-"""Which operations does benchmarks/kernels.py measure, at what sizes, and against what?
+"""Cases of benchmarks/kernels.py: operations, sizes, and the contenders that each is compared with.
 
 A case says how many bytes cannot be spared: each input read once, each output written once. What is a number a row does
 not count, nor does the half of causal scores that nobody has to read. Contenders are torch's own functions, as anybody
@@ -37,11 +37,11 @@ class Sizes(NamedTuple):
     features: Sequence[int] = (4096, 14336)
 
     def rows(self, columns: int) -> int:
-        """As many as fill the tensor."""
+        """As many rows as fill the tensor."""
         return max(2, self.num_bytes // (columns * self.dtype.itemsize))
 
     def random(self, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Leaves."""
+        """Random leaf tensors of these shapes, one for each."""
         return tuple(torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_() for shape in shapes)
 
 

@@ -1,4 +1,4 @@
-"""How fast are the fused kernels on this GPU, beside a copy, torch's own operations, torch.compile and apex?
+"""Benchmark of the fused kernels on this GPU, beside a copy, torch's own operations, torch.compile and apex.
 
 All these kernels wait for memory, so what counts is how many bytes a second they move: of those that cannot be spared,
 inputs read once and outputs written once, whatever else a contender may move. The measure is a copy of a tensor of the
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds, medians."""
+    """Median seconds of forward and backward."""
 
     forward: float
     backward: float
@@ -61,7 +61,7 @@ class Times(NamedTuple):
 
 
 def outputs_of(run: Run, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One or several."""
+    """The outputs of a contender as a tuple."""
     out = run(*tensors)
     return out if isinstance(out, tuple) else (out,)
 

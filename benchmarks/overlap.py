@@ -1,4 +1,4 @@
-"""Does the data axis exchange while a rank computes? Two steps of two ranks on the CPU as they ran, drawn.
+"""Recorder of communication overlap on the data axis: two steps of two ranks on the CPU, drawn as a timeline.
 
 What a rank computes is noted by hooks of the layers. What it exchanges is noted at the collectives: from the call that
 starts one until it has arrived, for which a thread of its own waits, so that the thread that computes need not; and

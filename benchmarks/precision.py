@@ -1,4 +1,4 @@
-"""How much faster is a step in bf16 than in fp32 on this machine?
+"""Benchmark of a training step in bf16 against fp32 on this machine.
 
 Two engines of the same small GPT in one process, one in each precision, take turns, A B, B A, A B and so on: whatever
 else the machine does falls on both alike. What is timed is a whole step: forward, backward, reduction, clipping, the

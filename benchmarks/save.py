@@ -1,4 +1,4 @@
-"""For how long does training stand still for a checkpoint, written in front of it and beside it?
+"""Benchmark of checkpoint saving: how long training stops for a synchronous and for an asynchronous save.
 
 One run of a GPT of 54 million parameters with Adam's states (0.65 GB a checkpoint) that saves in both ways in turn, so
 that both meet the same machine. Measured are the seconds between the end of a step and the beginning of the next, and
@@ -72,7 +72,7 @@ class InTurn(Hook):
 
 
 def measure(place: Place, flags: list[str], turns: int, interval: int, folder: Path) -> int:
-    """One rank."""
+    """The run of one rank, measured; its exit status."""
     config, _ = read_config(flags)
     job = TrainingJob.open(config, start_mesh(config, place))
     engine = job.build_engine()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure how well a model predicts a text, every token of it: python tools/evaluate.py --help
+"""Perplexity of a model on a text, over every token: python tools/evaluate.py --help
 
 Exit status: 0 done, 1 a failure, 2 something in the input or the flags to mend.
 """
@@ -167,7 +167,7 @@ def sections(arguments: Arguments, found: SavedModel, place: Place | None) -> tu
 
 
 def be_rank(task: Task, place: Place) -> int:
-    """One rank's part."""
+    """Evaluate on one rank; its exit status."""
     mesh = start_mesh(task.config, place)
     engine = load_engine(task.found, task.config, mesh)
     start = time.perf_counter()
@@ -241,7 +241,7 @@ def finite(number: float) -> float | None:
 
 
 def run(arguments: Arguments, place: Place | None = None) -> int:
-    """The exit status."""
+    """Run the tool with these arguments; the exit status."""
     task = prepare(arguments, place)
     if place is None or place.rank == 0:
         for message in task.text.bad_lines[:MAX_BAD_LINES_TOLD]:

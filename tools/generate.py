@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write text with a trained model, from a checkpoint of any layout: python tools/generate.py --help
+"""Text generation from a checkpoint of any layout: python tools/generate.py --help
 
 Exit status: 0 done, 1 a failure, 2 something in the input or the flags to mend.
 """
@@ -152,7 +152,7 @@ def prepare(arguments: Arguments) -> Task:
 
 
 def write(task: Task, place: Place) -> int:
-    """Be one rank."""
+    """Generate on one rank; its exit status."""
     mesh = start_mesh(task.config, place)
     model = load_model(task.found.checkpoint, mesh=mesh, dtype=torch.bfloat16 if task.arguments.bf16 else torch.float32)
     if mesh.is_main:
@@ -251,7 +251,7 @@ class Live:
 
 
 def run(arguments: Arguments) -> int:
-    """The exit status."""
+    """Run the tool with these arguments; the exit status."""
     task = prepare(arguments)
     return launch(partial(write, task), world_size=task.config.layout.world_size)
 

@@ -1,4 +1,4 @@
-"""Conversions as their user sees them: what is taken, what is refused, what is told, and how little memory it takes."""
+"""Tests of conversion for its user: accepted inputs, errors, messages, and bounded memory."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Muon: the step is the nearest orthogonal matrix, of the whole matrix, however its momentum is cut."""
+"""Tests of Muon: the update is the nearest orthogonal matrix, of the whole matrix, however its momentum is cut."""
 
 from dataclasses import replace
 from typing import Any

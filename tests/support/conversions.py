@@ -1,4 +1,4 @@
-"""What do converted models compute? The logits of a checkpoint on tp ranks, and conversions in one line."""
+"""Helpers for tests of conversions: the logits of a checkpoint on tp ranks, and conversions in one line."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from megatronish.model.batch import MicroBatch
 
 
 def to_ours(folder: Path, save: Path) -> Report:
-    """From Hugging Face."""
+    """Convert from Hugging Face to megatronish."""
     return convert(folder, save, source="hf", target="megatronish")
 
 
 def to_hf(folder: Path, save: Path) -> Report:
-    """To Hugging Face."""
+    """Convert from megatronish to Hugging Face."""
     return convert(folder, save, source="megatronish", target="hf")
 
 

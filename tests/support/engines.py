@@ -1,4 +1,4 @@
-"""What does one rank of a run hold and do? An engine and its batches, made from the flags of a tiny run."""
+"""Engines and batches of one rank, built from the flags of a tiny run."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How far from fp32 does a run in bf16 or fp16 stray, in any layout? Not a test: minutes, run by hand.
+"""Measurement of how far bf16 and fp16 runs deviate from fp32, in any layout. Not a test: minutes, run by hand.
 
     python tests/support/precision_band.py --markdown
 

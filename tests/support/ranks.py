@@ -1,4 +1,4 @@
-"""How does a test run a function on many ranks? `run_ranks(4, function, *args)`, with real processes and real groups.
+"""Real ranks for tests: `run_ranks(4, function, *args)` runs a function in processes with real process groups.
 
 The ranks are processes kept over the whole session: forked, when first needed, from a server that has torch loaded and
 nothing computed. For each call they are given a fresh place to meet, and `function(place, *args)` does as it likes
@@ -96,7 +96,7 @@ class _Pool:
             raise
 
     def stop(self) -> None:
-        """End all workers."""
+        """End all worker processes of the session."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
