@@ -58,7 +58,7 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def sent(self) -> Sent:
-        """Bytes sent in all."""
+        """Elements of gradients and of parameters, and bytes, sent in all."""
         gradients, parameters = (
             sum((count for (of, _), count in self.elements.items() if of == kind), Fraction())
             for kind in ("gradients", "parameters")

@@ -33,11 +33,11 @@ class Case(NamedTuple):
         return run.ops.bias_gelu_backward(self.grad, self.x, self.bias, self.name == "tanh_gelu")
 
     def biased(self) -> Tensor:
-        """The operands in fp64."""
+        """The sum x + bias in fp64."""
         return self.x.double() if self.bias is None else self.x.double() + self.bias.double()
 
     def exact(self, biased: Tensor) -> Tensor:
-        """The operands in fp64."""
+        """The activation of x + bias in fp64."""
         if self.name == "swiglu":
             gate, up = biased.chunk(2, dim=-1)
             return F.silu(gate) * up

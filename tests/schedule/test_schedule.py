@@ -28,7 +28,7 @@ def plan_of(*rows: str) -> Plan:
 
 
 def text_of(row: list[Action]) -> str:
-    """The inverse of `plan_of`."""
+    """The actions of a stage in the notation of `plan_of`."""
     return " ".join(f"{action.kind}{action.micro_batch}{'ab'[action.chunk]}" for action in row)
 
 
