@@ -47,14 +47,14 @@ SIZES = Sizes()
 
 
 class Turn(NamedTuple):
-    """Seconds of the steps that both took, one after the other."""
+    """Seconds of the steps of one turn, of both programs."""
 
     ours: list[float]
     plain: list[float]
 
 
 class Pair(NamedTuple):
-    """A step of each: its number -> its loss and the norm of its gradient."""
+    """A training step of each program: step number -> loss and gradient norm."""
 
     ours: Callable[[int], tuple[float, float]]
     plain: Callable[[int], tuple[float, float]]
@@ -81,7 +81,7 @@ def megatronish_engine() -> Engine:
 
 
 def as_micro_batch(tokens: Tensor, labels: Tensor, step: int) -> MicroBatch:
-    """The same samples, as the loader would hand them over."""
+    """The samples as a micro-batch of the loader."""
     batch, seq_length = tokens.shape
     return MicroBatch(
         tokens=tokens,
@@ -93,7 +93,7 @@ def as_micro_batch(tokens: Tensor, labels: Tensor, step: int) -> MicroBatch:
 
 
 def build_pair() -> Pair:
-    """Both in this process, from the same weights."""
+    """Both programs in this process, with the same weights."""
     engine = megatronish_engine()
     loop = PlainLoop(SIZES, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     ours: list[Tensor] = list(engine.stage.model.parameters())
@@ -116,7 +116,7 @@ def build_pair() -> Pair:
 
 
 def check_same(pair: Pair, *, num_steps: int) -> None:
-    """The same training, step by step."""
+    """Check that loss and gradient norm of both agree, step by step."""
     for step in range(num_steps):
         found, expected = pair.ours(step), pair.plain(step)
         print(f"step {step + 1}: loss and gradient norm {found} against {expected}")
@@ -163,7 +163,7 @@ def _run_script(words: list[str]) -> str:
 def take_turns(
     ours: Callable[[int], list[float]], plain: Callable[[int], list[float]], *, num_turns: int, num_steps: int
 ) -> list[Turn]:
-    """`ours` and `plain` take a number of steps and say how long each took."""
+    """Turns of both programs; `ours` and `plain` map a number of steps to the seconds of each."""
     turns = []
     for turn in range(num_turns):
         if turn % 2 == 0:
@@ -178,7 +178,7 @@ def take_turns(
 
 
 def report(turns: list[Turn]) -> None:
-    """A row for docs/BENCHMARKS.md."""
+    """Print the numbers of a row of docs/BENCHMARKS.md."""
     ours = statistics.median([seconds for turn in turns for seconds in turn.ours])
     plain = statistics.median([seconds for turn in turns for seconds in turn.plain])
     ratios = sorted(statistics.median(turn.plain) / statistics.median(turn.ours) for turn in turns)

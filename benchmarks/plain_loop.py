@@ -31,7 +31,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """[B, S, D] -> [B, S, D]."""
+    """Transformer block: [B, S, D] -> [B, S, D]."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """[B, S] -> [B, S, V]."""
+    """GPT-2 with a tied head: tokens [B, S] -> logits [B, S, V]."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

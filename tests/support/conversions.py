@@ -26,7 +26,7 @@ def to_hf(folder: Path, save: Path) -> Report:
 
 
 def logits_of(checkpoints: Path, tokens: Tensor, *, tp: int) -> Tensor:
-    """[B, S, V] in fp32."""
+    """Logits [B, S, V] of a checkpoint in fp32."""
     return torch.tensor(run_ranks(tp, _logits, checkpoints, tokens.tolist())[0])
 
 

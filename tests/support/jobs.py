@@ -149,11 +149,11 @@ class Job(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Everything, for the message of an assertion."""
+        """All output so far, for the message of an assertion."""
         return f"stdout:\n{self.output}\nstderr:\n{self.errors}"
 
     def signal(self, signum: int) -> None:
-        """To the launcher alone."""
+        """Send a signal to the launcher alone."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signum)
 

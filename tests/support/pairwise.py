@@ -17,7 +17,7 @@ NUM_CANDIDATES = 60  # random ways to fill a case, of which the one that covers 
 
 
 def possible_pairs(cases: Sequence[Choices]) -> set[Pair]:
-    """All that could meet in some case."""
+    """All pairs of values that can occur together in some case."""
     return {
         frozenset({(a, x), (b, y)})
         for choices in cases

@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
 
 
 def warm_context() -> ForkServerContext:
-    """Where processes are forked from a server that has torch loaded and nothing computed."""
+    """Multiprocessing context whose server has torch loaded and has computed nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run"])
     return context
@@ -149,7 +149,7 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
 
 
 def _stacks(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> str:
-    """Where each of `ranks` is, as it says itself."""
+    """Stack traces of `ranks`, each written by its own process."""
     for rank in ranks:
         os.kill(workers[rank].process.pid or 0, signal.SIGUSR2)
     time.sleep(0.3)

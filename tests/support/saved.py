@@ -23,7 +23,7 @@ class Saved:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all saved storages."""
         return sum(self._storages.values())
 
 
