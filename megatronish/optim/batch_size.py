@@ -71,7 +71,7 @@ class BatchSizeSchedule:
         return consumed
 
     def num_steps_left(self, consumed_samples: int, samples: int) -> int:
-        """Whole steps from `consumed_samples` on that fit into `samples` in all, whatever batches came before."""
+        """Number of whole steps after `consumed_samples` that fit into a run of `samples` samples."""
         steps = 0
         while consumed_samples < self.ramp_samples and consumed_samples + self.at(consumed_samples) <= samples:
             consumed_samples += self.at(consumed_samples)
@@ -79,7 +79,7 @@ class BatchSizeSchedule:
         return steps + max(samples - consumed_samples, 0) // self.at(consumed_samples)
 
     def num_steps(self, samples: int) -> int:
-        """Whole steps that fit into `samples`: those of --train-samples. What is left over is not trained on."""
+        """Number of whole steps that fit into `samples`, for --train-samples. The remaining samples are not used."""
         total = 0
         for phase in self._phases():
             fitting = samples // phase.batch_size

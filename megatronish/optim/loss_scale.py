@@ -21,7 +21,7 @@ class LossScale(Protocol):
 
     @property
     def skips_overflow(self) -> bool:
-        """Whether a step whose gradient is not finite is skipped; otherwise it is an error."""
+        """Whether a step whose gradient is not finite is skipped, and training continues."""
 
     @property
     def can_shrink(self) -> bool:
@@ -46,7 +46,7 @@ class ConstantLossScale:
         self.scale, self.skips_overflow = scale, skips_overflow
 
     def update(self, *, overflow: bool) -> None:
-        """Keep the scale, whatever happened."""
+        """Keep the scale, also after an overflow."""
 
     def state(self) -> dict[str, float]:
         """An empty state: the scale comes from the config."""

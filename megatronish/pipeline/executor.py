@@ -1,4 +1,4 @@
-"""Executor of a pipeline schedule on one rank: one loop over the actions of its plan, whatever the schedule.
+"""Executor of a pipeline schedule on one rank: one loop over the actions of its plan, for every schedule.
 
 Activations travel to the next position of the model, gradients to the one before; where that is another chunk of the
 same stage they are passed on directly. transfers.py sends and receives, weight_gradients.py computes W actions.
