@@ -1,10 +1,11 @@
-"""Train a block of your own on four local ranks, dp 2 x tp 2, with the parts of megatronish as a library.
+"""Training of a transformer block of your own on four local ranks, dp 2 x tp 2, with megatronish as a library.
 
     python examples/custom_model.py
 
-The block is GPT-J's: attention and MLP read the same norm and are added together. It says nothing about ranks but
-the `tp` and `core` that it hands to the layers it is built of. Pass other sizes to `Layout`, and it trains the same
-model.
+The block is GPT-J's: attention and MLP read the same norm, and both are added to the residual stream. It knows nothing
+of ranks: it hands `tp` and `core` to the layers that it is built of. Other sizes in `PARALLEL` train the same model.
+
+What follows is all that a training run is made of: a block, a config, a mesh, an engine, micro-batches, steps.
 """
 
 import sys
@@ -31,42 +32,44 @@ from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.train.build import build_engine
 
+# The config, by sections, whose fields are those of the flags: how many ranks, which model, how large a batch is.
 PARALLEL = ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2)
-VOCAB_SIZE, GLOBAL_BATCH_SIZE = 128, 16
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
 TRAINING = TrainingConfig(seq_length=64, micro_batch_size=8)
+CONFIG = Config(model=MODEL, parallel=PARALLEL, training=TRAINING, optimizer=OptimizerConfig())
+VOCAB_SIZE, GLOBAL_BATCH_SIZE, NUM_STEPS = 128, 16, 50
 
 
 class ParallelBlock(nn.Module):
     """[S, B, D] -> [S, B, D]: x + attention(norm(x)) + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
+        """Layers of the library cut their weights over `tp` and state themselves how (`shardings()`)."""
         super().__init__()
         width, std = config.hidden_size, config.init_method_std
         self.norm = Norm(width, kind="RMSNorm", epsilon=config.norm_epsilon, partial=tp.cuts_sequence)
         spec = layer_specs(config)[layer].attention
         self.attention = Attention(config, spec, layer=layer, tp=tp, core=core, output_std=std)
+        # A pair: the first is cut by its outputs, the second by its inputs, so that one reduction completes the sums.
         linear: dict[str, Any] = {"tp": tp, "bias": False, "init_std": std}
         self.up = ColumnParallelLinear(width, 4 * width, **linear)
         self.down = RowParallelLinear(4 * width, width, **linear)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Both sublayers read one norm, and both are added to the residual stream."""
+        """[S, B, D] -> [S, B, D]; `context` has what all layers of a forward share: positions, masks, dropout."""
         y = self.norm(x)
         return x + self.attention(y, context) + self.down(F.relu(self.up(y)).square())
 
 
 def train(place: Place) -> int:
-    """What every rank does."""
+    """Training on the rank at `place`; every rank runs this function. Returns its exit status."""
+    # The mesh makes the process groups; the engine has this rank's part of model, gradients and optimizer.
     mesh = Mesh.of(PARALLEL, place)
-    engine = build_engine(
-        Config(model=MODEL, parallel=PARALLEL, training=TRAINING, optimizer=OptimizerConfig()),
-        mesh,
-        vocab_size=VOCAB_SIZE,
-        make_block=ParallelBlock,
-    )
+    engine = build_engine(CONFIG, mesh, vocab_size=VOCAB_SIZE, make_block=ParallelBlock)
+    # Made-up tokens that can be learned. Sample i is the same on every rank that asks for it.
     data = MockSamples(name="training", seq_length=TRAINING.seq_length, seed=1, vocab_size=VOCAB_SIZE, eod=0)
-    for num_steps_done in range(50):
+    for num_steps_done in range(NUM_STEPS):
+        # The part of the global batch that belongs to this data rank, in micro-batches.
         batches = micro_batches(
             data,
             consumed_samples=num_steps_done * GLOBAL_BATCH_SIZE,
@@ -74,6 +77,7 @@ def train(place: Place) -> int:
             share=BatchShare(mesh.dp.rank, mesh.dp.size, TRAINING.micro_batch_size),
             collate=Collator(eod=0),
         )
+        # Forward, backward, reduction, clipping, update. The result is the same on every rank.
         result = engine.step(batches, num_steps_done=num_steps_done, learning_rate=3e-3, weight_decay=0.01)
         step = num_steps_done + 1
         if mesh.is_main and (step == 1 or step % 10 == 0):

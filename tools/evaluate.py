@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Perplexity of a model on a text, over every token: python tools/evaluate.py --help
+"""Perplexity of a trained model on a text, over all its tokens: python tools/evaluate.py --help
 
-Exit status: 0 done, 1 a failure, 2 something in the input or the flags to mend.
+Exit status: 0 success, 1 a failure, 2 a user error in the input or the flags.
 """
 
 import json
@@ -32,7 +32,7 @@ from megatronish.tokenizer import build_tokenizer
 from megatronish.train.run import start_mesh
 
 MAX_BAD_LINES_TOLD = 20
-MAX_DERIVED_SEQ_LENGTH = 4096  # a model for 131072 tokens would need much memory and time for most texts
+MAX_DERIVED_SEQ_LENGTH = 4096  # windows of 131072 tokens, as some models allow, cost much memory and time
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Arguments:
     data_path: str
     """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
     json_key: str = "text"
-    """Key of an object that holds text."""
+    """Key of the text in each line's JSON object."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
     tokenizer_model: Path | None = None
     """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
     per_document: bool = False
-    """Documents do not see each other: each begins a window of its own, and its first token is not predicted."""
+    """Begin a window with each document, so that documents do not see each other; first tokens are not predicted."""
     seq_length: int | None = None
-    """Tokens that a window shows, if the text has as many. Derived: what the model was trained with, 4096 at most."""
+    """Tokens of a window, if the text has as many. Derived: the model's length in training, at most 4096."""
     stride: int | None = None
-    """Tokens between the beginnings of windows. Derived: --seq-length, so that they do not overlap."""
+    """Tokens between the beginnings of two windows. Derived: --seq-length, windows without overlap."""
     micro_batch_size: int = 4
     """Windows in one forward pass."""
     tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
@@ -74,12 +74,12 @@ class Arguments:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     output: Path | None = None
-    """A JSON file for the numbers."""
+    """A JSON file for the results."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank needs to know."""
+    """Checked input of every rank: the checkpoint, its config in the new layout, the text and its windows."""
 
     arguments: Arguments
     found: SavedModel
@@ -89,7 +89,7 @@ class Task:
 
 
 def prepare(arguments: Arguments, place: Place | None) -> Task:
-    """Everything that can be wrong shows here, before any rank is started."""
+    """The task of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(*sections(arguments, found, place))
@@ -121,7 +121,7 @@ def prepare(arguments: Arguments, place: Place | None) -> Task:
 
 
 def check(arguments: Arguments) -> None:
-    """UserError for numbers that make no sense, and for a file that cannot be written."""
+    """UserError for numbers out of range and for an --output that cannot be written."""
     if arguments.seq_length is not None and arguments.seq_length < 1:
         raise UserError(f"--seq-length {arguments.seq_length} must be at least 1; or leave it out")
     if arguments.micro_batch_size < 1:
@@ -138,18 +138,18 @@ def check(arguments: Arguments) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """What to say of --output."""
+    """The error for an --output that cannot be written."""
     return UserError(f"--output {path} cannot be written: {error.strerror}; choose another")
 
 
 def sequence_pieces(parallel: ParallelConfig) -> int:
-    """What the length of a window must be a multiple of in a layout."""
+    """Divisor of the window length in a layout: cp cuts windows into 2 cp chunks, sequence parallelism over tp."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp if parallel.sequence_parallel else 1)
 
 
 def sections(arguments: Arguments, found: SavedModel, place: Place | None) -> tuple[ParallelConfig, TrainingConfig]:
-    """The layout and the windows."""
+    """Config sections of these arguments: the layout, and the shape and precision of a micro-batch."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
@@ -167,7 +167,7 @@ def sections(arguments: Arguments, found: SavedModel, place: Place | None) -> tu
 
 
 def be_rank(task: Task, place: Place) -> int:
-    """Evaluate on one rank; its exit status."""
+    """Evaluation on one rank, and its exit status."""
     mesh = start_mesh(task.config, place)
     engine = load_engine(task.found, task.config, mesh)
     start = time.perf_counter()
@@ -187,7 +187,7 @@ def be_rank(task: Task, place: Place) -> int:
 
 
 def tell(task: Task, found: Perplexity, *, seconds: float) -> None:
-    """Print the numbers, and write them to --output."""
+    """Print the results, and write them to --output."""
     arguments, windows, bits = task.arguments, task.windows, found.bits_per_byte
     bad = f" and {len(task.text.bad_lines):,} bad lines" if task.text.bad_lines else ""
     documents = len(task.text.starts) - 1
@@ -225,7 +225,7 @@ def tell(task: Task, found: Perplexity, *, seconds: float) -> None:
 
 
 def tell_of_short_windows(task: Task) -> None:
-    """Say it if windows show less than the model was trained with, unless that was asked for or changes nothing."""
+    """Message about windows shorter than the model's length in training, where only MAX_DERIVED_SEQ_LENGTH is why."""
     shown, trained = task.windows.seq_length, task.found.description.seq_length
     if task.arguments.seq_length is None and shown == MAX_DERIVED_SEQ_LENGTH < trained:
         print(
@@ -236,12 +236,12 @@ def tell_of_short_windows(task: Task) -> None:
 
 
 def finite(number: float) -> float | None:
-    """JSON has no other."""
+    """The number, or None for infinity and NaN, which JSON does not have."""
     return number if math.isfinite(number) else None
 
 
 def run(arguments: Arguments, place: Place | None = None) -> int:
-    """Run the tool with these arguments; the exit status."""
+    """Evaluation on all ranks, and the exit status."""
     task = prepare(arguments, place)
     if place is None or place.rank == 0:
         for message in task.text.bad_lines[:MAX_BAD_LINES_TOLD]:
@@ -253,7 +253,7 @@ def run(arguments: Arguments, place: Place | None = None) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The exit status; of ranks that were started by others, one says what is wrong."""
+    """The command line tool, and its exit status. Under torchrun or srun only rank 0 prints a user error."""
     place = None
     try:
         place = place_from_environment()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Text generation from a checkpoint of any layout: python tools/generate.py --help
+"""Text generation with a trained model, from a checkpoint of any layout: python tools/generate.py --help
 
-Exit status: 0 done, 1 a failure, 2 something in the input or the flags to mend.
+Exit status: 0 success, 1 a failure, 2 a user error in the input or the flags.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from megatronish.train.run import start_mesh
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to load and how to write."""
+    """Text generation with a trained model, in one process or over ranks of tp and pp."""
 
     load: Path
     """A run folder, its checkpoints folder or one step's folder."""
@@ -43,28 +43,28 @@ class Arguments:
     tokenizer_model: Path | None = None
     """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Text to go on from; nothing begins a document. Without any, a new line is gone on from."""
+    """Text to continue; an empty one begins a document. Several are allowed. Default: one prompt, a newline."""
     add_special_tokens: bool = False
-    """Read markup such as <|eot_id|> in prompts as the special token, and add what the tokenizer puts around a text, a
-    first token above all: what a model from elsewhere was trained with. Without it, a prompt is plain text."""
+    """Read markup such as <|eot_id|> in prompts as special tokens, and add those that the tokenizer puts around a text,
+    above all the first token, as converted models were trained. Without this flag a prompt is plain text."""
     prompts_file: Path | None = None
     """More prompts: a text file, one a line, or .jsonl with objects like {"text": ...}."""
     output: Path | None = None
-    """A .jsonl file for what is written, an object a prompt, instead of the terminal."""
+    """A .jsonl file for the generated text, one object per prompt, instead of the terminal."""
     num_tokens: int = 200
-    """Tokens to write at most; an end of document, or another token that the model ends with, ends earlier."""
+    """Tokens to generate for each prompt, at most: an end of document or another stop token of the model ends it."""
     temperature: float = 0.8
-    """0 takes the likeliest token every time."""
+    """0 is greedy decoding: always the likeliest token."""
     top_k: int = 0
-    """Choose among the k likeliest tokens; 0 for all."""
+    """Sample from the k likeliest tokens; 0 from all."""
     top_p: float = 0.95
-    """Choose among the likeliest tokens that make up this probability."""
+    """Nucleus sampling: from the likeliest tokens that together have this probability."""
     seed: int = 0
-    """The same seed writes the same text after the same prompt, whatever other prompts there are, but for rounding."""
+    """The same seed and prompt give the same text, whatever the other prompts and the layout, except for rounding."""
     batch_size: int = 8
-    """Prompts that are gone on with at a time."""
+    """Prompts in one forward pass. With pp, a batch for each stage is generated at a time."""
     seq_length: int | None = None
-    """Tokens that the model looks back on. Derived: what it was trained with."""
+    """Tokens that the model sees at a time. Derived: its length in training."""
     tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     """tp: ranks that share every layer."""
     pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
@@ -76,13 +76,13 @@ class Arguments:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
+        """Sampling settings of these flags."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank needs to know."""
+    """Checked input of every rank: the checkpoint, its config in the new layout, the tokenizer and the prompts."""
 
     arguments: Arguments
     found: SavedModel
@@ -93,7 +93,7 @@ class Task:
 
 
 def check(arguments: Arguments) -> None:
-    """UserError for numbers that make no sense."""
+    """UserError for numbers out of range."""
     if not 0 <= arguments.temperature < math.inf:
         raise UserError(f"--temperature {arguments.temperature} must be a number from 0 on; for example 0.8")
     if not 0 < arguments.top_p <= 1:
@@ -109,7 +109,7 @@ def check(arguments: Arguments) -> None:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """A prompt a line; blank lines are none. UserError with the place of a line that holds no prompt."""
+    """Prompts of a file, one per line; blank lines are skipped. UserError with the number of an invalid line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -127,7 +127,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 
 def prepare(arguments: Arguments) -> Task:
-    """Everything that can be wrong shows here, before any rank is started."""
+    """The task of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(
@@ -152,7 +152,7 @@ def prepare(arguments: Arguments) -> Task:
 
 
 def write(task: Task, place: Place) -> int:
-    """Generate on one rank; its exit status."""
+    """Generation on one rank, and its exit status."""
     mesh = start_mesh(task.config, place)
     model = load_model(task.found.checkpoint, mesh=mesh, dtype=torch.bfloat16 if task.arguments.bf16 else torch.float32)
     if mesh.is_main:
@@ -177,7 +177,7 @@ def write(task: Task, place: Place) -> int:
 
 
 def tell_of_long_texts(task: Task) -> None:
-    """Say what becomes of texts that the model cannot see whole."""
+    """Messages about texts longer than the model sees: prompts that are cut, tokens without a KV cache."""
     seen = task.config.training.seq_length
     cut = sum(len(tokens) > seen for tokens in task.tokens)
     if cut:
@@ -187,7 +187,7 @@ def tell_of_long_texts(task: Task) -> None:
 
 
 def show(task: Task, written: Iterable[GeneratedToken]) -> int:
-    """Print, or write to --output, what comes, prompt after prompt; the number of tokens."""
+    """Print the texts, or write them to --output, in the order of the prompts; the number of generated tokens."""
     path = task.arguments.output
     following = [list[int]() for _ in task.prompts]
     ended, num_shown = set[int](), 0
@@ -209,7 +209,7 @@ def show(task: Task, written: Iterable[GeneratedToken]) -> int:
 
 
 def open_output(path: Path) -> TextIO:
-    """UserError where nothing can be written."""
+    """The file, open for writing; UserError where that fails."""
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -217,7 +217,7 @@ def open_output(path: Path) -> TextIO:
 
 
 def show_one(task: Task, number: int, following: Sequence[int], file: TextIO | None) -> None:
-    """What was written after one prompt."""
+    """Print the text of one prompt, or write it to `file` as a line of JSON."""
     prompt, tokens = task.prompts[number], task.tokens[number]
     text = task.tokenizer.decode([*tokens, *following])
     if file is None:
@@ -233,14 +233,14 @@ def show_one(task: Task, number: int, following: Sequence[int], file: TextIO | N
 
 
 class Live:
-    """Text on a terminal that grows as its tokens come."""
+    """Text on a terminal that is printed token by token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer, self.prompt = tokenizer, prompt
         self.shown = ""
 
     def show(self, following: Sequence[int], *, is_all: bool) -> None:
-        """Add what is sure: the last token's bytes may be the beginning of a character."""
+        """Print the new characters. The last token may end within a UTF-8 character: then wait, unless `is_all`."""
         text = self.tokenizer.decode([*self.prompt, *following])
         grows = text.startswith(self.shown)
         if is_all:
@@ -251,13 +251,13 @@ class Live:
 
 
 def run(arguments: Arguments) -> int:
-    """Run the tool with these arguments; the exit status."""
+    """Generation on all ranks, and the exit status."""
     task = prepare(arguments)
     return launch(partial(write, task), world_size=task.config.layout.world_size)
 
 
 def main(argv: list[str]) -> int:
-    """The exit status; of ranks that were started by others, one says what is wrong."""
+    """The command line tool, and its exit status. Under torchrun or srun only rank 0 prints a user error."""
     place = None
     try:
         place = place_from_environment()

@@ -61,7 +61,7 @@ class FullySharded:
         self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
         for before, layer in (pair for chunk in self._chunks for pair in pairwise(chunk)):
             layer.set_modules_to_backward_prefetch([before])
-        stage.to_empty(device=torch.device("cpu") if settings.offload_parameters else device)
+        stage.to_empty(device=torch.device("cpu") if settings.offload == "parameters" else device)
 
         # Rows of this rank, flat, and the rectangles of the global tensors that they are.
         kept = {name: parameter for name, parameter in _sharded(stage) if _rows(parameter).numel()}
@@ -180,7 +180,7 @@ def _fully_shard(
     precision = MixedPrecisionPolicy(
         param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload_parameters else OffloadPolicy()
+    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload == "parameters" else OffloadPolicy()
     for module in reversed(modules):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]

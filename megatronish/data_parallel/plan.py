@@ -36,8 +36,7 @@ class Segment(NamedTuple):
 class BucketPlan:
     """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
 
-    `sums_over` are the axes over which gradients are summed besides the domain's data ranks. `counted` says whether
-    this rank counts them (`Sharding.is_counted`).
+    `sharding` is that of any of them: they are alike in what follows from it.
     """
 
     names: tuple[str, ...]
@@ -46,8 +45,17 @@ class BucketPlan:
     size: int
     sources: frozenset[Source]
     domain: Domain
-    sums_over: tuple[Axis, ...]
-    counted: bool
+    sharding: Sharding
+
+    @property
+    def sums_over(self) -> tuple[Axis, ...]:
+        """Axes over which the gradients are summed besides the domain's data ranks."""
+        return self.sharding.sums_over(self.domain)
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank counts the parameters (`Sharding.is_counted`)."""
+        return self.sharding.is_counted(self.domain)
 
     def views(self, flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """[size] -> each parameter's elements in its shape."""
@@ -86,13 +94,13 @@ def plan_buckets(
     """
     order = list(domains)
 
-    def kind(name: str) -> tuple[int, bool, bool, bool, list[str]]:
+    def kind(name: str) -> tuple[int, bool, list[str], bool, list[str]]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
         sharding = shardings[name]
         domain = domains[sharding.domain]
         is_tied = sharding.tied and domain.embedding.size > 1
-        is_partial = any(domain.model[axis].size > 1 for axis in sharding.partial_over)
-        return order.index(domain.name), is_tied, is_partial, not sharding.cuts, sorted(sharding.cut_axes)
+        partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
+        return order.index(domain.name), is_tied, partial_over, not sharding.cuts, sorted(sharding.cut_axes)
 
     plans = []
     last_first = list(parameters)[::-1]
@@ -114,8 +122,7 @@ def plan_buckets(
                         size=_rounded_up(end, alignment * domain.shard.size),
                         sources=sources_of,
                         domain=domain,
-                        sums_over=sharding.sums_over(domain),
-                        counted=sharding.is_counted(domain),
+                        sharding=sharding,
                     )
                 )
     return plans

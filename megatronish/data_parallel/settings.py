@@ -1,6 +1,7 @@
 """Settings of the data ranks: what ZeRO shards, in which precision, and what overlaps with computing."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,8 +12,8 @@ from megatronish.config.parallel import ParallelConfig
 class DataParallelSettings:
     """What a config says of the data ranks.
 
-    `dtype` is that of the model, `reduce_dtype` that of gradients on their way. `masters_on` is where masters live if
-    not where the parameters do. `bucket_size` counts elements.
+    `dtype` is that of the model, `reduce_dtype` that of gradients on their way. `bucket_size` counts elements.
+    `offload` says what lives in the CPU's memory: masters and optimizer states, or the parameters with them (ZeRO-3).
     """
 
     zero_stage: int = 0
@@ -21,8 +22,12 @@ class DataParallelSettings:
     bucket_size: int = 8_000_000
     overlap_reduce: bool = True
     overlap_gather: bool = True
-    masters_on: torch.device | None = None
-    offload_parameters: bool = False
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+
+    @property
+    def masters_on(self) -> torch.device | None:
+        """Device of the masters, if it is not that of the parameters."""
+        return torch.device("cpu") if self.offload == "optimizer" else None
 
     @property
     def alignment(self) -> int:
@@ -32,7 +37,11 @@ class DataParallelSettings:
     @classmethod
     def of(cls, parallel: ParallelConfig, dtype: torch.dtype) -> "DataParallelSettings":
         """As the flags say. Parameters that are offloaded take their masters along."""
-        offloads_masters = parallel.optimizer_cpu_offload and not parallel.param_cpu_offload
+        offload: Literal["none", "optimizer", "parameters"] = "none"
+        if parallel.param_cpu_offload:
+            offload = "parameters"
+        elif parallel.optimizer_cpu_offload:
+            offload = "optimizer"
         return cls(
             zero_stage=parallel.zero,
             dtype=dtype,
@@ -40,6 +49,5 @@ class DataParallelSettings:
             bucket_size=parallel.ddp_bucket_size,
             overlap_reduce=parallel.overlap_grad_reduce,
             overlap_gather=parallel.overlap_param_gather,
-            masters_on=torch.device("cpu") if offloads_masters else None,
-            offload_parameters=parallel.param_cpu_offload,
+            offload=offload,
         )

@@ -1,46 +1,41 @@
-"""What does a trained model write? Token by token, over ranks of tp and pp or in one process.
+"""Text generation with a KV cache: prefill, then decode token by token, in one process or over ranks of tp and pp.
 
-The prompts of a batch run through the model once. From then on every token runs alone, and attention finds those before
-it in a cache (attention/cached.py). A model sees `seq_length` tokens. When they are full, their first ones are given up
-and the rest begins anew at its first position, without what the cache knew of them: then every token runs all of them.
+Every token is one run of the pipeline executor (pipeline/executor.py) with a plan of forwards alone. A micro-batch is a
+batch of prompts, and as many batches are generated at a time as there are pipeline stages, so that stages work at the
+same time. decoding.py says what goes through the model.
 
-What is written after a prompt is a function of the seed and the prompt, the second time of the same prompt another one:
-neither the batch it is in nor the layout matters. But logits are rounded otherwise where sums are taken in another
-order, so two tokens that are all but equally good may change places, in bf16 now and then.
+The text of a prompt is a function of the seed and the prompt (and of which copy of an equal prompt it is): it depends
+neither on the batch nor on the layout. But layouts sum in different orders and so round logits differently. Where two
+tokens are almost equally good, rounding may decide between them, in bf16 now and then.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.attention.cached import KeyValueCache
+from megatronish.inference.decoding import DecodingBatch, GeneratedText, GeneratedToken, forward_chunk
 from megatronish.mesh import Mesh
-from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
+from megatronish.pipeline.executor import Executor
 from megatronish.pipeline.transfers import Boundary
+from megatronish.schedule.plan import Action, looped
 from megatronish.streams import torch_stream
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 takes the likeliest; top_k 0 and top_p 1 leave all to choose from."""
+    """Choice of the next token. Temperature 0 is greedy decoding; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-
-
-class GeneratedToken(NamedTuple):
-    """The next token after prompt number `number`; None once it has ended, by a token that ends it or by its length."""
-
-    number: int
-    token: int | None
 
 
 def generate(
@@ -54,134 +49,114 @@ def generate(
     batch_size: int = 8,
     mesh: Mesh | None = None,
 ) -> Iterator[GeneratedToken]:
-    """What follows each prompt, as it comes: `num_tokens`, or as many as there are before one of `stops`.
+    """Tokens of each prompt's text as they are generated: `num_tokens`, or fewer if one of `stops` comes before.
 
-    Prompts have at least one token each; `batch_size` of them are gone on with at a time. All ranks of `mesh` call this
-    and go through all of it.
+    Prompts have at least one token each. A batch is `batch_size` prompts; tokens of as many batches as there are
+    pipeline stages come in turn. A collective call: all ranks of `mesh` iterate to the end and get the same tokens.
     """
-    sampling = sampling or Sampling()
+    if num_tokens == 0:
+        yield from (GeneratedToken(number, None) for number in range(len(prompts)))
+        return
+    mesh, sampling = mesh or Mesh.start(), sampling or Sampling()
+    texts = _texts_of(prompts, seed=sampling.seed)
+    waiting = iter(
+        [
+            DecodingBatch(texts[first : first + batch_size], num_tokens, seq_length)
+            for first in range(0, len(texts), batch_size)
+        ]
+    )
+    executor = _executor_of(model, mesh)
+    active: list[DecodingBatch] = []
+    while True:
+        # 1. Batches that have ended make room for new ones: a batch for each stage keeps all stages busy.
+        active += islice(waiting, mesh.pp.size - len(active))
+        if not active:
+            return
+        # 2. Prefill or decode: one forward of each batch through all stages. Only ranks of the last one get logits.
+        logits = _next_logits(executor, active)
+        # 3. One rank samples, and every rank gets the tokens: the next input of the first stage.
+        chosen = iter(_sample(logits, [batch.texts for batch in active], sampling, mesh))
+        # 4. Texts grow by their tokens; those that end leave their batch and its KV cache.
+        for batch in active:
+            yield from batch.append(list(islice(chosen, len(batch.texts))), stops=stops)
+        active = [batch for batch in active if batch.texts]
+
+
+def _texts_of(prompts: Sequence[Sequence[int]], *, seed: int) -> list[GeneratedText]:
+    """Texts of the prompts, each with its own random stream: copies of a prompt are numbered to differ."""
     copies: Counter[tuple[int, ...]] = Counter()
     texts = []
     for number, prompt in enumerate(map(tuple, prompts)):
-        texts.append(_Text(number, list(prompt), torch_stream(sampling.seed, "generate", *prompt, copies[prompt])))
+        texts.append(GeneratedText(number, list(prompt), torch_stream(seed, "generate", *prompt, copies[prompt])))
         copies[prompt] += 1
-    writer = _Writer(model, mesh or Mesh.start(), sampling, seq_length, stops)
-    for first in range(0, len(texts), batch_size):
-        yield from writer.write(texts[first : first + batch_size], num_tokens)
+    return texts
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A prompt and what follows it so far; `stream` says how chance falls."""
-
-    number: int
-    tokens: list[int]
-    stream: torch.Generator
-
-
-@dataclass(frozen=True)
-class _Writer:
-    model: GPT
-    mesh: Mesh
-    sampling: Sampling
-    seq_length: int
-    stops: Collection[int]
-
-    @torch.no_grad()
-    def write(self, texts: list[_Text], num_tokens: int) -> Iterator[GeneratedToken]:
-        """Go on with these texts, all at once."""
-        cache, begins = KeyValueCache(0), list[int]()
-        for left in range(num_tokens, 0, -1):
-            if cache.is_full:
-                seen = [text.tokens[-self.seq_length :] for text in texts]
-                longest = max(map(len, seen))
-                cache = KeyValueCache(min(self.seq_length, longest + left - 1))
-                begins = [longest - len(tokens) for tokens in seen]
-            else:
-                seen = [text.tokens[-1:] for text in texts]
-            logits = self._next_logits(seen, begins, cache)
-            going_on = []
-            for row, (text, token) in enumerate(zip(texts, self._choose(logits, texts), strict=True)):
-                if token in self.stops:
-                    yield GeneratedToken(text.number, None)
-                else:
-                    going_on.append(row)
-                    text.tokens.append(token)
-                    yield GeneratedToken(text.number, token)
-            if not going_on:
-                return
-            if len(going_on) < len(texts):
-                texts, begins = [texts[row] for row in going_on], [begins[row] for row in going_on]
-                cache.keep(going_on)
-        yield from (GeneratedToken(text.number, None) for text in texts)
-
-    def _next_logits(self, seen: Sequence[Sequence[int]], begins: Sequence[int], cache: KeyValueCache) -> Tensor | None:
-        """[B, V] in fp32, true vocabulary, on the ranks of the last stage. Rows of tokens end in the same column."""
-        model, mesh = self.model, self.mesh
-        batch = _batch(seen, begins, first_column=cache.num_columns).to(mesh.device)
-        num_rows, num_columns = batch.tokens.shape
-        dtype = next(model.parameters()).dtype
-        boundary = Boundary((num_columns, num_rows, model.config.hidden_size), dtype, mesh.device, mesh.tp)
-        line, x = mesh.p2p_axes["F", True], None
-        if not mesh.pp.is_first:
-            piece = comm.start_receive(boundary.empty_slice(), line, source=mesh.pp.rank - 1, tag=0).wait()
-            x = boundary.whole(piece)
-        x = model.hidden(x, batch, step=None, cache=cache)
-        cache.advance(num_columns)
-        if not mesh.pp.is_last:
-            comm.start_send(boundary.slice_of(x), line, to=mesh.pp.rank + 1, tag=0).wait()
-            return None
-        logits = comm.start_all_gather(model.logits(x[-1:])[0].t(), mesh.tp).wait()
-        return logits[: model.vocab_size].t().float()
-
-    def _choose(self, logits: Tensor | None, texts: Sequence[_Text]) -> list[int]:
-        """The next token of each text, chosen by one rank for all."""
-        chosen = torch.zeros(len(texts), dtype=torch.int64, device=self.mesh.device)
-        if logits is not None and self.mesh.tp.is_first:
-            chances = None
-            if self.sampling.temperature:
-                width = logits.shape[-1]
-                rows = [torch.rand(width, dtype=torch.float64, generator=text.stream) for text in texts]
-                chances = torch.stack(rows).to(logits.device)
-            chosen = choose(logits, chances, self.sampling)
-        return comm.all_reduce(chosen, self.mesh.world).tolist()
-
-
-def _batch(seen: Sequence[Sequence[int]], begins: Sequence[int], *, first_column: int) -> MicroBatch:
-    """Tokens from `first_column` on, of texts that begin in columns `begins` >= 0 and end together.
-
-    What stands before a text, made up, is a document of its own.
-    """
-    longest = max(map(len, seen))
-    tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in seen])
-    begin = torch.tensor(begins)[:, None]
-    columns = torch.arange(first_column + longest)
-    return MicroBatch(
-        tokens=tokens,
-        labels=tokens,
-        loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
-        position_ids=(columns[first_column:] - begin).clamp(min=0),
-        sample_ids=torch.arange(len(seen)),
-        document_ids=(columns >= begin).long() if any(begins) else None,
+def _executor_of(model: GPT, mesh: Mesh) -> Executor:
+    """Pipeline executor of this rank's stage. All ranks of the pipeline make theirs at the same time."""
+    assert len(model.chunks) == 1, "generation runs one chunk a stage"
+    dtype = next(model.parameters()).dtype
+    return Executor(
+        [partial(forward_chunk, model)],
+        looped(num_stages=mesh.pp.size),
+        p2p_axes=mesh.p2p_axes,
+        boundary=Boundary(model.config.hidden_size, dtype, mesh.device, model.tp),
     )
 
 
-def choose(logits: Tensor, chances: Tensor | None, sampling: Sampling) -> Tensor:
-    """[B, V], fp64 [B, V] in [0, 1) -> [B]: as likely as their probabilities say, if all chances are drawn evenly.
+@torch.no_grad()
+def _next_logits(executor: Executor, batches: Sequence[DecodingBatch]) -> list[Tensor]:
+    """Logits [B, V] in fp32 of each batch's next tokens, on the ranks of the last stage; elsewhere none."""
+    found: list[Tensor] = []
+    executor.run(
+        [Action("F", 0, number) for number in range(len(batches))],
+        [batch.next_input().to(executor.boundary.device) for batch in batches],
+        step=None,
+        on_model_output=lambda _number, logits: found.append(logits),
+    )
+    return found
 
-    The token with the largest sum of score and noise, which is made of a token's own chance (Gumbel's): a logit that is
-    rounded otherwise changes the choice only where two such sums all but agree.
+
+def _sample(
+    logits: Sequence[Tensor], batches: Sequence[Sequence[GeneratedText]], sampling: Sampling, mesh: Mesh
+) -> list[int]:
+    """Next token of every text, batch after batch, on all ranks.
+
+    The first tp rank of the last stage chooses. The others add zeros, so an all-reduce hands its tokens to every rank.
+    """
+    chosen = torch.zeros(sum(map(len, batches)), dtype=torch.int64, device=mesh.device)
+    if logits and mesh.tp.is_first:
+        found = [
+            choose(scores, _uniform(texts, like=scores) if sampling.temperature else None, sampling)
+            for scores, texts in zip(logits, batches, strict=True)
+        ]
+        chosen = torch.cat(found)
+    return comm.all_reduce(chosen, mesh.world).tolist()
+
+
+def _uniform(texts: Sequence[GeneratedText], *, like: Tensor) -> Tensor:
+    """Uniform random numbers in [0, 1), fp64 [B, V]: each row from the stream of its text."""
+    rows = [torch.rand(like.shape[-1], dtype=torch.float64, generator=text.stream) for text in texts]
+    return torch.stack(rows).to(like.device)
+
+
+def choose(logits: Tensor, chances: Tensor | None, sampling: Sampling) -> Tensor:
+    """Next tokens [B] from logits [B, V] and uniform random numbers `chances`, fp64 [B, V] in [0, 1); None is greedy.
+
+    Sampling by the Gumbel-max trick: the largest sum of score and noise, and each token's noise comes from its own
+    chance. A logit that is rounded differently changes the choice only where the two largest sums are almost equal.
     """
     if chances is None or sampling.temperature == 0.0:
         return logits.argmax(-1)
-    # The largest becomes 0, and fp64 holds any temperature: nothing is infinity minus infinity, or 0 over 0.
+    # 1. Temperature. The largest score becomes 0, and fp64 holds any temperature: no inf - inf and no 0 / 0.
     scores = (logits - logits.amax(-1, keepdim=True)).double() / sampling.temperature
+    # 2. Top-p: keep the likeliest tokens whose sum before each is below top_p, at least one. Top-k: the first k alone.
     values, order = scores.softmax(-1).sort(descending=True, stable=True)
-    # Keep the likeliest tokens whose sum before each is below top_p: never none.
     kept = values.cumsum(-1) - values < sampling.top_p
     if sampling.top_k > 0:
         kept[:, sampling.top_k :] = False
-    # A chance of 0 would be infinitely bad luck, for all tokens if there is one alone.
+    # 3. Gumbel noise. A chance of 0 would be -inf, for all tokens if only one is kept.
     noise = -(-chances.clamp(min=torch.finfo(torch.float64).tiny).log()).log()
+    # 4. `kept` is in sorted order: back to token ids, then the largest sum of the kept tokens.
     left_out = torch.empty_like(kept).scatter(-1, order, ~kept)
     return (scores + noise).masked_fill(left_out, -torch.inf).argmax(-1)

@@ -1,4 +1,4 @@
-"""What was trained, and how does a rank get its share of it? From a checkpoint of any layout, into any other."""
+"""Loading of a trained model for generation and evaluation, from a checkpoint of any layout into any other layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,14 +37,14 @@ FOREIGN = (CONFIG, LATEST, INDEX)
 
 
 class SavedModel(NamedTuple):
-    """A checkpoint, and which model it holds."""
+    """A checkpoint on disk and the description of its model."""
 
     checkpoint: Path
     step: int
     description: Description
 
     def config(self, parallel: ParallelConfig, training: TrainingConfig) -> Config:
-        """This model in a layout of one's own; UserError if it cannot be spread or fed like that."""
+        """Config of this model in a new layout and sequence length; UserError if one does not fit the model."""
         model, rows = self.description.model, self.description.num_positions
         if model.position_embedding_type == "learned_absolute":
             if complaint := too_few_positions(rows, seq_length=training.seq_length):
@@ -54,7 +54,7 @@ class SavedModel(NamedTuple):
             model=model,
             parallel=parallel,
             training=replace(training, train_iters=1),
-            optimizer=OptimizerConfig(lr=1.0),  # these two are only to be sound
+            optimizer=OptimizerConfig(lr=1.0),  # no training: the optimizer and the data only have to be valid
             data=DataConfig(mock_data=True),
         )
         if wrong := problems(config):
@@ -62,7 +62,7 @@ class SavedModel(NamedTuple):
         return config
 
     def with_tokenizer(self, path: Path) -> "SavedModel":
-        """The same, whose text becomes tokens, and documents end, by a file or folder of one's own."""
+        """The same checkpoint with another tokenizer, from a file or folder; its end of document becomes `eod`."""
         kind: TokenizerType = "huggingface" if path.is_dir() or path.suffix == ".json" else "sentencepiece"
         data = replace(
             self.description.data,
@@ -77,7 +77,7 @@ class SavedModel(NamedTuple):
 
 
 class LoadedModel(NamedTuple):
-    """This rank's share of a model, and what there is to know of it."""
+    """This rank's stage and tp shard of a model, its description, and the training step of its checkpoint."""
 
     model: GPT
     description: Description
@@ -85,9 +85,9 @@ class LoadedModel(NamedTuple):
 
 
 def find_trained(load: Path, *, step: int | None = None, tokenizer: Path | None = None) -> SavedModel:
-    """From a run folder, its checkpoints folder or one step's folder; UserError if it holds no checkpoint.
+    """The checkpoint in a run folder, a checkpoints folder or one step's folder; UserError if there is none.
 
-    `tokenizer` is a file or folder to use instead of the checkpoint's own.
+    `step` None takes the newest. `tokenizer` is a file or folder to use instead of the checkpoint's own.
     """
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
     if checkpoint is None and any((load / name).is_file() for name in FOREIGN):
@@ -101,9 +101,9 @@ def find_trained(load: Path, *, step: int | None = None, tokenizer: Path | None 
 def load_model(
     load: Path, *, step: int | None = None, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
 ) -> LoadedModel:
-    """What a rank of tp and pp holds, by default the whole; all ranks call this."""
+    """Model for generation: this rank's share over tp and pp, without `mesh` the whole model. A collective call."""
     found, mesh = find_trained(load, step=step), mesh or Mesh.start()
-    assert mesh.data.size == 1, "ranks of dp and cp would hold copies"
+    assert mesh.data.size == 1, "generation has no dp and no cp: their ranks would hold copies"
     description = found.description
     parallel = ParallelConfig(
         tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size, data_parallel_size=1
@@ -128,7 +128,7 @@ def load_model(
 
 
 def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
-    """What evaluates this rank's share of the model, and cannot train it; all ranks call this."""
+    """Engine for evaluation in any layout, without gradients and optimizer states. A collective call."""
     engine = build_engine(config, mesh, vocab_size=found.description.vocab_size, trainable=nothing)
     load_tensors(found.checkpoint, tensors_of(engine, with_optimizer=False), mesh=mesh)
     engine.data_parallel.gather_parameters(frozen=True)

@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text: the sum of its losses over windows that predict each token once."""
+"""Perplexity of a model on a text: the sum of token losses over windows that predict each token once."""
 
 import math
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from megatronish.data.windows import Windows
 from megatronish.objectives.objective import LOSS
 from megatronish.train.engine import Engine
 
-MICRO_BATCHES_A_STAGE = 8  # between two sums over all ranks: few enough to hold, enough to fill a pipeline
+MICRO_BATCHES_A_STAGE = 8  # in one pipeline run: few enough to fit into memory, enough for a small pipeline bubble
 
 
 class Perplexity(NamedTuple):
-    """Sum of the losses in `nats`, and how many predictions it is over. `num_bytes` of the text, where known."""
+    """Sum of the token losses in nats, and the number of predictions. `num_bytes` is the text's size, where known."""
 
     num_predictions: int
     nats: float
@@ -22,17 +22,17 @@ class Perplexity(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean loss, in nats a token."""
+        """Mean loss in nats per token."""
         return self.nats / self.num_predictions
 
     @property
     def perplexity(self) -> float:
-        """e to the power of the mean loss; infinite where that is too large for a float."""
+        """exp(mean loss), infinite where that is too large for a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits of all predictions, ends of documents among them, over the bytes of the text."""
+        """Bits of all predictions, end-of-document tokens included, divided by the bytes of the text."""
         return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
@@ -47,9 +47,9 @@ def measure(
 ) -> Perplexity:
     """Perplexity over all windows, the same on every rank; a collective call.
 
-    Windows are dealt to the data-parallel ranks in turn, as samples of a step are. Where they do not divide evenly, the
-    last ranks get windows of which nothing counts: a pipeline or a collective needs equal micro-batches. One rank alone
-    with all layers gets a shorter last micro-batch instead.
+    Windows go to the data-parallel ranks as the samples of a training step do. Where they do not divide evenly, the
+    last micro-batches are filled with windows without predictions: ranks that communicate get equal micro-batches. With
+    dp 1 and pp 1 the last micro-batch is shorter instead. `on_progress` gets the number of windows of each run.
     """
     dp = engine.mesh.dp
     share = BatchShare(dp.rank, dp.size, micro_batch_size)

@@ -1,4 +1,4 @@
-"""What does the run's model write at the end of `pretrain_gpt.py`?"""
+"""Sample of generated text at the end of a training run: --sample-prompt of `pretrain_gpt.py`."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from megatronish.train.state import read_run
 
 
 def print_sample(config: Config) -> int:
-    """Print what the run's newest checkpoint makes of --sample-prompt, if the run is over; the exit status.
+    """Print text generated from --sample-prompt with the newest checkpoint, if the run is finished; the exit status.
 
-    Called by the process that started the ranks, when they are gone: the whole model is put together in it.
+    The process that started the ranks calls this after they have ended, and loads the whole model.
     """
     prompt = config.log.sample_prompt
     if prompt is None or config.data.mock_data:
@@ -38,6 +38,7 @@ def print_sample(config: Config) -> int:
 
 
 def _is_finished(config: Config, state: dict[str, Any]) -> bool:
+    """Whether the checkpoint of this state is the last one that the config asks for."""
     training = config.training
     if training.train_iters:
         return state["step"] >= training.train_iters

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.transfers import Boundary, Line, connect
+from megatronish.pipeline.transfers import Boundary, Line, Shape, connect
 from megatronish.schedule.plan import Action, Placement, StageChunk, routes
 from megatronish.schedule.schedules import RECEIVES_AHEAD
 
@@ -23,8 +23,9 @@ from megatronish.schedule.schedules import RECEIVES_AHEAD
 class ChunkOutput(NamedTuple):
     """Output of a chunk's forward.
 
-    `x` [S, B, D] is the input of the next position; at the end of the model it is the scalar that backward starts from.
-    `sums` are scalars without a graph, to be added up over micro-batches.
+    `x` [S, B, D] is the input of the next position. At the end of the model it is the scalar that backward starts from;
+    without backward it is any tensor for `on_model_output`, logits for example. `sums` are scalars without a graph, to
+    be added up over micro-batches.
     """
 
     x: Tensor
@@ -54,7 +55,11 @@ Observer = Callable[[Action, float, float], None]
 
 
 def _ignore(_action: Action, _is_last: bool) -> None:
-    """Ignore the start of an action: no data-parallel communication depends on it."""
+    """Default of `begin_action`: no data-parallel communication depends on the action."""
+
+
+def _drop(_micro_batch: int, _output: Tensor) -> None:
+    """Default of `on_model_output`: only the sums are used."""
 
 
 class Executor:
@@ -94,14 +99,18 @@ class Executor:
         step: int | None,
         loss_scale: float = 1.0,
         begin_action: Callable[[Action, bool], None] = _ignore,
+        on_model_output: Callable[[int, Tensor], None] = _drop,
         observers: Sequence[Observer] = (),
     ) -> dict[str, Tensor]:
         """Execute the actions; return the sums of this rank's chunks over the micro-batches, fp32 scalars by name.
 
         Backward starts from `loss_scale` times the output of the last position. `step` None means evaluation.
         `begin_action` is called before each action, with whether it is the last one of its kind in its chunk.
+        `on_model_output` is called with the number of each micro-batch and its output of the last position, without a
+        graph, on the stage that holds this position.
         """
         totals: dict[str, Tensor] = {}
+        shapes = [self.boundary.shape_of(micro_batch) for micro_batch in micro_batches]
         last = {(action.kind, action.chunk): action for action in actions}
         training = any(action.kind == "B" for action in actions)
         splits = any(action.kind == "W" for action in actions)
@@ -110,9 +119,9 @@ class Executor:
         for i, action in enumerate(actions):
             # 1. Post the receives of this action and of those just ahead, so that tensors travel meanwhile.
             for upcoming in actions[i : i + 1 + RECEIVES_AHEAD]:
-                self._post(upcoming)
+                self._post(upcoming, shapes[upcoming.micro_batch])
             # 2. Wait for this action's input: [S, B, D], or the gradient of what this chunk has sent.
-            arrived = self._take(action)
+            arrived = self._take(action, shapes[action.micro_batch])
             begin_action(action, action == last[action.kind, action.chunk])
             start = self._now() if observers else 0.0
             # 3. Compute.
@@ -129,9 +138,11 @@ class Executor:
                 end = self._now()
                 for observe in observers:
                     observe(action, start, end)
-            # 4. Send the output to the position that needs it; at an end of the model nobody does.
+            # 4. Send the output to the position that needs it; at the end of the model the caller gets it.
             if output is not None and self._target(action) is not None:
                 self._deliver(action, output)
+            elif output is not None and action.kind == "F":
+                on_model_output(action.micro_batch, output)
             del arrived, output  # frees both before the next action waits for its input
             self.peak_live = max(self.peak_live, len(self._live()))
         for line in self.lines.values():
@@ -169,21 +180,21 @@ class Executor:
         torch.autograd.backward((output,), (dy if loss_gradient is None else loss_gradient,))
         return None if x is None else x.grad
 
-    def _post(self, action: Action) -> None:
+    def _post(self, action: Action, shape: Shape) -> None:
         """Post the receive of the action's input, if it comes from another stage."""
         source = self._source(action)
         if source is not None and source.stage != self.stage:
             line = self.lines[action.kind, self.stage > source.stage]
-            line.post(action, source=source.stage, tag=self._tag(action))
+            line.post(action, shape, source=source.stage, tag=self._tag(action))
 
-    def _take(self, action: Action) -> Tensor | None:
+    def _take(self, action: Action, shape: Shape) -> Tensor | None:
         """Wait for the action's input from another position; None if it needs none."""
         source = self._source(action)
         if source is None:
             return None
         if source.stage == self.stage:
             return self._handed_over.pop(action)
-        return self.lines[action.kind, self.stage > source.stage].take(action)
+        return self.lines[action.kind, self.stage > source.stage].take(action, shape)
 
     def _deliver(self, action: Action, output: Tensor) -> None:
         """Pass the action's output to the action that needs it: directly within the stage, else by a send."""

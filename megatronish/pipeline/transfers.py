@@ -7,6 +7,7 @@ actions before. A send is waited for before the next send on its line, so at mos
 refuses plans that hang under exactly these rules.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,47 +16,56 @@ import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, TensorParallel
+from megatronish.model.batch import MicroBatch
 from megatronish.schedule.plan import Action, Placement
 
-ALONE = Axis("alone")
+Shape = tuple[int, int, int]
+"""[S, B, D], or [S/tp, B, D] under sequence parallelism."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Tensors between positions, of one shape [S, B, D] (sequence parallel: [S/tp, B, D]), dtype and device.
+    """Hidden states between two positions: [S, B, D] of a micro-batch (sequence parallel: [S/tp, B, D]).
 
-    `same_over` is the axis over which all ranks have the same tensor: tp, unless it cuts the sequence. Each rank of it
-    then sends one slice to its counterpart, and the receiving ranks all-gather the slices: scatter-gather of Narayanan
-    et al. 2021 (arXiv:2104.04473, section 4.1). So no byte is sent twice between two stages.
+    Every stage knows the shape from its own copy of the micro-batch, so micro-batches of one run may differ in shape:
+    prompts and single tokens in generation. `same_over` is the axis over which all ranks have the same tensor: tp,
+    unless it cuts the sequence. Each rank of it then sends one slice to its counterpart, and the receiving ranks
+    all-gather the slices: scatter-gather of Narayanan et al. 2021 (arXiv:2104.04473, section 4.1). So no byte is sent
+    twice between two stages.
     """
 
-    shape: tuple[int, int, int]
+    hidden_size: int
     dtype: torch.dtype
     device: torch.device
-    same_over: Axis = ALONE
+    tp: TensorParallel = field(default_factory=TensorParallel)
 
     @property
-    def cut_over(self) -> Axis:
-        """`same_over`, or an axis of one rank if a tensor cannot be cut into equal slices."""
-        return ALONE if self.numel % self.same_over.size else self.same_over
+    def same_over(self) -> Axis:
+        """Axis of the ranks that have the same tensor."""
+        return Axis("tp") if self.tp.cuts_sequence else self.tp.axis
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of a tensor."""
-        return self.shape[0] * self.shape[1] * self.shape[2]
+    def shape_of(self, micro_batch: MicroBatch) -> Shape:
+        """Shape of the hidden states of a micro-batch, and of their gradients."""
+        num_samples, seq_length = micro_batch.tokens.shape
+        return seq_length // self.tp.sequence_axis.size, num_samples, self.hidden_size
 
     def slice_of(self, x: Tensor) -> Tensor:
         """[S, B, D] -> [S B D / size]: the slice that this rank sends."""
-        return comm.piece_of(x.reshape(-1), self.cut_over)
+        return comm.piece_of(x.reshape(-1), self._cut_over(x.numel()))
 
-    def empty_slice(self) -> Tensor:
+    def empty_slice(self, shape: Shape) -> Tensor:
         """The receive buffer of a slice, [S B D / size]."""
-        return torch.empty(self.numel // self.cut_over.size, dtype=self.dtype, device=self.device)
+        numel = math.prod(shape)
+        return torch.empty(numel // self._cut_over(numel).size, dtype=self.dtype, device=self.device)
 
-    def whole(self, piece: Tensor) -> Tensor:
-        """[S B D / size] -> [S, B, D]: all-gather of the slices over `cut_over`."""
-        return comm.start_all_gather(piece, self.cut_over).wait().view(self.shape)
+    def whole(self, piece: Tensor, shape: Shape) -> Tensor:
+        """[S B D / size] -> [S, B, D]: all-gather of the slices over `same_over`."""
+        return comm.start_all_gather(piece, self._cut_over(math.prod(shape))).wait().view(shape)
+
+    def _cut_over(self, numel: int) -> Axis:
+        """`same_over`, or an axis of one rank if a tensor of `numel` elements cannot be cut into equal slices."""
+        return Axis("tp") if numel % self.same_over.size else self.same_over
 
 
 @dataclass
@@ -67,15 +77,15 @@ class Line:
     receiving: dict[Action, comm.Pending] = field(default_factory=dict)
     sending: comm.Pending | None = None
 
-    def post(self, action: Action, *, source: int, tag: int) -> None:
+    def post(self, action: Action, shape: Shape, *, source: int, tag: int) -> None:
         """Post the receive of the input of `action` from stage `source`, unless it is posted already."""
         if action not in self.receiving:
-            buffer = self.boundary.empty_slice()
+            buffer = self.boundary.empty_slice(shape)
             self.receiving[action] = comm.start_receive(buffer, self.axis, source=source, tag=tag)
 
-    def take(self, action: Action) -> Tensor:
+    def take(self, action: Action, shape: Shape) -> Tensor:
         """Wait for the input of `action`, [S, B, D], whose receive was posted."""
-        return self.boundary.whole(self.receiving.pop(action).wait())
+        return self.boundary.whole(self.receiving.pop(action).wait(), shape)
 
     def send(self, x: Tensor, *, to: int, tag: int) -> None:
         """Start sending x [S, B, D] to stage `to`, after the last send on this line is complete."""

@@ -36,7 +36,8 @@ from megatronish.pipeline.stage import ModelStage, build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.sharding import Sharding, initialize
-from megatronish.train.engine import Engine, UpdateRule
+from megatronish.train.engine import Engine
+from megatronish.train.update_rule import UpdateRule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -169,19 +170,12 @@ def build_executor(
     weight_gradients: WeightGradients | None,
 ) -> Executor:
     """The loop over this stage's actions. Every rank of the pipeline makes its own at the same time."""
-    training, tp = config.training, stage.model.tp
-    local_seq_length = training.seq_length // mesh.cp.size // tp.sequence_axis.size
-    boundary = Boundary(
-        (local_seq_length, training.micro_batch_size, config.model.hidden_size),
-        DTYPES[training.precision],
-        mesh.device,
-        same_over=Axis("tp") if tp.cuts_sequence else mesh.tp,
-    )
+    dtype = DTYPES[config.training.precision]
     return Executor(
         [partial(run_chunk, stage.model, objective, chunk) for chunk in range(stage.stages.num_chunks)],
         stage.stages.placement,
         p2p_axes=mesh.p2p_axes,
-        boundary=boundary,
+        boundary=Boundary(config.model.hidden_size, dtype, mesh.device, stage.model.tp),
         weight_gradients=weight_gradients,
     )
 

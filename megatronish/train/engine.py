@@ -7,7 +7,6 @@ reduces, clips and updates. build.py puts one together; the trainer, the tests a
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +18,12 @@ from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Objective
 from megatronish.optim.clip import global_norm
-from megatronish.optim.loss_scale import LossScale
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stage import ModelStage
 from megatronish.schedule.plan import Action
-from megatronish.train.results import NotFiniteError, StepResult, Totals, Votes, no_votes
-
-
-class UpdateRule(NamedTuple):
-    """What becomes of a gradient before it is used: loss scale, clipping, the check for what is not finite."""
-
-    loss_scale: LossScale
-    clip_grad: float
-    check_finite: bool
+from megatronish.train.results import StepResult, Totals, Votes, no_votes
+from megatronish.train.update_rule import UpdateRule
 
 
 @dataclass
@@ -94,27 +85,13 @@ class Engine:
         metrics = {name: totals[name] / max(weight, 1) for name in self.objective.names}
         counted, mesh = self.data_parallel.counted_gradients(), self.mesh
         grad_norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device) / scale
-        self._check_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1)
-        skipped = not math.isfinite(grad_norm) and self.rule.loss_scale.skips_overflow
+        self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1)
+        skipped = self.rule.skips(grad_norm)
         return StepResult(metrics, grad_norm, weight, scale, skipped, {name: totals[name] for name in cast})
 
-    def _check_finite(self, loss: float, grad_norm: float, *, step: int) -> None:
-        """NotFiniteError, unless a smaller loss scale may help: then the step is left out and the run goes on."""
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        scale = self.rule.loss_scale
-        if is_finite or not self.rule.check_finite or scale.can_shrink:
-            return
-        too_large = f"; the loss scale of {scale.scale} may be too large for fp16, too" if scale.scale > 1 else ""
-        raise NotFiniteError(
-            f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite; the parameters are as they "
-            f"were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step{too_large}"
-        )
-
     def clip(self, grad_norm: float) -> None:
-        """Take the loss scale out of the gradient, and shorten it to `clip_grad` if it is longer."""
-        factor = 1.0 / self.rule.loss_scale.scale
-        if self.rule.clip_grad > 0 and grad_norm > self.rule.clip_grad:
-            factor *= self.rule.clip_grad / (grad_norm + 1e-6)
+        """Take the loss scale out of the gradient, and shorten it if it is too long."""
+        factor = self.rule.factor(grad_norm)
         if factor != 1.0:
             self.data_parallel.scale(factor)
 

@@ -19,7 +19,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.starting import function_of
 from megatronish.errors import UserError
 
-# What may differ between a run and its continuation: everything but [model] and these.
+# Fields outside [model] that a run and its continuation must share. All other fields may differ.
 FIXED = (
     "training.seq_length",
     "training.seed",
@@ -32,7 +32,7 @@ NAMES_OF_DATA = ("data.data_path", "data.train_data_path", "data.split", "data.m
 
 
 def make_writable(folder: Path, *, flag: str) -> None:
-    """Make a folder if need be; UserError if nothing can be written there. Better now than at the first checkpoint."""
+    """Make the folder if it is missing; UserError now, and not at the first checkpoint, if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         problem = None if os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
@@ -44,7 +44,10 @@ def make_writable(folder: Path, *, flag: str) -> None:
 
 @contextmanager
 def locked(folder: Path, *, flag: str) -> Iterator[None]:
-    """Hold the folder while a run lives in it; the lock goes with the process, however that ends."""
+    """Lock of a folder for the time of a run, which the system releases however the process ends.
+
+    UserError if another run has the lock.
+    """
     make_writable(folder, flag=flag)
     with (folder / ".lock").open("a+") as file:
         try:
@@ -60,7 +63,7 @@ def locked(folder: Path, *, flag: str) -> Iterator[None]:
 
 
 def _holder(file: TextIO) -> str:
-    """The holder of a lock. It writes its name just after taking it, so a start at the same moment waits for that."""
+    """Name of the process that has the lock. It is written after the lock is taken: an empty file is read again."""
     for _ in range(20):
         file.seek(0)
         if name := file.read().strip():
@@ -70,7 +73,7 @@ def _holder(file: TextIO) -> str:
 
 
 def add_line(file: Path, line: dict[str, Any]) -> None:
-    """Append an object to a file of JSON lines. What finds no room is told and left out: no run should end for that."""
+    """Append an object to a file of JSON lines. On a full disk the line is left out, with a message."""
     try:
         with file.open("ab", buffering=0) as lines:
             data, begin = (json.dumps(line) + "\n").encode(), lines.tell()
@@ -82,7 +85,7 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{section.field: (saved, now)} of two resolved configs."""
+    """Fields in which two resolved configs differ, {section.field: (saved, now)}."""
     found = {}
     for section in sorted(saved.keys() | now.keys()):
         before, after = saved.get(section, {}), now.get(section, {})
@@ -93,7 +96,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """UserError if a checkpoint's facts are those of another model, other data or another seed."""
+    """UserError unless the run that goes on has the model, the data and the seed of its checkpoint."""
     changed = differences(saved["config"], now["config"])
     problems = [
         f"{name} was {before} and is {after}"
@@ -116,7 +119,10 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Path) -> None:
-    """UserError if weights are to compute what they were not trained to. Of other shapes their tensors tell."""
+    """UserError if the config computes with the weights of `source` something else than they were trained for.
+
+    Models of other sizes are left to `load_tensors`, which names the tensors whose shapes differ.
+    """
     try:
         before, after = (
             function_of(ModelConfig(**config["model"]), seq_length=config["training"]["seq_length"])

@@ -52,7 +52,7 @@ class TrainingJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of the run that a checkpoint keeps, so that a continued run can be compared with them."""
+        """Description of the run that a checkpoint keeps, with which its continuation is compared."""
         return {
             "config": resolved(self.config),
             "vocab_size": self.vocab_size,

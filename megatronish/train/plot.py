@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; none if it does not exist. A line that a killed run left unfinished is skipped."""
+    """Objects of a file of JSON lines, without the line that a killed run left unfinished; no file has no objects."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -20,7 +20,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw RUN_DIR/loss.png: training loss of every step, and every validation."""
+    """Draw RUN_DIR/loss.png, the training loss of every step and every validation loss; returns its path."""
     steps = {line["step"]: line for line in read_lines(run_dir / "metrics.jsonl")}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

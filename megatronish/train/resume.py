@@ -22,8 +22,9 @@ ANEW = "step, optimizer and data order start anew"
 
 
 class Begun(NamedTuple):
-    """Where a run stands. `origin` is what another format said of the weights it came from, to be kept beside them.
+    """Start of a run: its progress, and what is kept beside the weights.
 
+    `origin` is the description that came with weights of another format (Hugging Face's config.json).
     `hook_states` are those of the run that goes on, by name: see `Hook.state`.
     """
 
@@ -33,17 +34,17 @@ class Begun(NamedTuple):
 
 
 def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun:
-    """Fill the engine with what the run goes on from; all ranks call this."""
+    """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective."""
     keep, own = job.config.checkpoint, job.config.save_dir
-    storage = engine.mesh.checkpoint_axis
-    all_or_none(storage, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
-    has_begun, checkpoint = same_on_all(storage, partial(_look, keep, own), what=f"in {own}")
+    axis = engine.mesh.checkpoint_axis
+    all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
+    has_begun, checkpoint = same_on_all(axis, partial(_look, keep, own), what=f"in {own}")
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
         return _from_hf(engine, Path(keep.load_hf), say)
     if checkpoint is None:
         return Begun(Progress(), {}, {})
-    with offering_another(engine.mesh.checkpoint_axis):
-        saved = all_or_none(engine.mesh.checkpoint_axis, partial(read_run, checkpoint))
+    with offering_another(axis):
+        saved = all_or_none(axis, partial(read_run, checkpoint))
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
     facts = job.facts
 
@@ -75,7 +76,7 @@ def resume(
     with_optimizer: bool,
     check: Callable[[dict[str, Any]], None],
 ) -> Progress:
-    """Load this rank's share, in whatever layout it was saved; where the run then stands.
+    """Load this rank's part of a checkpoint of any layout; returns the progress of the run. Collective.
 
     `check` is shown the checkpoint's state before anything is changed, and raises UserError if it will not do.
     """
@@ -109,14 +110,14 @@ def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine)
 
 
 def _look(keep: CheckpointConfig, own: Path) -> tuple[bool, Path | None]:
-    """Whether the run has checkpoints of its own, and that which it goes on from."""
+    """Whether the run has checkpoints of its own, and the checkpoint to load, if there is one."""
     has_begun = bool(steps_in(own))
     from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
     return has_begun, None if from_hf else _find(keep, own, has_begun=has_begun)
 
 
 def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
-    """The run's own newest checkpoint, else that of --load; UserError if one was asked for and is not there."""
+    """Newest checkpoint of the run itself, or else of --load; UserError if a flag asks for one that does not exist."""
     source, step = own, keep.ckpt_step
     if keep.load is not None and folder_of(Path(keep.load)).resolve() != own.resolve():
         source, step = (own, None) if has_begun else (Path(keep.load), step)

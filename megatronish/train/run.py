@@ -32,7 +32,7 @@ from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
-    """Run one rank of what `config` describes: lock the folders, make the mesh, train. Returns the exit status."""
+    """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status."""
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
@@ -49,7 +49,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
 
 
 def start_mesh(config: Config, place: Place) -> Mesh:
-    """The mesh of `config`, on this rank's device."""
+    """Mesh of the config, on this rank's device."""
     parallel = config.parallel
     device = choose_device(parallel.device, place)
     backend = choose_backend(parallel.distributed_backend, device)
@@ -57,6 +57,7 @@ def start_mesh(config: Config, place: Place) -> Mesh:
 
 
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
+    # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
     stopper = Stopper(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
@@ -73,6 +74,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if _has_its_ending(config, mesh):
             return
+    # The trainer and its hooks; those that hold files or threads are closed with the stack.
     board = stack.enter_context(TensorBoard(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
     facts = job.facts | {"origin": origin}
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
@@ -100,7 +102,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
 
 
 def _has_its_ending(config: Config, mesh: Mesh) -> bool:
-    """Whether the curve is younger than the last checkpoint. Killed between the two, a run lacks an evaluation."""
+    """Whether loss.png is younger than the last checkpoint: a run killed between the two lacks its last evaluation."""
     curve, checkpoint, has = config.run_dir / "loss.png", find_checkpoint(config.save_dir), False
     if mesh.is_main and curve.exists() and checkpoint is not None:
         has = curve.stat().st_mtime >= (checkpoint / STATE).stat().st_mtime

@@ -18,17 +18,17 @@ LARGEST_COUNT = 2**62
 
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
-    """The tensors that a checkpoint holds of this rank, by name."""
+    """Tensors of this rank as a checkpoint has them, by name."""
     where = (engine.stage.shardings, engine.mesh.domains)
     tensors = model_tensors(engine.data_parallel.shards, *where)
     return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
 
 
 def num_not_finite(engine: Engine) -> int:
-    """The number of fp32 master tensors, over all ranks, with an element that is infinite or not a number.
+    """Number of master tensors, over all ranks, with an element that is infinite or not a number.
 
     Collective. Each rank reads its masters once, a third of what a checkpoint with Adam has of it, at the speed of
-    memory, and one number is summed over the world. Copies are read too: one that has parted is no better.
+    memory, and one number is summed over the world. Replicas are counted too.
     """
     own = [each.local for each in tensors_of(engine, with_optimizer=False).values()]
     # NaN goes through a minimum and a maximum, and both take no memory, other than torch.isfinite of a whole tensor.
@@ -38,7 +38,7 @@ def num_not_finite(engine: Engine) -> int:
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
-    """The state of a run's checkpoint; DamagedError if it is not that of a run."""
+    """Contents of state.json of a run's checkpoint; DamagedError if a run did not write it."""
     state = read_state(checkpoint)
     missing = [name for name in (*FACTS, *POSITION) if name not in state]
     if missing:
@@ -49,7 +49,7 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
 
 
 def _is_valid(state: dict[str, Any]) -> bool:
-    """Whether what a run goes on with is of the kind that a run leaves, and no number is out of all reason."""
+    """Whether every entry that a run goes on with has its type, and every number a plausible size."""
     config, scale = state["config"], state.get("loss_scale", {})
     counts = [state.get(name, 0) for name in (*POSITION, "skipped_steps", "skipped_samples")]
     return (
@@ -67,5 +67,5 @@ def _is_valid(state: dict[str, Any]) -> bool:
 
 
 def _are_hook_states(states: Any) -> bool:
-    """Whether `states` can be states of hooks, by name."""
+    """Whether `states` are objects by the names of hooks."""
     return isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())

@@ -1,4 +1,4 @@
-"""First lines of a run: what it is about to do, in numbers, before anything is allocated."""
+"""First lines of a run: layout, device, model, FLOPs and expected memory, printed before anything is allocated."""
 
 import platform
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ OVER_CP = {
 
 
 def dry_run(config: Config, notes: Sequence[str]) -> int:
-    """Print the first lines and start nothing; the exit status. What can be seen to be missing is told."""
+    """Print the first lines and start nothing; returns the exit status. UserError if a file is missing."""
     vocab_size = build_tokenizer(config.data).vocab_size
     if config.checkpoint.load_hf is not None:
         open_hf(Path(config.checkpoint.load_hf))
@@ -75,7 +75,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
 
 
 def _attention(config: Config) -> str:
-    """The implementation of attention that runs, and the reason."""
+    """Implementation of attention that runs, and the reason for it."""
     parallel, backend = config.parallel, config.training.attention_backend
     over_cp, is_ring = "", False
     if config.layout.cp > 1:

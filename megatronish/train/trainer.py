@@ -19,7 +19,7 @@ from megatronish.train.engine import Engine, StepResult
 
 @dataclass
 class Progress:
-    """Where a run stands: `step` is the number of steps done, and so the number of the last one, counted from 1."""
+    """Progress of a run: `step` is the number of steps done, and so the number of the last one, counted from 1."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -29,7 +29,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """What changes over a run by plan, and the number of its last step."""
+    """Schedules of learning rate, weight decay and batch size, and the number of the last step."""
 
     learning_rate: LearningRateSchedule
     batch_size: BatchSizeSchedule
@@ -82,11 +82,11 @@ class Hook:
         """Called after the last step."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this hook, as JSON has it; the main rank's is kept. Empty: nothing is kept."""
+        """State of this hook for a checkpoint, of JSON's types, taken on the main rank. Empty: nothing is kept."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned in the run that goes on, before `start`."""
+        """Take over a state that `state` returned before a resume. Called before `start`."""
 
 
 @dataclass
@@ -154,12 +154,12 @@ class Trainer:
         )
 
     def _votes(self) -> dict[str, float]:
-        """The votes of this rank's hooks after the step that is being computed."""
+        """Votes of this rank's hooks for the step that is being computed."""
         step = self.progress.step + 1
         return {name: vote for hook in self.hooks for name, vote in hook.votes(step).items()}
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
-        """The states of the hooks that keep something, by name."""
+        """States of the hooks that keep something, by name."""
         return {hook.name: state for hook in self.hooks if hook.name and (state := hook.state())}
 
     def load_hook_states(self, states: dict[str, dict[str, Any]]) -> None:

@@ -94,7 +94,7 @@ def train(place: Place, layout: Layout, per_sample: int) -> list[tuple[float, fl
             share=BatchShare(mesh.dp.rank, layout.dp, 2),
             collate=Collator(EOD),
         )
-        result = engine.step(batches, step=step, learning_rate=0.1, weight_decay=0.0)
+        result = engine.step(batches, num_steps_done=step, learning_rate=0.1, weight_decay=0.0)
         results.append((result.loss, result.grad_norm, result.num_loss_tokens))
     return results
 

@@ -31,6 +31,7 @@ from megatronish.layout import Layout
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
+from megatronish.pipeline.executor import Executor
 from megatronish.tokenizer import BytesTokenizer
 from tools.generate import Arguments, Live, run
 
@@ -219,6 +220,35 @@ def test_every_layout_writes_what_one_process_writes(trained: Path, data: str, t
         assert [rank.texts for rank in ranks] == [one.texts] * layout.world_size
         (chooser,) = [rank for rank in ranks if rank.logits]
         torch.testing.assert_close(torch.stack(chooser.logits), torch.stack(one.logits), rtol=1e-5, atol=1e-5)
+
+
+def batches_of(place: Place, load: Path, prompts: list[list[int]], options: dict[str, Any]) -> tuple[Seen, list[int]]:
+    """With two stages: what followed, and how many micro-batches each run of the executor had."""
+    mesh = Mesh.start(Layout(pp=2), rank=place.rank, init_method=place.rendezvous)
+    run, sizes = Executor.run, list[int]()
+
+    def counted(executor: Executor, actions: Any, micro_batches: Any, **others: Any) -> dict[str, Tensor]:
+        sizes.append(len(micro_batches))
+        return run(executor, actions, micro_batches, **others)
+
+    with patch.object(Executor, "run", counted):
+        return seen_of(load_model(load, mesh=mesh).model, prompts, mesh=mesh, **options), sizes
+
+
+def test_as_many_batches_as_stages_are_in_the_pipeline_and_an_ended_one_makes_room(trained: Path) -> None:
+    prompts = [[65], [66, 67, 68], [69] * 14, [70] * 3, [71, 72]]
+    options: dict[str, Any] = {"num_tokens": 12, "seq_length": 16, "sampling": Sampling(0.9, seed=5), "batch_size": 1}
+    model = load_model(trained).model
+    stop = texts_of(model, prompts, **options)[0][4]  # the first text ends early
+    options["stops"] = {stop}
+    one = seen_of(model, prompts, **options)
+    lengths = [min(len(text) + 1, 12) for text in one.texts]
+    assert lengths[0] < 12
+    for seen, sizes in run_ranks(2, batches_of, trained, prompts, options):
+        assert seen.texts == one.texts
+        assert sum(sizes) == sum(lengths)
+        # Alone is only what is left when nothing waits.
+        assert set(sizes[: sizes.index(1)]) == {2} and set(sizes[sizes.index(1) :]) == {1}
 
 
 def test_the_same_seed_writes_the_same_text(capsys: pytest.CaptureFixture[str], trained: Path) -> None:

@@ -121,7 +121,7 @@ def train_and_compare(axis: Axis, case: Case) -> None:
     initialize(whole_net, collect_shardings(whole_net), seed=1, domains=dense_domain(Axis("tp")))
     weights = {name: parameter.detach().double() for name, parameter in whole_net.named_parameters()}
     net = net.double()
-    pieces = {name: list(sharding.pieces(axis)) for name, sharding in shardings.items()}
+    pieces = {name: list(sharding.pieces({"tp": axis})) for name, sharding in shardings.items()}
     parameters = dict(net.named_parameters())
     for name, parameter in parameters.items():
         parameter.data.copy_(local(weights[name], pieces[name]))
@@ -154,7 +154,7 @@ def train_and_compare(axis: Axis, case: Case) -> None:
                 assert gradient is None
                 gradient = sums[parameter]
             if gradient is not None:
-                if shardings[name].partial:
+                if shardings[name].partial_over:
                     comm.all_reduce(gradient, axis)
                 parameter.data.sub_(gradient, alpha=LEARNING_RATE)
                 gradient.zero_()

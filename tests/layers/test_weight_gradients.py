@@ -147,7 +147,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
         [net.whole] if case.num_chunks == 1 else [net.start, net.end],
         schedule.place(num_stages=1, num_chunks=case.num_chunks),
         p2p_axes=mesh.p2p_axes,
-        boundary=Boundary((S, B, D), dtype, mesh.device),
+        boundary=Boundary(D, dtype, mesh.device),
         weight_gradients=queue if schedule.has_weight_gradients else None,
     )
     (actions,) = schedule.plan(num_stages=1, num_chunks=case.num_chunks, num_microbatches=NUM_MICROBATCHES)

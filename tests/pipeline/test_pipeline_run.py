@@ -117,12 +117,13 @@ class Piece(nn.Module):
 
 def batches(num_microbatches: int) -> list[MicroBatch]:
     """The number of the micro-batch and of the place is in the values."""
-    found = []
-    for m in range(num_microbatches):
-        tokens = torch.arange(B * S).view(B, S) * 0.1 + m
-        mask = torch.ones(B, S, dtype=torch.bool)
-        found.append(MicroBatch(tokens, tokens, mask, tokens, torch.full((B,), m)))
-    return found
+    return [batch_of(m, B, S) for m in range(num_microbatches)]
+
+
+def batch_of(number: int, num_samples: int, seq_length: int) -> MicroBatch:
+    tokens = torch.arange(num_samples * seq_length).view(num_samples, seq_length) * 0.1 + number
+    mask = torch.ones(tokens.shape, dtype=torch.bool)
+    return MicroBatch(tokens, tokens, mask, tokens, torch.full((num_samples,), number))
 
 
 class Case(NamedTuple):
@@ -187,7 +188,7 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
         queue = WatchedGradients({p: p.grad for p in parameters if p.grad is not None}, watch)
         for piece in pieces:
             split_backward(piece, queue)
-    boundary = Boundary((S, B, D), torch.float32, mesh.device, same_over)
+    boundary = Boundary(D, torch.float32, mesh.device, TensorParallel(same_over))
     executor = Executor(pieces, case.placement, p2p_axes=mesh.p2p_axes, boundary=boundary, weight_gradients=queue)
     actions = case.plan[mesh.pp.rank]
     answers = []
@@ -332,6 +333,36 @@ def test_any_plan_in_any_placement_runs_unchanged() -> None:
     check(case, [runs for (runs,) in run_ranks(3, execute, [case], True, 2)], repeats=2)
 
 
+def in_many_shapes(place: Place, batches: list[MicroBatch]) -> tuple[dict[int, float], list[Tensor]]:
+    """What ended the model here, by micro-batch, and the gradients of this stage."""
+    mesh = Mesh.start(Layout(pp=2), rank=place.rank, init_method=place.rendezvous)
+    piece = Piece(mesh.pp.rank, 2)
+    boundary = Boundary(D, torch.float32, mesh.device)
+    executor = Executor([piece], looped(num_stages=2), p2p_axes=mesh.p2p_axes, boundary=boundary)
+    ended: dict[int, float] = {}
+
+    def note(micro_batch: int, output: Tensor) -> None:
+        assert not output.requires_grad
+        ended[micro_batch] = float(output)
+
+    actions = SCHEDULES["1f1b"].row(stage=mesh.pp.rank, num_stages=2, num_microbatches=len(batches))
+    executor.run(actions, batches, step=0, on_model_output=note)
+    return ended, [p.grad for p in piece.parameters() if p.grad is not None]
+
+
+def test_micro_batches_of_one_run_may_differ_in_shape_and_the_caller_gets_what_ends_the_model() -> None:
+    shapes = [(1, 5), (4, 1), (2, 3)]
+    batches = [batch_of(number, *shape) for number, shape in enumerate(shapes)]
+    first, last = Piece(0, 2), Piece(1, 2)
+    losses = [last(first(None, batch, step=None).x, batch, step=None).x for batch in batches]
+    torch.stack(losses).sum().backward()
+    (nothing, before), (ended, after) = run_ranks(2, in_many_shapes, batches)
+    assert nothing == {}
+    assert ended == pytest.approx({number: float(loss.detach()) for number, loss in enumerate(losses)}, rel=1e-6)
+    for piece, found in ((first, before), (last, after)):
+        torch.testing.assert_close(found, [p.grad for p in piece.parameters()], rtol=1e-5, atol=1e-6)
+
+
 def in_slices(place: Place, case: Case) -> list[list[Seen]]:
     mesh = Mesh.start(Layout(pp=2, tp=2), rank=place.rank, init_method=place.rendezvous)
     return [carry_out(mesh, case, True, 1, same_over=axis) for axis in (ALONE, mesh.tp)]
@@ -352,8 +383,8 @@ def test_a_boundary_is_cut_into_equal_slices_or_not_at_all() -> None:
     x = torch.arange(24.0).view(S, B, D)
     for size in (1, 2, 4):
         for rank in range(size):
-            boundary = Boundary((S, B, D), torch.float32, x.device, same_over=Axis("tp", size, rank))
+            boundary = Boundary(D, torch.float32, x.device, TensorParallel(Axis("tp", size, rank)))
             assert torch.equal(boundary.slice_of(x), x.view(size, -1)[rank])
-            assert boundary.empty_slice().shape == (24 // size,)
-    odd = Boundary((S, B, D), torch.float32, x.device, same_over=Axis("tp", 5, 3))
-    assert torch.equal(odd.whole(odd.slice_of(x)), x)
+            assert boundary.empty_slice((S, B, D)).shape == (24 // size,)
+    odd = Boundary(D, torch.float32, x.device, TensorParallel(Axis("tp", 5, 3)))
+    assert torch.equal(odd.whole(odd.slice_of(x), (S, B, D)), x)

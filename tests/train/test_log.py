@@ -12,10 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatronish.train.engine import StepResult
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed
 from megatronish.train.hooks.tensorboard import TensorBoard
+from megatronish.train.metrics import points
+from megatronish.train.results import StepResult
 from megatronish.train.trainer import Progress, StepRecord, Trainer
 
 COUNTS = re.compile(
@@ -26,7 +27,9 @@ COUNTS = re.compile(
 
 def record_of(step: int, **result: Any) -> StepRecord:
     """A step with this result, and usual values for the rest."""
-    whole = StepResult(**({"loss": 2.0, "grad_norm": 1.0, "num_loss_tokens": 8} | result))
+    result = dict(result)
+    metrics = {"loss": result.pop("loss", 2.0), **result.pop("metrics", {})}
+    whole = StepResult(metrics, **({"grad_norm": 1.0, "num_loss_tokens": 8} | result))
     return StepRecord(step, whole, learning_rate=0.1, global_batch_size=1, consumed_samples=1, seconds=1.0)
 
 
@@ -84,6 +87,15 @@ def test_the_line_of_a_skipped_step_has_its_scale_and_null_for_what_is_no_number
     assert (overflow["loss"], overflow["grad_norm"], overflow["loss_scale"]) == (2.0, None, 65536.0)
     assert (no_number["loss"], no_number["grad_norm"], no_number["params_norm"]) == (None, None, None)
     assert "loss scale: 65536.0 | grad norm: inf |" in capsys.readouterr().out
+
+
+def test_what_an_objective_reports_besides_its_loss_is_told_under_its_own_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = lines_of([{"metrics": {"chosen_margin": 0.25}}], tmp_path, interval=1)
+    assert (line["loss"], line["chosen_margin"]) == (2.0, 0.25)
+    assert "lm loss: 2.000000E+00 | chosen margin: 0.25 | loss scale:" in capsys.readouterr().out
+    assert points({"loss": 2.0, "chosen_margin": 0.25}) == {"lm loss": 2.0, "chosen-margin": 0.25}
 
 
 FULL = Path("/dev/full")

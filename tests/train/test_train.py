@@ -31,6 +31,7 @@ from megatronish.optim.optimizer import Optimizer
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, refuse_other_function
 from megatronish.train.plot import read_lines
+from megatronish.train.results import StepResult
 
 # What Megatron-LM prints, up to where it ends and we go on.
 MEGATRONS_LINE = re.compile(
@@ -279,16 +280,16 @@ def test_a_checkpoint_with_nan_is_not_written_and_replaces_none(tmp_path: Path, 
 
 
 def kill_rank_one_in_step_three() -> None:
-    """Planted in a job."""
-    clip, steps = Engine.clip, [0]
+    """Planted in a job: before the gradients are summed, so that rank 0 cannot end its step without it."""
+    gradients, steps = Engine.gradients, [0]
 
-    def clip_or_die(self: Engine, grad_norm: float) -> None:
+    def gradients_or_die(self: Engine, *args: Any, **options: Any) -> StepResult:
         steps[0] += 1
         if steps[0] == 3 and self.mesh.world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        clip(self, grad_norm)
+        return gradients(self, *args, **options)
 
-    Engine.clip = clip_or_die  # type: ignore[method-assign]
+    Engine.gradients = gradients_or_die  # type: ignore[method-assign]
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_a_message(tmp_path: Path) -> None:

@@ -8,17 +8,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from jobs import run_job, state_of, tiny, train_on_ranks
 from ranks import run_ranks
 
+from megatronish import comm
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
+from megatronish.objectives.objective import LOSS
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.train.engine import Engine, StepResult
+from megatronish.train.engine import Engine
 from megatronish.train.hooks.stop import REASONS, SAVE, Stopper
+from megatronish.train.results import StepResult, Votes
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer, TrainingSchedule
 
 
@@ -66,12 +70,16 @@ def trainer_of(
 ) -> Trainer:
     """A trainer of an engine that computes nothing."""
 
-    def compute(_micro_batches: list[MicroBatch], **_: Any) -> StepResult:
+    axis = world or Axis("world")
+
+    def compute(_micro_batches: list[MicroBatch], *, votes: Votes, **_: Any) -> StepResult:
         step()
-        return StepResult(loss=1.0, grad_norm=1.0, num_loss_tokens=1)
+        cast_here = votes()
+        sums = comm.all_reduce(torch.tensor(list(cast_here.values()), dtype=torch.float64), axis).tolist()
+        return StepResult({LOSS: 1.0}, 1.0, num_loss_tokens=1, votes=dict(zip(cast_here, sums, strict=True)))
 
     rates = SimpleNamespace(learning_rate=lambda _: 0.1, weight_decay=lambda _: 0.0)
-    engine = SimpleNamespace(step=compute, mesh=SimpleNamespace(world=world or Axis("world")))
+    engine = SimpleNamespace(step=compute, mesh=SimpleNamespace(world=axis))
     sizes = BatchSizeSchedule.of(None, global_batch_size=4)
     return Trainer(
         engine=cast(Engine, engine),

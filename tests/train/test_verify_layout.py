@@ -50,7 +50,7 @@ def forget_partial_gradients() -> None:
     shardings = Norm.shardings
 
     def wrong(self: Norm) -> dict[str, Sharding]:
-        return {name: dataclasses.replace(found, partial=False) for name, found in shardings(self).items()}
+        return {name: dataclasses.replace(found, partial_over=frozenset()) for name, found in shardings(self).items()}
 
     Norm.shardings = wrong  # type: ignore[method-assign]
 

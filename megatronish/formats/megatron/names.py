@@ -146,7 +146,7 @@ def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Shard
         theirs = foreign(name)
         if theirs in (EMBEDDING, HEAD):
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp", (padded_vocab_size,)),))
-        elif ".linear_qkv." in theirs:  # groups stay whole
+        elif ".linear_qkv." in theirs and sharding.cuts:  # groups stay whole; its norm is not cut
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp"),))
         found[theirs] = sharding
     return found

@@ -18,7 +18,7 @@ BatchOf = Callable[[int], list[MicroBatch]]
 
 
 def mean_loss(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[float, int]:
-    """The mean loss over all predictions of `num_batches` global batches, and the number of these predictions."""
+    """Mean loss over all predictions of `num_batches` global batches, and the number of these predictions."""
     total, tokens = 0.0, 0
     for i in range(num_batches):
         totals = engine.evaluate(batch_of(i))
@@ -28,7 +28,7 @@ def mean_loss(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[floa
 
 
 class Evaluate(Hook):
-    """Evaluates every `interval` steps and at the end, always on the same samples."""
+    """Evaluation every `interval` steps and at the end, always on the same samples."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 import math
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +14,13 @@ from tqdm import tqdm
 
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.tensorboard import TensorBoard
+from megatronish.train.metrics import Value, console_parts, file_line, points
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The sizes that turn the seconds of a step into rates."""
+    """Sizes that turn the seconds of a step into rates."""
 
     seq_length: int
     model_flops_per_token: float
@@ -51,7 +52,7 @@ class Troubles:
 
 
 class Log(Hook):
-    """Writes every `interval` steps, on the main rank alone; the extras are computed by all.
+    """Log line every `interval` steps, on the main rank alone; the extras are computed by all ranks.
 
     A checkpoint keeps the counts since the last line, so that the first line after a resume counts what a run without
     a stop would have counted.
@@ -75,76 +76,63 @@ class Log(Hook):
         self._troubles = Troubles()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Write the step's line and its points, in turn."""
+        """Write the line of the step, and draw its points, each at its own interval."""
         self._troubles.add(record)
         is_logged = record.step % self.interval == 0 or record.step == trainer.schedule.num_steps
         is_drawn = record.step % self.board_interval == 0
         if not (is_logged or is_drawn):
             return
-        extras = {name: compute() for name, compute in self.extras.items()}
-        rates = self.speed.rates(record)
+        values = self._values(trainer, record)
         if is_logged:
             if self.file is not None:
-                self._write(self.file, record, rates, extras, skipped_steps=trainer.progress.skipped_steps)
-                line = console_line(record, trainer.schedule.num_steps, rates, extras, troubles=self._troubles)
-                tqdm.write(line, file=sys.stdout)
+                finite = {name: _number(value) for name, value in values.items()}
+                add_line(self.file, file_line(finite))
+                tqdm.write(console_line(values, trainer.schedule.num_steps), file=sys.stdout)
             self._troubles = Troubles()
         if is_drawn:
-            self._draw(record, rates, extras)
+            self.board.add(points(values) | self._memory_points(), step=record.step, samples=record.consumed_samples)
 
-    def state(self) -> dict[str, Any]:
-        """The counts since the last line."""
-        return asdict(self._troubles)
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
-        counts = {each.name: state.get(each.name) for each in fields(Troubles)}
-        self._troubles = Troubles(**{name: count for name, count in counts.items() if type(count) is int})
-
-    def _write(
-        self,
-        file: Path,
-        record: StepRecord,
-        rates: dict[str, float | None],
-        extras: dict[str, float],
-        *,
-        skipped_steps: int,
-    ) -> None:
-        line = {
+    def _values(self, trainer: Trainer, record: StepRecord) -> dict[str, Value]:
+        """All values of a step by name, in the order of metrics.jsonl. Collective, because of the extras."""
+        result = record.result
+        return {
             "step": record.step,
-            "loss": _number(record.result.loss),
-            "grad_norm": _number(record.result.grad_norm),
+            **result.metrics,
+            "grad_norm": result.grad_norm,
             "learning_rate": record.learning_rate,
-            "loss_scale": record.result.loss_scale,
-            "skipped_iterations": skipped_steps,
+            "loss_scale": result.loss_scale,
+            "skipped_iterations": trainer.progress.skipped_steps,
             "tokens": record.consumed_samples * self.speed.seq_length,
             "consumed_samples": record.consumed_samples,
             "step_seconds": record.seconds,
-            **rates,
+            **self.speed.rates(record),
             "peak_memory_bytes": peak_memory_bytes(self.device),
-            **{name: _number(value) for name, value in extras.items()},
+            **{name: compute() for name, compute in self.extras.items()},
+            "global_batch_size": record.global_batch_size,
+            "skipped_since_line": self._troubles.skipped,
+            "nan_since_line": self._troubles.nan,
         }
-        add_line(file, line)
 
-    def _draw(self, record: StepRecord, rates: dict[str, float | None], extras: dict[str, float]) -> None:
-        """Megatron-LM's tags, each over steps and over samples."""
-        points: dict[str, Any] = {
-            "lm loss": record.result.loss,
-            "grad-norm": record.result.grad_norm,
-            "learning-rate": record.learning_rate,
-            "batch-size": record.global_batch_size,
-            "loss-scale": record.result.loss_scale,
-            "iteration-time": record.seconds,
-            "throughput": rates["model_tflops_per_device"],
-            **{name.replace("_", "-"): value for name, value in extras.items()},
+    def state(self) -> dict[str, Any]:
+        """Counts since the last line."""
+        return asdict(self._troubles)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the counts of a `state`."""
+        counts = {each.name: state.get(each.name) for each in fields(Troubles)}
+        self._troubles = Troubles(**{name: count for name, count in counts.items() if type(count) is int})
+
+    def _memory_points(self) -> dict[str, Value]:
+        """Megatron-LM's tags of a GPU's memory."""
+        if self.device.type != "cuda":
+            return {}
+        stats = torch.cuda.memory_stats(self.device)
+        return {
+            "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+            "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+            "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+            "mem-allocated-count": stats["allocation.all.current"],
         }
-        if self.device.type == "cuda":
-            stats = torch.cuda.memory_stats(self.device)
-            points["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
-            points["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
-            points["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
-            points["mem-allocated-count"] = stats["allocation.all.current"]
-        self.board.add(points, step=record.step, samples=record.consumed_samples)
 
 
 class ProgressBar(Hook):
@@ -164,41 +152,19 @@ class ProgressBar(Hook):
         self.bar.close()
 
 
-def console_line(
-    record: StepRecord, num_steps: int, rates: dict[str, float | None], extras: dict[str, float], *, troubles: Troubles
-) -> str:
-    """The line of a step as Megatron-LM's log has it, for which people have parsers; our own values come last."""
-    tflops = rates["model_tflops_per_device"] or 0.0
-    parts = [
-        f"iteration {record.step:8d}/{num_steps:8d}",
-        f"consumed samples: {record.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {1000 * record.seconds:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {tflops:.{1 if tflops >= 1 else 4}f}",
-        f"learning rate: {record.learning_rate:.6E}",
-        f"global batch size: {record.global_batch_size:5d}",
-        f"lm loss: {record.result.loss:.6E}",
-        f"loss scale: {record.result.loss_scale:.1f}",
-        f"grad norm: {record.result.grad_norm:.3f}",
-    ]
-    if "num_zeros" in extras:
-        parts.append(f"num zeros: {int(extras['num_zeros'])}")
-    if "params_norm" in extras:
-        parts.append(f"params norm: {extras['params_norm']:.3f}")
-    parts.append(f"number of skipped iterations: {troubles.skipped:3d}")
-    parts.append(f"number of nan iterations: {troubles.nan:3d}")
-    parts.append(f"tokens per second: {rates['tokens_per_second']:.0f}")
-    if rates["mfu"] is not None:
-        parts.append(f"MFU: {100 * rates['mfu']:.1f}%")
+def console_line(values: Mapping[str, Value], num_steps: int) -> str:
+    """Line of a step as in Megatron-LM's log; our own values come last."""
+    parts = [f"iteration {values['step']:8d}/{num_steps:8d}", *console_parts(values)]
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {' | '.join(parts)} |"
 
 
-def _number(value: float) -> float | None:
+def _number(value: Value) -> Value:
     """Infinity and not-a-number, which JSON does not have, as null."""
-    return value if math.isfinite(value) else None
+    return None if value is None or not math.isfinite(value) else value
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that the main rank has held: allocated on its GPU, or resident if it runs on the CPU."""
+    """Peak memory of the main rank: allocated on its GPU, or resident if it runs on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,7 +18,7 @@ ONE_CLOCK = 0.5  # seconds: clocks that agree to this are one machine's clock, o
 
 
 class ProfileSchedule(Hook):
-    """Records steps `first` to `last` in the pipeline that holds the main rank.
+    """Record of steps `first` to `last` in the pipeline that holds the main rank.
 
     Leaves `step_N.json` (tools/draw_schedule.py --recorded draws it), `step_N.trace.json` (for chrome://tracing) and
     `step_N.png` in `folder`.
@@ -46,7 +46,7 @@ class ProfileSchedule(Hook):
             self._recorded.append(record.step)
 
     def finish(self, trainer: Trainer) -> None:
-        """Say so if the run has not taken any of the steps to be recorded."""
+        """Print a message if the run has taken none of the steps to be recorded."""
         is_missed = not any(self.first <= step <= self.last for step in self._recorded)
         if is_missed and trainer.engine.mesh.is_main:
             tqdm.write(
@@ -55,11 +55,11 @@ class ProfileSchedule(Hook):
             )
 
     def state(self) -> dict[str, Any]:
-        """The steps recorded so far: a run that goes on beyond them has not missed them."""
+        """Steps recorded so far: a run that goes on beyond them has not missed them."""
         return {"recorded": self._recorded}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Take over the recorded steps of a `state`."""
         self._recorded = [step for step in state.get("recorded", []) if type(step) is int]
 
     def _observe(self, action: Action, start: float, end: float) -> None:
@@ -104,7 +104,7 @@ class ProfileSchedule(Hook):
 
 
 def _offset(pp: Axis, device: torch.device) -> float:
-    """What to add to this rank's clock to get that of the first stage."""
+    """Offset of the first stage's clock from the clock of this rank, in seconds."""
     comm.barrier(pp)
     now = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
     clocks = comm.start_all_gather(now, pp).wait()

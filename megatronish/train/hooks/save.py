@@ -23,7 +23,7 @@ TRIED_AGAIN = "training goes on, and the next save tries again"
 
 
 class FinishedSave(NamedTuple):
-    """A save that was written: where, how long it took, and old ones that could not be removed."""
+    """Save that is done: its folder, its time, and complaints about old checkpoints that could not be removed."""
 
     path: Path
     seconds: float
@@ -31,7 +31,7 @@ class FinishedSave(NamedTuple):
 
 
 class PendingSave(NamedTuple):
-    """A save that a thread is writing."""
+    """Save that a thread is writing."""
 
     step: int
     stood_still: float
@@ -39,7 +39,7 @@ class PendingSave(NamedTuple):
 
 
 class Save(Hook):
-    """Saves every `interval` steps, when asked to, and at the end, unless a parameter is infinite or not a number.
+    """Checkpoint every `interval` steps, on request and at the end, unless a parameter is infinite or not a number.
 
     With `async_save` a thread writes all but the last, one at a time. A write that fails is told, and the next save
     tries again; the last is waited for, and its failure is the run's. Used as a context: what is being written when a
@@ -87,7 +87,7 @@ class Save(Hook):
             self._collect(then="the run has failed otherwise")
 
     def _is_finite(self, trainer: Trainer) -> bool:
-        """Whether every parameter is; where not, say that nothing is saved. Collective.
+        """Whether every parameter is finite; prints that nothing is saved if one is not. Collective.
 
         --no-check-for-nan-in-loss-and-grad lets a run go on with NaN, and with --keep-last its checkpoints would remove
         those that a run can go on from.
@@ -133,7 +133,7 @@ class Save(Hook):
             self._tell(f" waited {seconds:.1f} s for the checkpoint of step {step} to be written")
 
     def _collect(self, then: str = TRIED_AGAIN) -> None:
-        """Take what became of the save that a thread was writing, and tell it."""
+        """Print the result of the save that a thread was writing, if there is one."""
         if self._pending is None:
             return
         step, stood_still, future = self._pending
@@ -149,7 +149,7 @@ class Save(Hook):
         self._tell(told, *complaints)
 
     def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> FinishedSave:
-        """Write a checkpoint, on all ranks; perhaps in a thread, which may touch nothing of training's."""
+        """Write a checkpoint. Collective. A thread may call it, with copies of the tensors."""
         start = time.perf_counter()
         path = save_checkpoint(self.folder, step=step, tensors=tensors, state=state, mesh=self.mesh)
         complaints = []
@@ -174,6 +174,6 @@ class Save(Hook):
         }
 
     def _tell(self, *lines: str) -> None:
-        """Print on the main rank: news begin with a blank, complaints do not and go to stderr."""
+        """Print on the main rank: results to stdout, with a blank before them, complaints to stderr."""
         for line in lines if self.mesh.is_main else ():
             tqdm.write(line, file=sys.stdout if line.startswith(" ") else sys.stderr)

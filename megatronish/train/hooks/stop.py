@@ -21,7 +21,7 @@ REASONS = {
 
 
 class Stopper(Hook):
-    """Decides for all ranks whether to stop, and whether to save now."""
+    """Decision of all ranks whether to stop, and whether to save now."""
 
     def __init__(self, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
         self.exit_interval = exit_interval

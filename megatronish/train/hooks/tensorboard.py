@@ -1,4 +1,4 @@
-"""The writer of TensorBoard points: one, on the main rank; on the other ranks it writes nothing."""
+"""Writer of TensorBoard points: it writes on the main rank, and nothing on other ranks."""
 
 import sys
 from collections.abc import Mapping
