@@ -1,4 +1,4 @@
-"""Is megatronish on one process as fast as the plain PyTorch loop of the same model?
+"""Benchmark of megatronish on one process against a plain PyTorch loop of the same model.
 
 First both get the same weights in one process, must have as many parameters and, for some steps, the same loss and
 gradient norm. Then they take turns, A B, B A, A B and so on, so that whatever else the machine does falls on both
@@ -47,21 +47,21 @@ SIZES = Sizes()
 
 
 class Turn(NamedTuple):
-    """Seconds of the steps that both took, one after the other."""
+    """Seconds of the steps of one turn, of both programs."""
 
     ours: list[float]
     plain: list[float]
 
 
 class Pair(NamedTuple):
-    """A step of each: its number -> its loss and the norm of its gradient."""
+    """A training step of each program: step number -> loss and gradient norm."""
 
     ours: Callable[[int], tuple[float, float]]
     plain: Callable[[int], tuple[float, float]]
 
 
 def megatronish_engine() -> Engine:
-    """Megatronish, on one process."""
+    """A megatronish training job on one process."""
     return build_engine(
         Config(
             model=ModelConfig(
@@ -81,7 +81,7 @@ def megatronish_engine() -> Engine:
 
 
 def as_micro_batch(tokens: Tensor, labels: Tensor, step: int) -> MicroBatch:
-    """The same samples, as the loader would hand them over."""
+    """The samples as a micro-batch of the loader."""
     batch, seq_length = tokens.shape
     return MicroBatch(
         tokens=tokens,
@@ -93,7 +93,7 @@ def as_micro_batch(tokens: Tensor, labels: Tensor, step: int) -> MicroBatch:
 
 
 def build_pair() -> Pair:
-    """Both in this process, from the same weights."""
+    """Both programs in this process, with the same weights."""
     engine = megatronish_engine()
     loop = PlainLoop(SIZES, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     ours: list[Tensor] = list(engine.stage.model.parameters())
@@ -116,7 +116,7 @@ def build_pair() -> Pair:
 
 
 def check_same(pair: Pair, *, num_steps: int) -> None:
-    """The same training, step by step."""
+    """Check that loss and gradient norm of both agree, step by step."""
     for step in range(num_steps):
         found, expected = pair.ours(step), pair.plain(step)
         print(f"step {step + 1}: loss and gradient norm {found} against {expected}")
@@ -163,7 +163,7 @@ def _run_script(words: list[str]) -> str:
 def take_turns(
     ours: Callable[[int], list[float]], plain: Callable[[int], list[float]], *, num_turns: int, num_steps: int
 ) -> list[Turn]:
-    """`ours` and `plain` take a number of steps and say how long each took."""
+    """Turns of both programs; `ours` and `plain` map a number of steps to the seconds of each."""
     turns = []
     for turn in range(num_turns):
         if turn % 2 == 0:
@@ -178,7 +178,7 @@ def take_turns(
 
 
 def report(turns: list[Turn]) -> None:
-    """A row for docs/BENCHMARKS.md."""
+    """Print the numbers of a row of docs/BENCHMARKS.md."""
     ours = statistics.median([seconds for turn in turns for seconds in turn.ours])
     plain = statistics.median([seconds for turn in turns for seconds in turn.plain])
     ratios = sorted(statistics.median(turn.plain) / statistics.median(turn.ours) for turn in turns)
@@ -194,7 +194,7 @@ def report(turns: list[Turn]) -> None:
 
 
 def main() -> None:
-    """Check, measure, report."""
+    """Check that both train the same model, measure, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--through", choices=("pretrain_gpt.py", "engine"), default="pretrain_gpt.py")
     parser.add_argument("--turns", type=int, help="default 4; engine: 12")

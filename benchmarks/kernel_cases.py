@@ -1,4 +1,4 @@
-"""Which operations does benchmarks/kernels.py measure, at what sizes, and against what?
+"""Cases of benchmarks/kernels.py: operations, sizes, and the contenders that each is compared with.
 
 A case says how many bytes cannot be spared: each input read once, each output written once. What is a number a row does
 not count, nor does the half of causal scores that nobody has to read. Contenders are torch's own functions, as anybody
@@ -26,7 +26,7 @@ Run = Callable[..., Any]
 
 
 class Sizes(NamedTuple):
-    """Of what kind, how large and on what."""
+    """Device, dtype and sizes of the tensors of all cases."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,16 +37,16 @@ class Sizes(NamedTuple):
     features: Sequence[int] = (4096, 14336)
 
     def rows(self, columns: int) -> int:
-        """As many as fill the tensor."""
+        """As many rows as fill the tensor."""
         return max(2, self.num_bytes // (columns * self.dtype.itemsize))
 
     def random(self, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Leaves."""
+        """Random leaf tensors of these shapes, one for each."""
         return tuple(torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_() for shape in shapes)
 
 
 class Case(NamedTuple):
-    """One operation at one size; contenders are functions of what `make` makes."""
+    """One operation at one size; contenders are functions of the tensors that `make` creates."""
 
     name: str
     shape: str
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 
 def softmax_cases(sizes: Sizes) -> Iterator[Case]:
-    """Documents of a quarter of the sequence; below the diagonal of causal scores lies half of them."""
+    """Softmax: masked, with documents of a quarter of the sequence, and causal, which reads half of the scores."""
     for length in sizes.lengths:
         heads = max(1, sizes.rows(length) // (2 * length))
         shape, count = (2, heads, length, length), 2 * heads * length**2 * sizes.dtype.itemsize
@@ -93,7 +93,7 @@ def _softmax(scores: Tensor, *, visible: Tensor) -> Tensor:
 
 
 def norm_cases(sizes: Sizes) -> Iterator[Case]:
-    """With a residual x + y is normalised, and handed on."""
+    """Norms of x, and of x + residual, which is an output too."""
     for hidden in sizes.hidden:
         rows, size = sizes.rows(hidden), sizes.rows(hidden) * hidden * sizes.dtype.itemsize
         for adds in (False, True):
@@ -129,7 +129,7 @@ def _rms_norm(*tensors: Tensor, adds: bool) -> Any:
 
 
 def cross_entropy_cases(sizes: Sizes) -> Iterator[Case]:
-    """The whole loss, of one rank: what is beside the logits is a number a token."""
+    """The whole loss of one rank: besides the logits there are only scalars a token."""
     for vocabulary in sizes.vocabularies:
         tokens = sizes.rows(vocabulary)
         size = tokens * vocabulary * sizes.dtype.itemsize
@@ -155,7 +155,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def activation_cases(sizes: Sizes) -> Iterator[Case]:
-    """SwiGLU has as many features before as after it twice."""
+    """Activations; the input of SwiGLU is twice as wide as its output."""
     for features in sizes.features:
         rows = sizes.rows(features)
         size = rows * features * sizes.dtype.itemsize

@@ -1,4 +1,4 @@
-"""How fast are the fused kernels on this GPU, beside a copy, torch's own operations, torch.compile and apex?
+"""Benchmark of the fused kernels on this GPU, beside a copy, torch's own operations, torch.compile and apex.
 
 All these kernels wait for memory, so what counts is how many bytes a second they move: of those that cannot be spared,
 inputs read once and outputs written once, whatever else a contender may move. The measure is a copy of a tensor of the
@@ -39,19 +39,19 @@ NUM_SETS, WARM_UP_TURNS, QUEUED_CYCLES = 2, 5, 100_000_000
 
 
 class Inputs(NamedTuple):
-    """Of one turn, and what is its output's gradient."""
+    """Inputs of one turn, and the gradients of its outputs."""
 
     tensors: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Those that have gradients."""
+        """The inputs that have gradients."""
         return [x for x in self.tensors if x.requires_grad]
 
 
 class Times(NamedTuple):
-    """Seconds, medians."""
+    """Median seconds of forward and backward."""
 
     forward: float
     backward: float
@@ -61,7 +61,7 @@ class Times(NamedTuple):
 
 
 def outputs_of(run: Run, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One or several."""
+    """The outputs of a contender as a tuple."""
     out = run(*tensors)
     return out if isinstance(out, tuple) else (out,)
 
@@ -83,7 +83,7 @@ def check(case: Case, name: str, run: Run, inputs: Inputs) -> None:
 
 
 def measure(run: Run, sets: Sequence[Inputs], *, num_turns: int) -> Times:
-    """Turn by turn, each with other tensors than the one before."""
+    """Times of a contender, turn by turn, each turn on other tensors than the last."""
     device = sets[0].tensors[0].device
     stamps = []
     if device.type == "cuda":
@@ -114,7 +114,7 @@ def _seconds(start: Any, end: Any) -> float:
 
 
 def copy_bandwidth(sizes: Sizes, *, num_turns: int) -> float:
-    """Bytes a second, read and written."""
+    """Bandwidth of a copy in bytes a second, reads and writes together."""
     count = sizes.num_bytes // sizes.dtype.itemsize
     pairs = [sizes.random((count,), (count,)) for _ in range(2)]
     stamps = []
@@ -129,7 +129,7 @@ def copy_bandwidth(sizes: Sizes, *, num_turns: int) -> float:
 
 
 def measure_case(case: Case, *, num_turns: int, compile_backend: str) -> dict[str, Times | None]:
-    """{contender: its times, None where apex is not there or cannot do it}."""
+    """Times by contender; None where apex is not installed or lacks the operation."""
     torch._dynamo.reset()
     contenders = {
         "ours": case.ours,
@@ -164,7 +164,7 @@ COLUMNS = ("operation", "shape", "pass", "time", "GB/s", "of a copy", "eager", "
 
 
 def rows_of(case: Case, times: dict[str, Times | None], copy: float) -> Iterator[tuple[str, ...]]:
-    """Forward and backward; of the others, how many times as long they take."""
+    """Rows of forward and backward; other contenders by their time relative to ours."""
     ours = times["ours"]
     assert ours is not None
     for number, (name, num_bytes) in enumerate((("forward", case.forward_bytes), ("backward", case.backward_bytes))):
@@ -182,7 +182,7 @@ def rows_of(case: Case, times: dict[str, Times | None], copy: float) -> Iterator
 
 
 def print_row(cells: Sequence[str], *, markdown: bool) -> None:
-    """In columns, or as Markdown."""
+    """Print a row in columns, or as Markdown."""
     if markdown:
         print(f"| {' | '.join(cells)} |", flush=True)
     else:
@@ -191,7 +191,7 @@ def print_row(cells: Sequence[str], *, markdown: bool) -> None:
 
 
 def circumstances(sizes: Sizes, copy: float) -> str:
-    """What a row in docs/BENCHMARKS.md needs to say."""
+    """Hardware, versions and method of the measurement, for docs/BENCHMARKS.md."""
     on_gpu = sizes.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "dry run on the CPU, numbers mean nothing"
     root = Path(__file__).parents[1]
@@ -206,7 +206,7 @@ def circumstances(sizes: Sizes, copy: float) -> str:
 
 
 def why_not() -> str | None:
-    """What is missing for numbers that mean something."""
+    """The reason why a measurement would mean nothing, or None."""
     if not torch.cuda.is_available():
         return (
             "the kernels are measured on a CUDA GPU, and torch sees none here; --dry-run tries this script without one"
@@ -216,7 +216,7 @@ def why_not() -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 2 where there is no GPU, or no kernels."""
+    """Run the benchmark; the exit status, 2 without a GPU or without kernels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=tuple(FAMILIES), action="append", help="these alone")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")

@@ -1,4 +1,4 @@
-"""Does the data axis exchange while a rank computes? Two steps of two ranks on the CPU as they ran, drawn.
+"""Recorder of communication overlap on the data axis: two steps of two ranks on the CPU, drawn as a timeline.
 
 What a rank computes is noted by hooks of the layers. What it exchanges is noted at the collectives: from the call that
 starts one until it has arrived, for which a thread of its own waits, so that the thread that computes need not; and
@@ -44,7 +44,7 @@ FLAGS = (
 
 @dataclass
 class Exchange:
-    """A collective over the data axis, and the moments of its life."""
+    """A collective over the data axis, with the times of its start, wait and end."""
 
     kind: str
     started: float
@@ -54,7 +54,7 @@ class Exchange:
 
 
 class Recorder:
-    """Notes what one process exchanges and computes, in seconds of one clock."""
+    """Records the communication and the computation of one process, in seconds of one clock."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []
@@ -63,7 +63,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Collectives that start meanwhile are noted; single numbers are not."""
+        """Record the collectives started within the context, except those of scalars."""
         plain = {name: getattr(comm, name) for name in COLLECTIVES}
         try:
             for name, start in plain.items():
@@ -95,7 +95,7 @@ class Recorder:
         return wait()
 
     def watch(self, engine: Engine) -> None:
-        """Note forward and backward of each layer, and the optimizer's update."""
+        """Record forward and backward of each layer, and the optimizer's update."""
         for name, layer in engine.stage.model.get_submodule("layers").named_children():
             layer.register_forward_pre_hook(partial(self._begin, "forward", name))
             layer.register_forward_hook(partial(self._end, "forward", name))
@@ -116,21 +116,21 @@ class Recorder:
 
 
 def open_engine(place: Place, flags: str) -> tuple[TrainingJob, Engine]:
-    """This rank's part of a run."""
+    """The engine of this rank."""
     config, _ = read_config(flags.split())
     job = TrainingJob.open(config, start_mesh(config, place))
     return job, job.build_engine()
 
 
 def take_step(job: TrainingJob, engine: Engine, step: int) -> None:
-    """One step on made-up tokens."""
+    """One training step on random tokens."""
     batch = job.config.global_batch_size
     micro_batches = job.batches_of(job.datasets.train)(step * batch, batch)
     engine.step(micro_batches, num_steps_done=step, learning_rate=1e-4, weight_decay=0.0)
 
 
 def record(place: Place, flags: str, folder: Path) -> int:
-    """One rank: a step to warm up, then two that are noted, in a file."""
+    """Run one rank: a warm-up step, then two steps that are recorded in a file."""
     job, engine = open_engine(place, flags)
     recorder = Recorder()
     recorder.watch(engine)
@@ -147,7 +147,7 @@ def record(place: Place, flags: str, folder: Path) -> int:
 
 
 def draw(ranks: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Of each rank a row of what it computes, and below it a line for each exchange under way."""
+    """Draw for each rank a row of computation, and below it a line for each collective in flight."""
     starts, ends = zip(*(window(recorded["spans"]) for recorded in ranks), strict=True)
     start, end = min(starts), max(ends)
     figure = Figure(figsize=(14, 2.6 * len(ranks) + 1), layout="constrained")
@@ -163,13 +163,13 @@ def draw(ranks: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def legend_of(kind: str) -> Patch:
-    """Its colour and name."""
+    """Colour and name of a collective."""
     names = {"reduce": "exchange of gradients", "gather": "gather of parameters"}
     return Patch(facecolor=COLOURS[kind], label=names.get(kind, kind))
 
 
 def window(spans: list[tuple[str, str, float, float]]) -> tuple[float, float]:
-    """From the first backward to the end of the forward after it."""
+    """The interval from the first backward to the end of the next forward."""
     backward = next(start for kind, _, start, _ in spans if kind == "backward")
     update = next(end for kind, _, _, end in spans if kind == "update")
     forward = [end for kind, _, start, end in spans if kind == "forward" and start > update]
@@ -178,7 +178,7 @@ def window(spans: list[tuple[str, str, float, float]]) -> tuple[float, float]:
 
 
 def draw_rank(axes: Axes, recorded: dict[str, Any], *, start: float, end: float) -> None:
-    """Milliseconds from the start."""
+    """Draw the rows of a rank, in milliseconds from the start."""
     for kind, name, begin, stop in recorded["spans"]:
         if stop > start and begin < end:
             axes.barh(0, 1e3 * (stop - begin), left=1e3 * (begin - start), height=0.9, color=COLOURS[kind], ec="white")

@@ -1,4 +1,4 @@
-"""How fast does a GPT-2 train in the PyTorch loop that anybody would write? The yardstick of `against_plain_loop.py`.
+"""Plain PyTorch training loop of a GPT-2, the baseline of `against_plain_loop.py`.
 
 Nothing of megatronish is imported. Eager, fp32, dropout 0: `nn.Linear`, `nn.LayerNorm`, exact GELU, SDPA, tied
 embedding, `F.cross_entropy`, fused AdamW (no decay on norms and biases), `clip_grad_norm_`, gradients set to None.
@@ -31,7 +31,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """[B, S, D] -> [B, S, D]."""
+    """Transformer block: [B, S, D] -> [B, S, D]."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -42,7 +42,6 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
         batch, seq_length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, seq_length, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -52,7 +51,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """[B, S] -> [B, S, V]."""
+    """GPT-2 with a tied head: tokens [B, S] -> logits [B, S, V]."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -65,7 +64,6 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""How much faster is a step in bf16 than in fp32 on this machine?
+"""Benchmark of a training step in bf16 against fp32 on this machine.
 
 Two engines of the same small GPT in one process, one in each precision, take turns, A B, B A, A B and so on: whatever
 else the machine does falls on both alike. What is timed is a whole step: forward, backward, reduction, clipping, the
@@ -32,7 +32,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def build(*, precision: str, num_layers: int, hidden_size: int) -> Engine:
-    """A GPT-2 on one process."""
+    """An engine of a GPT-2 on one process."""
     return build_engine(
         Config(
             model=ModelConfig(
@@ -57,7 +57,7 @@ def build(*, precision: str, num_layers: int, hidden_size: int) -> Engine:
 
 
 def random_batch(step: int) -> MicroBatch:
-    """The same in every precision."""
+    """A random batch, the same in every precision."""
     tokens = torch.randint(
         VOCAB_SIZE, (MICRO_BATCH_SIZE, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(step)
     )
@@ -84,7 +84,7 @@ def time_steps(engine: Engine, steps: range, clock: Callable[[], float]) -> tupl
 def take_turns(
     engines: dict[str, Engine], *, num_turns: int, num_steps: int, clock: Callable[[], float]
 ) -> list[dict[str, list[float]]]:
-    """The seconds of the steps that each took, turn by turn; all take the same steps."""
+    """Seconds of the steps of each engine, turn by turn; all take the same steps."""
     for engine in engines.values():
         time_steps(engine, range(WARM_UP_STEPS), clock)
     turns = []
@@ -100,7 +100,7 @@ def take_turns(
 
 
 def report(turns: list[dict[str, list[float]]], *, clock: str) -> None:
-    """Each one's step, and how many times faster the second one's is."""
+    """Print the time of a step of each engine, and their ratio."""
     first, second = sorted(turns[0], key=("fp32", "bf16", "fp16").index)
     for name in (first, second):
         seconds = [each for turn in turns for each in turn[name]]
@@ -114,7 +114,7 @@ def report(turns: list[dict[str, list[float]]], *, clock: str) -> None:
 
 
 def main() -> None:
-    """Warm up, take turns, report."""
+    """Warm up, measure in turns, print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precisions", nargs=2, choices=("fp32", "bf16", "fp16"), default=("fp32", "bf16"))
     parser.add_argument("--layers", type=int, default=4)

@@ -1,4 +1,4 @@
-"""For how long does training stand still for a checkpoint, written in front of it and beside it?
+"""Benchmark of checkpoint saving: how long training stops for a synchronous and for an asynchronous save.
 
 One run of a GPT of 54 million parameters with Adam's states (0.65 GB a checkpoint) that saves in both ways in turn, so
 that both meet the same machine. Measured are the seconds between the end of a step and the beginning of the next, and
@@ -40,7 +40,7 @@ FLAGS = (
 
 
 class InTurn(Hook):
-    """Saves every `interval` steps, in one way and then in the other, and notes how long training stood still."""
+    """Hook that saves every `interval` steps, synchronously and asynchronously in turn, and times the pauses."""
 
     def __init__(self, ways: dict[str, Save], *, interval: int, warm_up: int) -> None:
         self.ways, self.interval, self.warm_up = ways, interval, warm_up
@@ -49,7 +49,7 @@ class InTurn(Hook):
         self._busy = False
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Ranks come here one after the other: waiting for the last is no part of saving."""
+        """Save after every interval; ranks first wait for each other, so that this wait is not counted."""
         beside = self.ways["async"]
         comm.barrier(trainer.engine.mesh.world)
         turn, rest = divmod(record.step, self.interval)
@@ -67,12 +67,12 @@ class InTurn(Hook):
         self._busy = beside.is_writing
 
     def finish(self, trainer: Trainer) -> None:
-        """Let the last one be written."""
+        """Wait for the last asynchronous save."""
         self.ways["async"].finish(trainer)
 
 
 def measure(place: Place, flags: list[str], turns: int, interval: int, folder: Path) -> int:
-    """One rank."""
+    """The run of one rank, measured; its exit status."""
     config, _ = read_config(flags)
     job = TrainingJob.open(config, start_mesh(config, place))
     engine = job.build_engine()
@@ -108,7 +108,7 @@ def measure(place: Place, flags: list[str], turns: int, interval: int, folder: P
 
 
 def spread(values: list[float]) -> str:
-    """Median, least and most."""
+    """Median, minimum and maximum as text."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

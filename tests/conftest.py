@@ -1,4 +1,4 @@
-"""What holds for every test? One thread a process, and a reason for each test that this machine cannot run."""
+"""Settings of every test: one thread a process, and a skip reason for tests that this machine cannot run."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Collectives against their formulas, forward and backward, on two to four ranks."""
+"""Tests of collectives against their formulas, forward and backward, on two to four ranks."""
 
 from collections.abc import Callable
 from typing import Any

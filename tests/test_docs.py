@@ -1,4 +1,4 @@
-"""Is what the documents say still so? Their commands, links, tables and drawings."""
+"""Tests of the documents: their commands, links, tables and drawings are current."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`make test-fast`: which tests start processes is told from what their functions name."""
+"""Tests of `make test-fast`: tests that start processes are detected from the names that their functions use."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of twenty steps are those of the commits before: see golden_runs.py."""
+"""Tests of golden losses: loss and gradient norm of twenty steps equal those of earlier commits (golden_runs.py)."""
 
 from pathlib import Path
 

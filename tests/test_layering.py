@@ -1,4 +1,4 @@
-"""Who imports whom: the order of the layers, read from the source without running it."""
+"""Tests of the layering: which package may import which, read from the source without running it."""
 
 import ast
 import subprocess
@@ -76,7 +76,7 @@ class Import(NamedTuple):
 
 
 def module_of(path: Path) -> str:
-    """megatronish/schedule/plan.py -> megatronish.schedule.plan."""
+    """Name of a module by its path: megatronish/schedule/plan.py -> megatronish.schedule.plan."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

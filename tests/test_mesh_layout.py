@@ -1,4 +1,4 @@
-"""The grid of ranks: every layout of up to 24 ranks."""
+"""Tests of the grid of ranks: every layout of up to 24 ranks."""
 
 from itertools import combinations, product
 from math import prod

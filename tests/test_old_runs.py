@@ -1,4 +1,4 @@
-"""What older versions wrote is still read: checkpoints, the configs of runs, and command lines.
+"""Tests of compatibility: checkpoints, run configs and command lines of older versions are still read.
 
 tests/golden/checkpoints holds two runs of commit b51d105: the checkpoint after step 2, the config that the run left,
 its flags, and loss and gradient norm of all four steps. tests/golden/flags.txt holds every flag that was known then.

@@ -1,4 +1,4 @@
-"""Is what gets installed what the code imports, and does the Makefile list what it can do?"""
+"""Tests of packaging: the installed package has what the code imports, and the Makefile lists its targets."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The theorem: every layout trains the same model as one process.
+"""Theorem: every layout trains the same model as one process.
 
 Each of the 55 layouts of dp x tp x pp x cp (cp 1, 2 or 4) with at most eight ranks is trained, with features that a
 seeded pairwise array has dealt to it, and compared with one process that takes each global batch as a single

@@ -1,4 +1,4 @@
-"""Who holds which part of a parameter: every element once over tp, and the same values in any layout."""
+"""Tests of sharding: every element of a parameter is held once over tp, with the same values in any layout."""
 
 import random
 from itertools import product

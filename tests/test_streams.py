@@ -1,4 +1,4 @@
-"""Random values as functions of names: their statistics, and that no cut of a tensor changes them."""
+"""Tests of named random streams: their statistics, and independence of how a tensor is cut."""
 
 import math
 from functools import partial

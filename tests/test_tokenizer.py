@@ -1,4 +1,4 @@
-"""Tokenizers: exact round trips, one face, and a sentence for each way to ask for one wrongly."""
+"""Tests of tokenizers: exact round trips, one interface, and an error for each wrong use."""
 
 import pickle
 import random

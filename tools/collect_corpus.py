@@ -1,4 +1,4 @@
-"""Collect real text that every machine has: the source and documentation of Python's own standard library.
+"""Collector of a text corpus that every machine has: source and documentation of Python's standard library.
 
 Writes JSON lines {"text": ..., "source": relative name}, in an order that the names alone decide (that of their
 hashes), so that any run of lines is a fair mixture: a validation split at the end is no topic of its own.
@@ -58,7 +58,7 @@ def read(name: str, path: Path | None) -> str:
 
 
 def main(arguments: Arguments) -> None:
-    """Parse, call, print."""
+    """Run the tool; the exit status."""
     found = sources(Path(sysconfig.get_path("stdlib")))
     texts, num_bytes = 0, 0
     bar = tqdm(total=arguments.max_bytes, unit="B", unit_scale=True, desc="collecting", disable=None)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turn a model from Hugging Face, Megatron-LM or megatronish into any of them, a tensor at a time."""
+"""Converter of models between Hugging Face, Megatron-LM and megatronish, one tensor at a time."""
 
 import sys
 from dataclasses import dataclass

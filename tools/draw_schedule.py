@@ -1,4 +1,4 @@
-"""What does a pipeline schedule look like, and how much of it is bubble?
+"""Drawings of pipeline schedules, with bubble rate and peaks of live activations.
 
     python tools/draw_schedule.py --schedule 1f1b --stages 4 --microbatches 8 --png schedule.png
     python tools/draw_schedule.py --recorded runs/demo/schedule/step_10.json --png schedule.png
@@ -22,15 +22,17 @@ from megatronish.schedule.schedules import SCHEDULES
 from megatronish.schedule.simulate import Costs, simulate
 from megatronish.schedule.timeline import TimedPlan
 
-COLUMNS_AN_ACTION = 3  # on average, of a real step
+COLUMNS_AN_ACTION = 3  # on average, of a recorded step
+
+_SPLIT = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.has_weight_gradients)
+_WEIGHT_HELP = f"Time of a weight gradient: a part of the backward except in {_SPLIT}."
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Draw a pipeline schedule."""
 
-    schedule: str = "1f1b"
-    """Which one: gpipe, 1f1b, interleaved, zb-h1 or zb-v."""
+    schedule: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b"
     stages: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
     """Pipeline stages."""
     microbatches: int = 8
@@ -41,8 +43,7 @@ class Arguments:
     """Time of a forward."""
     backward: float = 1.0
     """Time of a backward as far as its input gradient."""
-    weight: float = 1.0
-    """Time of a weight gradient: a part of the backward except in zb-h1 and zb-v."""
+    weight: Annotated[float, tyro.conf.arg(help=_WEIGHT_HELP)] = 1.0
     transfer: float = 0.0
     """Time from one stage to the next."""
     recorded: Path | None = None
@@ -68,7 +69,7 @@ def refuse_arguments(arguments: Arguments) -> None:
 
 
 def planned(arguments: Arguments) -> tuple[str, TimedPlan]:
-    """A schedule on paper, with its title."""
+    """A simulated schedule, with its title."""
     schedule, stages, microbatches = SCHEDULES[arguments.schedule], arguments.stages, arguments.microbatches
     chunks = arguments.chunks if arguments.chunks is not None else schedule.num_chunks or 2
     plan = schedule.plan(num_stages=stages, num_microbatches=microbatches, num_chunks=chunks)
@@ -79,13 +80,13 @@ def planned(arguments: Arguments) -> tuple[str, TimedPlan]:
 
 
 def recorded(path: Path) -> tuple[str, TimedPlan]:
-    """A step as it was, with its title."""
+    """A recorded step, with its title."""
     step = Recorded.read(path)
     return f"{step.schedule}, {len(step.rows)} stages, as it ran", step.timed()
 
 
 def report(timed_plan: TimedPlan, *, is_real: bool) -> str:
-    """The drawing and the numbers. Actions of a real step differ by orders of magnitude: they share columns."""
+    """The drawing and the numbers. Actions of a recorded step differ by orders of magnitude: they share columns."""
     rows = [f"{'':9}{'start':>10}{'end':>10}{'peak live activations':>24}"]
     for stage, (row, live) in enumerate(zip(timed_plan.timeline, timed_plan.peak_live, strict=True)):
         rows.append(f"stage {stage:<3}{row[0].start:10.5g}{row[-1].end:10.5g}{live:24d}")
@@ -95,7 +96,7 @@ def report(timed_plan: TimedPlan, *, is_real: bool) -> str:
 
 
 def main() -> int:
-    """Draw; status 2 with a sentence if it cannot be drawn."""
+    """Draw; the exit status, 2 with a message if it cannot be drawn."""
     arguments = tyro.cli(Arguments, description=__doc__)
     try:
         refuse_arguments(arguments)

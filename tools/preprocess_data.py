@@ -1,4 +1,4 @@
-"""Turn JSON lines into the .bin/.idx files that training reads: python tools/preprocess_data.py --help
+"""Preprocessing of JSON lines into the .bin/.idx files that training reads: python tools/preprocess_data.py --help
 
 Exit status: 0 done, 1 a failure (a worker was killed, the disk is full), 2 something in the input or the flags to mend.
 """
@@ -67,19 +67,19 @@ class Progress:
             tqdm.write("more bad lines are counted without telling", file=sys.stderr)
 
     def advance(self, summary: Summary, num_bytes: int) -> None:
-        """After each batch."""
+        """Show the progress after each batch of documents."""
         self._bar.update(num_bytes)
         if self._bar.disable and summary.documents >= self._told + self._log_interval:
             self._told = summary.documents
             print(summary, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Leave the progress bar as it is."""
         self._bar.close()
 
 
 def main(arguments: Arguments) -> None:
-    """Parse, call, print."""
+    """Run the tool; the exit status."""
     tokenizer = build_tokenizer(
         DataConfig(
             tokenizer_type=tokenizer_type(arguments.tokenizer_type),

@@ -1,4 +1,4 @@
-"""Train a SentencePiece tokenizer that gives back every text exactly, on JSON lines.
+"""Training of a SentencePiece tokenizer on JSON lines, one that reproduces every text exactly.
 
 BPE with byte fallback, and the text left as it is: identity normalisation, no space put in front, runs of spaces and
 newlines kept (indentation becomes pieces of its own). "<|endoftext|>" ends a document and is never read out of text.
@@ -115,7 +115,7 @@ def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:
 
 
 def main(arguments: Arguments) -> None:
-    """Parse, call, print."""
+    """Run the tool; the exit status."""
     sentences = read_runs(arguments)
     size = sum(map(len, sentences))
     print(f"learning {arguments.vocab_size} pieces from {size:,} characters, a second or two a million", flush=True)

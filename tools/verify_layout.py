@@ -15,7 +15,7 @@ from megatronish.formats.start import read_start
 
 
 def main(argv: list[str]) -> int:
-    """0: the same; 1: not the same; 2: the user's to mend."""
+    """Compare; the exit status: 0 for equal, 1 for different or failed, 2 for a user error."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=5)
     own, others = parser.parse_known_args(argv)

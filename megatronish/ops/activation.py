@@ -1,13 +1,14 @@
-"""What does a feature become? GELU, exact and by tanh, and SwiGLU, each of x + bias.
+"""Fused activations: GELU, exact or by its tanh approximation, and SwiGLU, each of x + bias.
 
     GELU      y = x * P(X <= x), X normal; by tanh y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2
     SwiGLU    y = gate * sigmoid(gate) * up
 
-The kernels add the bias in passing, and with the gradient of x comes that of the bias, which need not be read again for
-it. Nothing is kept for the backward but x and the bias; all else is computed again. Arithmetic is fp32.
+The forward kernel adds the bias as it reads x. The backward kernel writes the gradient of x and sums the gradient of
+the bias in the same pass, so no gradient is read twice. Only x and the bias are saved for backward; everything else is
+recomputed. Arithmetic is fp32.
 
-A fused operator runs where its kernel does. Elsewhere torch's own functions do, with torch's gradients: what a training
-on the CPU computes does not depend on this file.
+The operators run where their CUDA kernels do. Elsewhere torch's own functions run, with torch's gradients: what a
+training run on the CPU computes does not depend on this file.
 """
 
 from typing import Any, Literal
@@ -45,11 +46,11 @@ def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether these run as kernels on x."""
+    """Whether the activations of x run as CUDA kernels."""
     return x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_KERNELS
 
 
-# The references.
+# References: F is the MLP width; grad has the shape of the output, grad_x that of x.
 
 
 def _gelu_reference(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -81,7 +82,7 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _gradients(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of x, and of the bias: without one, no element."""
+    """Gradients of x and of the bias, in the dtype of x; the gradient of an absent bias has no elements."""
     return grad.to(x.dtype), x.new_empty(0) if bias is None else grad.sum_to_size(bias.shape).to(x.dtype)
 
 

@@ -1,7 +1,7 @@
-"""How are the kernels compiled: for CUDA, and for the CPU under the emulator?
+"""Compilation of the kernels: for CUDA, and for the CPU under the emulator.
 
-For setup.py, `make kernels` (`python -m megatronish.ops.build`) and the tests; nothing is ever compiled by an import.
-Objects are kept in build/kernels under a hash of all that goes into them, so a second build compiles what changed.
+Used by setup.py, `make kernels` (`python -m megatronish.ops.build`) and the tests; an import never compiles anything.
+Object files are cached in build/kernels under a hash of their inputs, so a second build compiles only what changed.
 """
 
 import argparse
@@ -32,11 +32,11 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
 
 class BuildError(RuntimeError):
-    """What is missing, or what the compiler said."""
+    """A build that failed: the message names what is missing, or is the compiler's output."""
 
 
 class Kernel(NamedTuple):
-    """What ptxas says of a kernel on one architecture."""
+    """Resources of one kernel on one architecture, as ptxas reports them."""
 
     name: str
     architecture: str
@@ -46,7 +46,7 @@ class Kernel(NamedTuple):
 
 
 def build_cuda(output: Path) -> list[Kernel]:
-    """The shared library of all kernels for CUDA at `output`, and what its kernels take."""
+    """Compile the shared library of all CUDA kernels to `output`; return the resources of each kernel."""
     nvcc, torch = find_nvcc(), find_torch()
     known = _run([nvcc, "--list-gpu-code"]).split()
     architectures = [number for number in ARCHITECTURES if f"sm_{number}" in known]
@@ -69,7 +69,7 @@ def build_cuda(output: Path) -> list[Kernel]:
 
 
 def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Path:
-    """The shared library of `sources` (without any: of all kernels) for the CPU, under the emulator and its checker."""
+    """Compile `sources` (by default all kernels) for the CPU, under the emulator and its checker -> the library."""
     torch = find_torch()
     common = [find_compiler(), "-std=c++17", "-O1", "-g1", f"-I{SOURCES}", "-isystem", f"{torch}/include", *WARNINGS]
     common += ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
@@ -96,7 +96,7 @@ def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Pa
 
 
 def kernel_sources() -> list[Path]:
-    """One .cu file for each family of operations."""
+    """The .cu files, one for each family of operations; BuildError where there are none."""
     found = sorted(SOURCES.glob("[!.]*.cu"))
     if not found:
         raise BuildError(f"there are no kernels in {SOURCES}: build from a checkout of the repository")
@@ -104,13 +104,13 @@ def kernel_sources() -> list[Path]:
 
 
 def sources_hash() -> str:
-    """Of all that the library is compiled of. It ends with these characters, which no loader minds."""
+    """Hash of all sources of the library. The library file ends with these characters, which loaders ignore."""
     paths = sorted(path for pattern in ("*.cu", "*.cpp", "*.h") for path in SOURCES.glob(f"[!.]{pattern}"))
     return _hash(part for path in paths for part in (path.name, path.read_text(encoding="utf-8")))
 
 
 def find_nvcc() -> str:
-    """CUDA's compiler, by CUDA_HOME or PATH."""
+    """The path of CUDA's compiler, by CUDA_HOME or PATH; BuildError where there is none."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
     found = found or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -123,7 +123,7 @@ def find_nvcc() -> str:
 
 
 def find_compiler() -> str:
-    """A C++ compiler for the CPU: CXX, g++ or c++."""
+    """The path of a C++ compiler for the CPU: CXX, g++ or c++; BuildError where there is none."""
     for name in (os.environ.get("CXX"), "g++", "c++"):
         if name and (found := shutil.which(name)):
             return found
@@ -131,7 +131,10 @@ def find_compiler() -> str:
 
 
 def find_torch() -> Path:
-    """The folder of torch, which need not be importable: pip hides it from a build in isolation."""
+    """The folder of an installed torch; BuildError where there is none.
+
+    torch need not be importable: pip hides it from an isolated build.
+    """
     spec = importlib.util.find_spec("torch")
     folders = [Path(spec.origin).parent] if spec is not None and spec.origin else []
     folders += [Path(sysconfig.get_path(name)) / "torch" for name in ("platlib", "purelib")]
@@ -142,7 +145,7 @@ def find_torch() -> Path:
 
 
 def table(kernels: Iterable[Kernel]) -> str:
-    """A line for each kernel: registers on each architecture, the most shared memory and spills on any."""
+    """A line for each kernel: registers on each architecture, and the largest shared memory and spill of any."""
     by_name: dict[str, list[Kernel]] = {}
     for each in kernels:
         by_name.setdefault(each.name, []).append(each)
@@ -159,7 +162,7 @@ def table(kernels: Iterable[Kernel]) -> str:
 
 
 def main() -> int:
-    """`make kernels`: compile all kernels, load what came out, print what they take; 1 if one spills registers."""
+    """`make kernels`: compile all kernels, load the library, print the resources; status 1 if one spills registers."""
     parser = argparse.ArgumentParser(description="Compile all CUDA kernels and print their registers and spills.")
     parser.add_argument("--output", type=Path, help="the library (default: in build/kernels)")
     output = parser.parse_args().output or _cache() / "kernels_cuda.so"
@@ -176,7 +179,7 @@ def main() -> int:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What it printed."""
+    """Output of the command, stdout before stderr; BuildError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
@@ -203,7 +206,7 @@ def _cache() -> Path:
 
 
 def _compile(commands: dict[Path, list[str]]) -> list[Path]:
-    """{source: command without its file names} -> objects, each with what the compiler said in a .log beside it."""
+    """{source: command without its file names} -> object files, each with the compiler's output in a .log beside it."""
     headers = [path.read_text() for path in sorted(SOURCES.rglob("[!.]*.h"))]
     torch = (find_torch() / "version.py").read_text()
 
@@ -237,7 +240,7 @@ def _link(
 
 
 def _kernels(log: str) -> list[Kernel]:
-    """What `-Xptxas -v` prints, kernel by kernel."""
+    """The resources of each kernel, parsed from the output of `-Xptxas -v`."""
     entry = re.compile(
         r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers([^\n]*)",
@@ -253,7 +256,7 @@ def _kernels(log: str) -> list[Kernel]:
 
 
 def _demangled(names: Sequence[str]) -> list[str]:
-    """`softmax_forward<float>` for what the compiler calls it, where there is a tool that says so."""
+    """Mangled names -> `softmax_forward<float>`; unchanged where there is no c++filt."""
     if not names or shutil.which("c++filt") is None:
         return list(names)
     lines = _run(["c++filt", *names]).splitlines()

@@ -1,17 +1,18 @@
-"""How likely is each label, by the part of the vocabulary that this rank has the logits of?
+"""Fused cross entropy over one vocabulary shard: statistics of the logits, and their gradient.
 
     maximum  = max over the true columns of the logits; -inf where there are none
     total    = sum of exp(logits - maximum) over them
     target   = the label's logit; 0 where the label is another rank's
     gradient = exp(logits - maximum) * factor - grad * (column is the label); 0 in columns of padding
 
-The first three are one number a token, from which the ranks of tp find the loss together (layers/cross_entropy.py).
-They and all arithmetic are fp32.
+The first three are one number a token, from which the tp ranks compute the loss together (layers/cross_entropy.py).
+Statistics and arithmetic are fp32. Shapes: T tokens, C columns (this rank's shard of the vocabulary, with padding).
 
-The logits are the largest tensor of a step, so there is only one of them. The kernels read it once for the statistics,
-and once more for the gradient, which takes its place. The references make the exponentials a tensor: in fp32 that takes
-the logits' place with the statistics, and the gradient takes its. In bf16 or fp16 that would round them, so the logits
-stay, the exponentials are computed in fp32 for a few tokens at a time, for their sum and once more for the gradient.
+The logits are the largest tensor of a step, so only one tensor of their size exists. The kernels read the logits once
+for the statistics, and once more for the gradient, which overwrites them. The references materialise the exponentials:
+fp32 logits are overwritten by their exponentials, and these by the gradient. In 16 bits that would round them, so
+the exponentials of 16-bit logits are computed in fp32 for a few tokens at a time, once for the sums and once more for
+the gradient.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ CHUNK = 2**20  # elements whose exponentials stand beside 16-bit logits: 4 MB, w
 
 
 class Statistics(NamedTuple):
-    """[T] each, fp32."""
+    """Maximum, sum of exponentials and label logit of each token: [T] each, fp32."""
 
     maximum: Tensor
     total: Tensor
@@ -34,10 +35,10 @@ class Statistics(NamedTuple):
 
 
 def cross_entropy_statistics(logits: Tensor, labels: Tensor, *, first: int, num_true: int) -> Statistics:
-    """Contiguous [T, C], int64 [T] -> what this file's head says, of columns that are tokens `first` and following.
+    """Contiguous [T, C] logits, int64 [T] labels -> `Statistics`. The columns are the tokens from `first` on.
 
-    The first `num_true` columns count, the others are padding. From now on the logits belong to
-    `cross_entropy_gradient_`: what they hold is its affair.
+    The first `num_true` columns count, the rest is padding. The logits may be overwritten: afterwards only
+    `cross_entropy_gradient_` may read them.
     """
     return Statistics(*torch.ops.megatronish.cross_entropy_statistics(logits, labels, first, num_true))
 
@@ -45,7 +46,10 @@ def cross_entropy_statistics(logits: Tensor, labels: Tensor, *, first: int, num_
 def cross_entropy_gradient_(
     logits: Tensor, labels: Tensor, maximum: Tensor, factor: Tensor, grad: Tensor, *, first: int, num_true: int
 ) -> None:
-    """Write the gradient in place of the logits that `cross_entropy_statistics` was given; fp32 [T] are the others."""
+    """Overwrite the logits that `cross_entropy_statistics` was given by their gradient [T, C].
+
+    `maximum`, `factor` and `grad` are fp32 [T]; the module docstring has the formula.
+    """
     torch.ops.megatronish.cross_entropy_gradient_(logits, labels, maximum, factor, grad, first, num_true)
 
 
@@ -74,18 +78,19 @@ def _gradient_reference(
 
 
 def _columns(labels: Tensor, first: int, num_true: int) -> tuple[Tensor, Tensor]:
-    """[T] -> [T, 1] the column of each label, or any; [T] True where it has none here."""
+    """[T] labels -> [T, 1] their columns, and [T] True where a label is another rank's (its column is then 0)."""
     columns = labels - first
     elsewhere = (columns < 0) | (columns >= num_true)
     return columns.masked_fill(elsewhere, 0).unsqueeze(-1), elsewhere
 
 
 def _exponentials(logits: Tensor, maximum: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """[T, C], [T] -> exp(logit - maximum) in fp32, of some tokens after the others: until the next ones are asked.
+    """[T, C], [T] -> (a slice of the tokens, their exp(logit - maximum) in fp32 [tokens, C]), slice by slice.
 
-    fp32 logits are overwritten with theirs, all at once.
+    The slices of 16-bit logits share one buffer: each is valid until the next is asked for. fp32 logits are
+    overwritten by their exponentials, all in one slice.
     """
-    # Where all is padding, the exponentials are those of -inf and not of -inf + inf.
+    # A shard that is all padding has a maximum of -inf: -inf - 0 is -inf, whereas -inf - -inf would be NaN.
     maximum = maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(-1)
     if logits.dtype == maximum.dtype:
         yield slice(None), logits.sub_(maximum).exp_()

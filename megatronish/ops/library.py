@@ -1,8 +1,9 @@
-"""Where does each fused operation run, and why there?
+"""Registration of the fused operators with torch, and the library of their CUDA kernels.
 
 An operator is a function of torch's dispatcher, `torch.ops.megatronish.<name>`. Its reference, in torch, runs on every
-device; where the library of CUDA kernels has been built, it puts kernels before the references of CUDA tensors. It is
-looked for once, beside this file, and never built here: `python setup.py build_ext --inplace` does that.
+device. Where the library of CUDA kernels has been built, the dispatcher prefers a kernel to the reference for CUDA
+tensors. The library is looked for once, beside this file, and never built here: `python setup.py build_ext --inplace`
+builds it.
 
 For tests the same operators exist a second time, in another namespace, with the kernels on the CPU (kernels/emulator).
 """
@@ -24,16 +25,16 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def like(x: Tensor, *_: Any) -> Tensor:
-    """A contiguous tensor without values, as kernels make their outputs."""
+    """An uninitialised contiguous tensor of the shape and dtype of x, as kernels allocate their outputs."""
     return x.new_empty(x.shape)
 
 
 class Operator(NamedTuple):
-    """What torch has to know of an operator: `fake` makes outputs without values, for meta tensors and compilation.
+    """An operator's schema, reference, fake implementation (for meta tensors and torch.compile) and gradient.
 
-    Unless told otherwise there is one output, like the first argument. `backward(ops, ctx, *grads)` is given the
-    namespace it was called in, so that it finds the operators beside it; `setup_context(ctx, inputs, output)` saves
-    what it needs.
+    By default there is one output, of the shape and dtype of the first argument. `setup_context(ctx, inputs, output)`
+    saves what the backward needs; `backward(ops, ctx, *grads)` gets the namespace that it runs in, so that it calls the
+    operators of the same namespace.
     """
 
     schema: str  # "name(Tensor x, float scale) -> Tensor"
@@ -44,39 +45,44 @@ class Operator(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`scaled_causal_softmax`."""
+        """The operator's name in its namespace, such as `scaled_causal_softmax`."""
         return self.schema.partition("(")[0]
 
 
 class OperatorFamily(NamedTuple):
-    """Operators that share a file of kernels: kernels/<name>.cu."""
+    """Operators whose kernels share a source file, kernels/<name>.cu."""
 
     name: str
     operators: tuple[Operator, ...]
 
 
-_REGISTRATIONS: list[torch.library.Library] = []  # torch drops what nobody holds
+_REGISTRATIONS: list[torch.library.Library] = []  # torch unregisters a Library that is not kept
 
 
 def define(family: OperatorFamily, *, namespace: str = NAMESPACE) -> Any:
-    """Register a family's operators -> `torch.ops.<namespace>`, where they are found."""
+    """Register the operators of a family with torch; return their namespace, `torch.ops.<namespace>`."""
     registration = torch.library.Library(namespace, "FRAGMENT")
     _REGISTRATIONS.append(registration)
     ops = getattr(torch.ops, namespace)
     for each in family.operators:
         name = f"{namespace}::{each.name}"
+        # 1. The schema; the tag declares the operator ready for torch.compile.
         registration.define(each.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # 2. The reference, for every device. This key ranks below "CUDA", so the kernel of a device takes precedence.
         registration.impl(each.name, each.reference, "CompositeExplicitAutograd")
+        # 3. Shapes and dtypes of the outputs without computing, for meta tensors and torch.compile.
         torch.library.register_fake(name, each.fake, lib=registration)
+        # 4. The gradient; a backward operator of its own needs none.
         if each.backward is not None:
             backward = partial(_differentiate_once, each, ops)
             torch.library.register_autograd(name, backward, setup_context=each.setup_context, lib=registration)
+    # 5. The kernels: the library's loader registers them for the key "CUDA" of these schemas.
     load_kernels()
     return ops
 
 
 def _differentiate_once(operator: Operator, ops: Any, ctx: Any, *grads: Any) -> Any:
-    if torch.is_grad_enabled():  # torch would take what the kernels of the backward make for constants
+    if torch.is_grad_enabled():  # with create_graph=True torch would treat the gradients as constants
         raise RuntimeError(
             f"{operator.name} can be differentiated once: its gradients have no gradient, so create_graph=True is not "
             "for it"
@@ -87,7 +93,7 @@ def _differentiate_once(operator: Operator, ops: Any, ctx: Any, *grads: Any) -> 
 
 @cache
 def load_kernels() -> str | None:
-    """Load the library of CUDA kernels, once: None, or why there is none. It takes no GPU to load it."""
+    """Load the library of CUDA kernels, once: None if it is loaded, else the reason. Loading needs no GPU."""
     if os.environ.get("MEGATRONISH_KERNELS") == "0":
         return "MEGATRONISH_KERNELS is 0"
     if not LIBRARY.exists():
@@ -109,13 +115,13 @@ def _is_of_these_sources(library: Path) -> bool:
 
 
 def report_line(family: OperatorFamily, device: torch.device) -> str:
-    """Which implementation a family's operators have on a device, and why not the kernel where it is not."""
+    """The implementation of a family's operators on a device; where it is not the kernels, with the reason."""
     reason = _why_not(family, device)
     return f"{family.name}: {'CUDA kernels' if reason is None else f'torch, because {reason}'}"
 
 
 def has_kernels(family: OperatorFamily) -> bool:
-    """Whether a family's operators run as kernels on CUDA, for those who go another way where they do not."""
+    """Whether all operators of a family have CUDA kernels; without them, callers use torch's own functions."""
     return _why_not(family, torch.device("cuda")) is None
 
 
@@ -133,5 +139,5 @@ def _why_not(family: OperatorFamily, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What references compute in: fp32 as kernels do, or fp64 for fp64."""
+    """The dtype that references compute in: fp32, as kernels do, and fp64 for fp64 inputs."""
     return torch.promote_types(dtype, torch.float32)

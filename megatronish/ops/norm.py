@@ -1,4 +1,4 @@
-"""How is a row brought to one scale? LayerNorm and RMSNorm over the last dim, alone or of a sum.
+"""Fused normalisation: LayerNorm and RMSNorm over the last dim, of x or of x + residual.
 
     LayerNorm  n = (x - mean) / sqrt(variance + epsilon)      normalised = n * weight + bias
     RMSNorm    n = x / sqrt(mean square + epsilon)            normalised = n * weight
@@ -6,8 +6,8 @@
 Statistics and arithmetic are fp32; outputs have the dtype of x, gradients of weight and bias that of the weight, which
 is fp32 or that of x. With `one_plus` the weight is stored as w - 1, and 1 is added in fp32.
 
-A fused operator runs where its kernel does. Elsewhere torch's own functions do, with torch's gradients; with `one_plus`
-in fp32, so that a weight of 16 bits is not rounded beside 1.
+The operators run where their CUDA kernels do. Elsewhere torch's own functions run, with torch's gradients; with
+`one_plus` they run in fp32, because a 16-bit 1 + w would be rounded.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ from megatronish.ops.library import (
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, one_plus: bool = False) -> Tensor:
-    """[..., D], [D], [D] -> [..., D] (Ba et al. 2016)."""
+    """LayerNorm: [..., D], [D], [D] -> [..., D] (Ba et al. 2016, arXiv:1607.06450)."""
     if _is_fused(x, weight):
         normalised, *_ = torch.ops.megatronish.layer_norm(x, weight, bias, epsilon, one_plus)
         return normalised
@@ -39,7 +39,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, one_p
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float, one_plus: bool = False) -> Tensor:
-    """[..., D], [D] -> [..., D] (Zhang & Sennrich 2019)."""
+    """RMSNorm: [..., D], [D] -> [..., D] (Zhang & Sennrich 2019, arXiv:1910.07467)."""
     if _is_fused(x, weight):
         normalised, *_ = torch.ops.megatronish.rms_norm(x, weight, epsilon, one_plus)
         return normalised
@@ -75,7 +75,7 @@ def _is_fused(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and known and HAS_KERNELS
 
 
-# The references. Statistics are [..., 1].
+# References. x, grad and outputs are [..., D], weight and bias [D], statistics (mean, rstd) [..., 1] in fp32.
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -120,15 +120,19 @@ def _add_rms_norm_reference(
 def _layer_norm_backward_reference(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, one_plus: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # 1. Recompute the normalised row n [..., D] from the saved statistics.
     n = (_exact(x) - mean) * rstd
+    # 2. The gradient of n, then of x: mean and variance depend on x, which subtracts the parts along 1 and along n.
     h = _exact(grad) * _weight(weight, one_plus)
     grad_x = (h - (h * n).mean(-1, keepdim=True) * n - h.mean(-1, keepdim=True)) * rstd
+    # 3. The residual sum is an output too: its own gradient is added. Parameter gradients [D] are summed over all rows.
     return _with(grad_sum, grad_x).to(x.dtype), _over_rows(_exact(grad) * n, weight), _over_rows(_exact(grad), weight)
 
 
 def _rms_norm_backward_reference(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
+    # As for LayerNorm, without a mean: only the part along n is subtracted.
     n = _exact(x) * rstd
     h = _exact(grad) * _weight(weight, one_plus)
     grad_x = (h - (h * n).mean(-1, keepdim=True) * n) * rstd
@@ -148,22 +152,29 @@ def _statistics(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, adds: bool) -> None:
+    # What was normalised is saved: output[1] = x + residual [..., D] where the operator adds, else the input x.
     x, weight = (output[1], inputs[2]) if adds else (inputs[0], inputs[1])
     statistics = output[2:] if adds else output[1:]
     ctx.one_plus = inputs[-1]
     ctx.save_for_backward(x, weight, *statistics)
     ctx.mark_non_differentiable(*statistics)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # an unused output has the gradient None, not a tensor of zeros
 
 
 def _backward(
     ops: Any, ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None, name: str, adds: bool
 ) -> tuple[Tensor | None, ...]:
-    """The second gradient is that of the sum, or of a statistic and None."""
+    """Gradients of the inputs; `grad_sum` is that of x + residual, and always None where nothing is added.
+
+    Outputs are (normalised, [x + residual,] *statistics); statistics are not differentiable, so their gradients are
+    None.
+    """
     x, weight, *statistics = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(x)
+    # One backward operator [..., D] -> grad_x [..., D], grad_weight [D] (and grad_bias [D] of a LayerNorm).
     grad_x, *of_parameters = getattr(ops, name)(grad, grad_sum, x, weight, *statistics, ctx.one_plus)
+    # x and residual have the same gradient; epsilon and one_plus have none.
     return *([grad_x, grad_x] if adds else [grad_x]), *of_parameters, None, None
 
 

@@ -1,4 +1,4 @@
-"""Which fused operations are there, and what does a run say of them?"""
+"""Table of the fused operator families, and the lines that a run prints about them."""
 
 import torch
 
@@ -9,12 +9,12 @@ FAMILIES: tuple[OperatorFamily, ...] = (softmax.FAMILY, cross_entropy.FAMILY, ac
 
 
 def kernels_report(device: torch.device | str) -> list[str]:
-    """One line a family, for a run's first lines: where its operations run on this device, and why."""
+    """One line a family: the implementation of its operators on this device, and the reason if not the kernels."""
     return [report_line(family, torch.device(device)) for family in FAMILIES]
 
 
 def kernels_line(device: torch.device | str) -> str:
-    """The same in one line, families of the same answer together."""
+    """The report in one line, for a run's first lines: families with the same implementation together."""
     families: dict[str, list[str]] = {}
     for line in kernels_report(device):
         name, _, where = line.partition(": ")

@@ -1,4 +1,4 @@
-"""How likely is each key, by its score? Scaled masked and scaled causal softmax over the last dim.
+"""Fused attention softmax: scaled masked and scaled causal softmax over the last dim.
 
     probabilities = softmax(scale * scores) over the keys that a query sees; 0 elsewhere, and where it sees none
     grad_scores   = scale * probabilities * (grad - sum(probabilities * grad))
@@ -27,13 +27,13 @@ def scaled_causal_softmax(scores: Tensor, *, scale: float, window_size: int | No
 def scaled_masked_softmax(scores: Tensor, visible: Tensor | None, *, scale: float) -> Tensor:
     """[B, n, q, k], bool [1 or B, 1 or n, 1 or q, k] -> [B, n, q, k]: a query sees the keys where `visible` is True.
 
-    None: it sees them all, and scores may have any shape.
+    With `visible` None every query sees every key, and scores may have any shape. ValueError for other shapes.
     """
     return torch.ops.megatronish.scaled_masked_softmax(scores, visible, scale)
 
 
 def causal_visibility(queries: int, keys: int, window_size: int | None, device: torch.device) -> Tensor:
-    """Bool [q, k]: which keys each query of `scaled_causal_softmax` sees."""
+    """Bool [q, k]: True where a query of `scaled_causal_softmax` sees a key."""
     distance = torch.arange(queries, device=device)[:, None] + (keys - queries) - torch.arange(keys, device=device)
     visible = distance >= 0
     return visible if window_size is None else visible & (distance < window_size)
@@ -79,7 +79,7 @@ def _causal_reference(scores: Tensor, scale: float, window_size: int | None = No
 
 
 def _backward_reference(grad: Tensor, probabilities: Tensor, scale: float, *_: Any) -> Tensor:
-    # Probabilities are 0 where nothing is seen, so visibility is not asked again.
+    # Probabilities are 0 where a key is not visible, so the mask is not needed again.
     dtype = accumulation_dtype(grad.dtype)
     g, y = (x.contiguous().to(dtype) for x in (grad, probabilities))
     return (torch.ops.aten._softmax_backward_data(g, y, -1, dtype) * scale).to(grad.dtype)

@@ -1,7 +1,7 @@
-"""Who steps AdamW? NVIDIA apex's FusedAdam where it is there and masters are on CUDA, else torch's fused kernel.
+"""AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101), by NVIDIA apex's FusedAdam or torch's fused kernel.
 
-AdamW is Loshchilov & Hutter's (2017, arXiv:1711.05101). Both keep the same two tensors under the same names, so a
-checkpoint of one goes on under the other.
+apex is used where it is installed and the masters are on CUDA. Both keep the same two states under the same names, so
+a checkpoint written with one resumes with the other.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from megatronish.optim.masters import Masters, TorchUpdate
 
 
 class FusedAdamChoice(NamedTuple):
-    """apex's FusedAdam, or None, and why."""
+    """apex's FusedAdam, or None where torch's AdamW is used, and the reason."""
 
     fused_adam: Callable[..., torch.optim.Optimizer] | None
     reason: str
 
 
 class AdamW(TorchUpdate):
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay, over fp32 masters on one device."""
 
     state_names = ("exp_avg", "exp_avg_sq")
 
@@ -34,13 +34,13 @@ class AdamW(TorchUpdate):
 
     @staticmethod
     def described(masters_on: torch.device, /) -> str:
-        """The kernel, and why it."""
+        """The kernel that steps masters on this device, with the reason."""
         found = find_fused_adam(masters_on)
         return f"{'torch' if found.fused_adam is None else 'apex'}'s fused AdamW ({found.reason})"
 
 
 def adamw(groups: list[dict[str, Any]], *, config: OptimizerConfig, masters_on: torch.device) -> torch.optim.Optimizer:
-    """Learning rate and weight decay are set before each step."""
+    """The optimizer of these parameter groups; learning rate and weight decay are set before each step."""
     given: dict[str, Any] = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     fused_adam = find_fused_adam(masters_on).fused_adam
     if fused_adam is None:
@@ -49,7 +49,7 @@ def adamw(groups: list[dict[str, Any]], *, config: OptimizerConfig, masters_on: 
 
 
 def find_fused_adam(masters_on: torch.device) -> FusedAdamChoice:
-    """What is there for masters that live here."""
+    """The choice of kernel for masters on this device."""
     if masters_on.type != "cuda":
         return FusedAdamChoice(None, "masters are on the CPU")
     try:

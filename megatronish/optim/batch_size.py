@@ -13,7 +13,7 @@ from megatronish.errors import UserError
 
 
 class Phase(NamedTuple):
-    """Steps of one batch size; num_steps is None for the last phase, which does not end."""
+    """A number of steps with one batch size; num_steps is None for the last phase, which does not end."""
 
     batch_size: int
     num_steps: int | None
@@ -50,11 +50,11 @@ class BatchSizeSchedule:
 
     @property
     def num_increments(self) -> int:
-        """How many times the batch grows."""
+        """Number of times that the batch grows."""
         return (self.global_batch_size - self.start) // self.increment
 
     def at(self, consumed_samples: int) -> int:
-        """Samples of the step that starts after `consumed_samples`."""
+        """Global batch size of the step that starts after `consumed_samples`."""
         if consumed_samples >= self.ramp_samples:
             return self.global_batch_size
         return self.start + consumed_samples * self.num_increments // self.ramp_samples * self.increment
@@ -71,7 +71,7 @@ class BatchSizeSchedule:
         return consumed
 
     def num_steps_left(self, consumed_samples: int, samples: int) -> int:
-        """Whole steps from `consumed_samples` on that fit into `samples` in all, whatever batches came before."""
+        """Number of whole steps after `consumed_samples` that fit into a run of `samples` samples."""
         steps = 0
         while consumed_samples < self.ramp_samples and consumed_samples + self.at(consumed_samples) <= samples:
             consumed_samples += self.at(consumed_samples)
@@ -79,7 +79,7 @@ class BatchSizeSchedule:
         return steps + max(samples - consumed_samples, 0) // self.at(consumed_samples)
 
     def num_steps(self, samples: int) -> int:
-        """Whole steps that fit into `samples`: those of --train-samples. What is left over is not trained on."""
+        """Number of whole steps that fit into `samples`, for --train-samples. The remaining samples are not used."""
         total = 0
         for phase in self._phases():
             fitting = samples // phase.batch_size

@@ -1,4 +1,4 @@
-"""Norms of the whole gradient and of all parameters: over all ranks, each element counted once."""
+"""Global norms of gradients and parameters: over all ranks, each element counted once."""
 
 from collections.abc import Iterable, Mapping
 
@@ -17,15 +17,16 @@ ByDomain = Mapping[str, Iterable[Tensor]]
 def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> float:
     """The 2-norm of all elements.
 
-    The squares of a domain are summed over its own axes, then those of all domains together over the stages. What
-    several ranks hold (tp ranks a norm, both holders a tied embedding, data ranks a replica), one of them counts.
+    The squares of a domain are summed over its own axes, then the sum over all domains over the pipeline stages. A
+    parameter that several ranks hold (a norm's weight over tp, a tied embedding over pp, a replica over dp) is counted
+    by one of them.
     """
     squares = {name: [sum_of_squares(part).to(device) for part in parts] for name, parts in counted.items()}
     return float(_total(squares, domains, pp=pp, zero=torch.zeros((), dtype=torch.float64, device=device)).sqrt())
 
 
 def num_zeros(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> int:
-    """Elements that are exactly zero, counted in the same way."""
+    """Number of elements that are exactly zero, each element counted once as in `global_norm`."""
     zeros = {
         name: [(part.numel() - torch.count_nonzero(part)).to(device) for part in parts]
         for name, parts in counted.items()
@@ -36,6 +37,7 @@ def num_zeros(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, dev
 def _total(terms: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, zero: Tensor) -> Tensor:
     """The sum of scalars over the ranks that count them. Every rank has every domain, perhaps without terms."""
     total = zero.clone()
+    # Collectives are matched by order, so every rank reduces every domain, in the order of `domains`.
     for name, domain in domains.items():
         of_domain = zero.clone()
         for term in terms[name]:

@@ -17,7 +17,7 @@ from megatronish.errors import UserError
 from megatronish.optim.batch_size import BatchSizeSchedule
 
 Curve = Callable[[float], float]
-"""Function from progress (0 to 1) to the part of the learning rate that is left (1 to 0)."""
+"""A function from progress (0 to 1) to the fraction of the learning rate that is left (1 to 0)."""
 
 DECAYS: dict[str, Curve] = {
     "linear": lambda progress: 1 - progress,

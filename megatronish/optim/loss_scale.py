@@ -1,9 +1,9 @@
-"""By how much is the loss multiplied so that fp16 can hold its gradients, and what does an overflow change?
+"""Loss scaling for fp16, constant or dynamic.
 
-fp16 ends at 65504 above and at 6e-8 below, where most gradients lie. So the loss is multiplied before the backward and
-the gradient divided after it. Too large a scale overflows: the gradient's norm is not finite, the step is skipped, and
-the scale gives way; after many good steps it tries the next power of two. Whether a step overflowed is read from the
-global norm, which is the same on every rank, so all ranks skip together and their scales stay equal.
+fp16 represents magnitudes from 6e-8 to 65504, and many gradients are smaller. So the loss is multiplied by a scale
+before backward, and the gradient is divided by it afterwards. Too large a scale overflows: the gradient norm is not
+finite, the step is skipped, and a dynamic scale is halved; after many good steps it is doubled. An overflow is detected
+in the global norm, which is the same on every rank, so all ranks skip the same step and their scales stay equal.
 """
 
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ LARGEST_SCALE = 2.0**120  # gradients that stay zero would double it until it is
 
 
 class LossScale(Protocol):
-    """What the loss of a step is multiplied by."""
+    """The factor that multiplies the loss of a step, and its update rule."""
 
     scale: float
 
     @property
     def skips_overflow(self) -> bool:
-        """A step whose gradient is not finite is left out, and the run goes on."""
+        """Whether a step whose gradient is not finite is skipped, and training continues."""
 
     @property
     def can_shrink(self) -> bool:
-        """Overflows make the scale smaller, now or soon; where they do not, an overflow is no matter of the scale."""
+        """Whether further overflows would reduce the scale; if not, a smaller scale cannot be the remedy."""
 
     def update(self, *, overflow: bool) -> None:
-        """After every step, good or skipped."""
+        """Adjust the scale; called after every step, good or skipped."""
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs, as JSON can hold it."""
+        """The state that a resumed run needs, as JSON values."""
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Go on from `state()` of an earlier run; a run of another kind left nothing that counts here."""
+        """Restore `state()` of an earlier run; the state of another kind of loss scale is ignored."""
 
 
 class ConstantLossScale:
-    """The same in every step: --loss-scale under fp16; 1 under fp32 and bf16, whose range needs none."""
+    """A fixed scale: --loss-scale for fp16; 1 for fp32 and bf16, whose range is wide enough."""
 
     can_shrink = False
 
@@ -46,60 +46,60 @@ class ConstantLossScale:
         self.scale, self.skips_overflow = scale, skips_overflow
 
     def update(self, *, overflow: bool) -> None:
-        """Nothing changes."""
+        """Keep the scale, also after an overflow."""
 
     def state(self) -> dict[str, float]:
-        """Nothing: the scale is the config's."""
+        """An empty state: the scale comes from the config."""
         return {}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Nothing: the scale is the config's."""
+        """Ignore the state: the scale comes from the config."""
 
 
 class DynamicLossScale:
-    """As large as gradients allow, by Megatron-LM's rule.
+    """As large a scale as gradients allow, by Megatron-LM's rule.
 
-    Each overflow uses up one of `hysteresis` that are forgiven; with the last of them, and with each one after it, the
-    scale is halved, down to `minimum`. After `window` good steps in a row it is doubled, and as many are forgiven anew.
+    The first `hysteresis` - 1 overflows change nothing; the next one and every further one halve the scale, down to
+    `minimum`. After `window` good steps in a row the scale is doubled and the count of overflows starts again.
     """
 
     skips_overflow = True
 
     def __init__(self, *, initial: float, minimum: float, window: int, hysteresis: int) -> None:
         self.scale, self.minimum, self.window, self.hysteresis = initial, minimum, window, hysteresis
-        self._good_steps, self._forgiven = 0, hysteresis
+        self._good_steps, self._overflows_left = 0, hysteresis
 
     @property
     def can_shrink(self) -> bool:
-        """False at the minimum: whatever overflows there is no matter of the scale."""
+        """False at the minimum: an overflow there has another cause than the scale."""
         return self.scale > self.minimum
 
     def update(self, *, overflow: bool) -> None:
-        """After every step, good or skipped."""
+        """Halve the scale after too many overflows, double it after `window` good steps."""
         if overflow:
             self._good_steps = 0
-            self._forgiven -= 1
-            if self._forgiven <= 0:
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
                 self.scale = max(self.scale / 2, self.minimum)
             return
         self._good_steps += 1
         if self._good_steps >= self.window:
             self.scale = min(self.scale * 2, LARGEST_SCALE)
-            self._good_steps, self._forgiven = 0, self.hysteresis
+            self._good_steps, self._overflows_left = 0, self.hysteresis
 
     def state(self) -> dict[str, float]:
-        """Under Megatron-LM's names."""
-        return {"scale": self.scale, "growth_tracker": self._good_steps, "hysteresis_tracker": self._forgiven}
+        """The scale and its two counters, under Megatron-LM's names."""
+        return {"scale": self.scale, "growth_tracker": self._good_steps, "hysteresis_tracker": self._overflows_left}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """From `state()`; what a run without a dynamic scale left is empty, and changes nothing."""
+        """Restore `state()`; the empty state of a run without a dynamic scale changes nothing."""
         if state:
             self.scale = max(state["scale"], self.minimum)
-            self._good_steps, self._forgiven = int(state["growth_tracker"]), int(state["hysteresis_tracker"])
+            self._good_steps, self._overflows_left = int(state["growth_tracker"]), int(state["hysteresis_tracker"])
 
 
 def loss_scale_of(training: TrainingConfig) -> LossScale:
-    """What the config asks for."""
+    """The loss scale that the config asks for."""
     if not training.fp16:
         return ConstantLossScale()
     if training.loss_scale:

@@ -1,7 +1,6 @@
-"""Masters, the fp32 values that an optimizer steps, and the protocol of an optimizer.
+"""Masters, the fp32 parameter shards that an optimizer updates, and the protocol of an update rule.
 
-A new optimizer is a class that has what `Update` asks for, in a file of its own, and a line in `OPTIMIZERS` of
-optimizer.py.
+A new optimizer is a class that implements `Update`, in a file of its own, and a line in `OPTIMIZERS` of optimizer.py.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,10 +17,10 @@ from megatronish.sharding import Shard, Sharding
 
 @dataclass(frozen=True)
 class Masters:
-    """The fp32 values that one rank steps, each a parameter with its gradient; of some names this rank has nothing.
+    """The fp32 shards that one rank updates, each a parameter with its gradient.
 
-    `shardings` are of all parameters that learn in this stage, the same on every rank of the axes of `domains`. What
-    these axes send lives on `device`; masters themselves may live on the CPU.
+    `shardings` are those of all trainable parameters of this stage, the same on every rank of the axes of `domains`;
+    this rank may have no shard of some. Collectives over these axes work on `device`; masters may be on the CPU.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -31,7 +30,7 @@ class Masters:
     device: torch.device
 
     def only(self, names: Collection[str]) -> "Masters":
-        """Those of these names."""
+        """The masters and shardings of these names alone."""
         return replace(
             self,
             parameters={name: each for name, each in self.parameters.items() if name in names},
@@ -39,7 +38,7 @@ class Masters:
         )
 
     def by_domain(self) -> Iterator[tuple["Masters", Domain]]:
-        """The masters of each reduction domain that has any parameter of this stage."""
+        """The masters of each reduction domain that has any parameter in this stage, with the domain."""
         for domain in self.domains.values():
             names = [name for name, sharding in self.shardings.items() if sharding.domain == domain.name]
             if names:
@@ -47,7 +46,7 @@ class Masters:
 
 
 class Update(Protocol):
-    """How some masters are stepped. `state` is what it keeps for them, by name, each in the shape of the master."""
+    """An update rule over masters. `state` is its state by parameter and state name, in the shape of the master."""
 
     state: dict[str, dict[str, Tensor]]
 
@@ -55,11 +54,11 @@ class Update(Protocol):
 
     @staticmethod
     def described(masters_on: torch.device, /) -> str:
-        """What steps masters that live there, and why it and no other: for the first lines of a run."""
+        """The implementation for masters on this device, with the reason: for the first lines of a run."""
         ...
 
     def start_after(self, num_steps: int) -> None:
-        """So many steps lie behind: `state` was filled, or is all zeros."""
+        """Continue after `num_steps` steps; the tensors of `state` have been filled in place, or are zeros."""
         ...
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
@@ -68,7 +67,7 @@ class Update(Protocol):
 
 
 class TorchUpdate:
-    """What is stepped by an optimizer of torch's kind, which `make` builds for groups of parameters."""
+    """An update by a torch.optim.Optimizer, which `make` builds from the two groups with and without weight decay."""
 
     state_names: ClassVar[tuple[str, ...]]
 
@@ -91,7 +90,7 @@ class TorchUpdate:
         self.start_after(0)
 
     def start_after(self, num_steps: int) -> None:
-        """torch counts the steps of each parameter, apex those of a group, SGD none."""
+        """Set the step counters: torch has one for each parameter, apex one for each group, SGD none."""
         if self.inner is None:
             return
         for group in self.inner.param_groups:
@@ -100,7 +99,7 @@ class TorchUpdate:
             self.inner.state[each] = self.state[name] | {"step": torch.tensor(float(num_steps), device=each.device)}
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """Matrices decay, norms and biases do not."""
+        """One update; weight decay applies to the parameters whose sharding says `decays`."""
         if self.inner is None:
             return
         for group in self.inner.param_groups:

@@ -1,17 +1,17 @@
-"""Matrix distribution: whole matrices for an optimizer, when every rank has but pieces of them.
+"""Matrix distribution: whole matrices for an optimizer when every rank holds only pieces of them.
 
-tp cuts a weight by rows or by columns, ZeRO keeps any run of its elements, `fully_shard` some of its rows; a piece
-knows where it lies in the global tensor, and that is all that is needed:
+tp cuts a weight by rows or by columns, ZeRO keeps any run of its elements, `fully_shard` some of its rows. A piece
+knows where it lies in the global tensor, which is enough to assemble whole matrices, each on one rank, its owner:
 
-    collect   each rank lays its pieces into a buffer of zeros that has a row for every rank, in which lie the matrices
-              dealt to it; a reduce-scatter over the ranks that share parameters and one over tp add the rows up, and
-              each rank is left with its own: whole matrices, exact, as every element is one value plus zeros
-    compute   each rank those that it was dealt, and nobody else the same
-    spread    all-gathers bring every row back, from which each rank takes what its pieces ask for
+    collect   Each rank copies its pieces into a buffer of zeros [ranks, width], which has a row for every owner. A
+              reduce-scatter over each axis that cuts parameters adds the buffers up and leaves each rank its own row.
+              The result is exact: every element is one value plus zeros.
+    compute   Each rank computes on the matrices that it owns; no two ranks compute the same.
+    spread    All-gathers give every rank all rows again, and each rank reads the elements of its own pieces.
 
-Ranks that hold copies are dealt different matrices, too, and get bit by bit the same. With R ranks (tp, sharing and
-copying ranks of a stage) and M elements of matrices a rank sends about 2 M (R - 1) / R elements, and computes 1 / R of
-the whole. Matrices go in rounds, the largest first, so that those dealt at once are of nearly one size; the buffer of
+Ranks that hold replicas own different matrices, too, and receive the same bits. With R ranks (tp, shard and replicate
+axes of a stage) and M elements of matrices, a rank sends about 2 M (R - 1) / R elements and computes 1 / R of the work.
+Matrices are processed in rounds, the largest first, so that matrices of a round are of nearly equal size. The buffer of
 a round has MOST_AT_ONCE elements, or R times the largest matrix where that is more.
 """
 
@@ -30,7 +30,7 @@ MOST_AT_ONCE = 2**25
 
 
 class Matrix(NamedTuple):
-    """Rows and columns of a parameter that are one matrix: all of it, or one of the sections it was fused from."""
+    """A parameter that is one matrix, or one section of a fused parameter, by its offset in the parameter."""
 
     name: str
     offset: tuple[int, int]
@@ -38,11 +38,11 @@ class Matrix(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Rows times columns."""
+        """Elements of the matrix: rows times columns."""
         return self.shape[0] * self.shape[1]
 
     def place_of(self, piece: Piece | FlatPiece) -> tuple[slice, slice] | None:
-        """Where a piece of the parameter lies in this matrix; None if it lies in another."""
+        """Rows and columns of this matrix that a piece of the parameter covers; None if it lies in another matrix."""
         row, column = (there - here for there, here in zip(piece.global_offset, self.offset, strict=True))
         if not (0 <= row < self.shape[0] and 0 <= column < self.shape[1]):
             return None
@@ -52,7 +52,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(name: str, sharding: Sharding) -> Iterator[Matrix]:
-    """What was fused is taken apart again: queries, keys and values; gate and up."""
+    """The matrices of a parameter: one for each section of a fused one (q, k, v; gate, up), else the whole."""
     rows, columns = sharding.shape
     cut = next((cut for cut in sharding.cuts if cut.sections), None)
     if cut is None:
@@ -69,31 +69,33 @@ def matrices_of(name: str, sharding: Sharding) -> Iterator[Matrix]:
 
 
 class Slot(NamedTuple):
-    """Where in the buffer of its round a matrix lies, in the row of the rank that it was dealt to."""
+    """Place of a matrix in the buffer of its round: the owner's row, and the first element in that row."""
 
     matrix: Matrix
     owner: int
     start: int
 
     def view(self, row: Tensor) -> Tensor:
-        """The matrix in this row."""
+        """[width] -> the matrix [rows, columns], a view of the owner's row."""
         return row.narrow(0, self.start, self.matrix.num_elements).view(self.matrix.shape)
 
 
 class Round(NamedTuple):
-    """Matrices that travel together, in rows of `width` elements."""
+    """Matrices that share one buffer [ranks, width]."""
 
     slots: tuple[Slot, ...]
     width: int
 
 
 def deal(matrices: Sequence[Matrix], *, num_ranks: int, most: int = MOST_AT_ONCE) -> Iterator[Round]:
-    """The largest first, to one rank after the other, until a round has `most` elements."""
+    """Rounds of at most `most` buffer elements (or one matrix a rank), the largest matrices first."""
+    # Sorted by size, num_ranks matrices in a row are nearly equal: one for each owner pads each row the least.
     largest_first = sorted(matrices, key=lambda matrix: -matrix.num_elements)
     slots: list[Slot] = []
     width = 0
     for start in range(0, len(largest_first), num_ranks):
         of_one_size = largest_first[start : start + num_ranks]
+        # The first is the largest, so it decides by how much every row of [num_ranks, width] grows.
         if slots and num_ranks * (width + of_one_size[0].num_elements) > most:
             yield Round(tuple(slots), width)
             slots, width = [], 0
@@ -104,11 +106,16 @@ def deal(matrices: Sequence[Matrix], *, num_ranks: int, most: int = MOST_AT_ONCE
 
 
 class MatrixDistribution:
-    """The matrices of the parameters of one reduction domain, dealt to the ranks that hold pieces or copies of them."""
+    """The matrices of one reduction domain, each owned by one of the ranks that hold its pieces or replicas.
+
+    Every rank of the domain's axes calls `collect` and `spread` for the same rounds, in the same order.
+    """
 
     def __init__(self, masters: Masters, domain: Domain, *, most: int = MOST_AT_ONCE) -> None:
         self._device, self._replicate_axis = masters.device, domain.replicate
         self._summed_over = domain.counting_axes
+        # A rank's index among the owners: the first axis varies slowest, as reduce-scatters over the axes in this order
+        # cut the rows of the buffer.
         self._num_ranks, self._rank = 1, 0
         for axis in (*self._summed_over, self._replicate_axis):
             self._num_ranks, self._rank = self._num_ranks * axis.size, self._rank * axis.size + axis.rank
@@ -122,37 +129,41 @@ class MatrixDistribution:
             ]
             for matrix in matrices
         }
-        # Of what an axis does not cut, its first rank's copy is summed.
-        self._lays_down = {name: sharding.is_counted(domain) for name, sharding in masters.shardings.items()}
+        # A parameter that an axis does not cut is the same on all its ranks: only one contributes it to the sum.
+        self._contributes = {name: sharding.is_counted(domain) for name, sharding in masters.shardings.items()}
 
     def pieces(self, slot: Slot, buffer: Tensor) -> Iterator[tuple[Piece | FlatPiece, Tensor]]:
-        """This rank's pieces of a matrix, each with its place in the buffer of the round."""
+        """This rank's pieces of a matrix, each with the view [rows, columns] of its place in the buffer."""
         matrix = slot.view(buffer[slot.owner])
         for piece, place in self._pieces[slot.matrix]:
             yield piece, matrix[place]
 
-    def lays_down(self, slot: Slot) -> bool:
-        """Whether this rank's pieces of the matrix are the ones that are summed."""
-        return self._lays_down[slot.matrix.name]
+    def contributes(self, slot: Slot) -> bool:
+        """Whether this rank's pieces of the matrix go into the sum, and not a copy on another rank."""
+        return self._contributes[slot.matrix.name]
 
     def buffer(self, round_: Round) -> Tensor:
         """[ranks, width] zeros, on the device that collectives work on."""
         return torch.zeros(self._num_ranks, round_.width, device=self._device)
 
     def collect(self, buffer: Tensor) -> Tensor:
-        """[ranks, width] of pieces -> [1, width]: the matrices dealt to this rank."""
+        """[ranks, width] of pieces -> [1, width]: the whole matrices that this rank owns."""
+        # 1. Each axis that cuts parameters adds the buffers of its ranks and leaves each the rows of its part:
+        #    [ranks, width] -> [ranks / axis.size, width] -> ... -> [replicas, width].
         for axis in self._summed_over:
             buffer = comm.start_reduce_scatter(buffer, axis).wait()
+        # 2. Replicas now have the same rows, and each keeps its own without communication.
         return comm.piece_of(buffer, self._replicate_axis)
 
-    def mine(self, round_: Round, row: Tensor) -> Iterator[Tensor]:
-        """[1, width] -> the matrices dealt to this rank."""
+    def owned(self, round_: Round, row: Tensor) -> Iterator[Tensor]:
+        """[1, width] -> the matrices that this rank owns, as views."""
         for slot in round_.slots:
             if slot.owner == self._rank:
                 yield slot.view(row[0])
 
     def spread(self, row: Tensor) -> Tensor:
-        """[1, width] -> [ranks, width]: what all ranks computed."""
+        """[1, width] -> [ranks, width]: the matrices of all owners."""
+        # The axes of `collect` in reverse: the rows come back in the order in which they were cut.
         for axis in (self._replicate_axis, *reversed(self._summed_over)):
             row = comm.start_all_gather(row, axis).wait()
         return row

@@ -1,12 +1,12 @@
-"""Muon: the step of a matrix is its momentum, made nearly orthogonal.
+"""Muon: momentum SGD whose update of each matrix is orthogonalised by Newton-Schulz iterations.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the scale and the decoupled weight decay of Liu et al. 2025
-(arXiv:2502.16982). A matrix here is what multiplies hidden states: the 2-D weights of the layers, each section of a
-fused one (queries, keys and values; gate and up) by itself. Embeddings, head, norms and biases are AdamW's.
+(arXiv:2502.16982). It updates the 2-D weights of the layers, each section of a fused weight (queries, keys and values;
+gate and up) as a matrix of its own. Embeddings, head, norms and biases are updated by AdamW.
 
-The whole matrix is orthogonalised, however tp and ZeRO cut it (matrix_distribution.py). Momentum stays
-in the shape, and in the memory, of the shard; where that is the CPU's while the model is on a GPU, pieces are copied to
-the GPU, which sends, orthogonalises and hands back the steps.
+The whole matrix is orthogonalised, however tp and ZeRO cut it (matrix_distribution.py). Momentum has the shape and the
+device of the shard. Where that is the CPU while the model is on a GPU, pieces are copied to the GPU, communicated and
+orthogonalised there, and the updates are copied back.
 """
 
 import math
@@ -39,21 +39,24 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
-"""What a step is multiplied by, for --muon-scale-mode."""
+"""The factor of an orthogonalised update [rows, columns], by --muon-scale-mode."""
 
-SMALLEST_NORM = 1e-7  # of a matrix that is scaled to 1: below it there is nothing but rounding
+SMALLEST_NORM = 1e-7  # a matrix of a smaller norm is not scaled up to norm 1: it is nothing but rounding
 
 
 def orthogonalized(matrix: Tensor, *, num_steps: int, kind: str) -> Tensor:
-    """[m, n] -> [m, n]: singular values brought near 1, by polynomials, without finding any.
+    """[m, n] -> [m, n]: U V^T of the SVD U S V^T, approximately, by Newton-Schulz iterations.
 
-    quintic takes those of a random matrix to 0.98 .. 1.03, simple to 0.7 .. 1.2. Small ones grow by 490 at most in five
-    steps: so what two layouts round differently, 1e-7 of the matrix's norm, ends as 5e-5 of a step even where the
-    matrix lacks ranks. (Adam would make whole steps of it.)
+    `kind` is a key of COEFFICIENTS. The singular values of a random matrix end in 0.98 .. 1.03 with quintic, in
+    0.7 .. 1.2 with simple. Five steps amplify a small singular value by at most 490: a rounding difference between two
+    layouts, 1e-7 of the matrix's norm, becomes 5e-5 of an update even where the matrix is rank-deficient.
     """
+    # 1. Work on the wide side, m <= n, so that the products below are [m, m]; scale to norm 1, so that no singular
+    #    value exceeds 1.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     x = wide / torch.linalg.vector_norm(wide).clamp_min(SMALLEST_NORM)
     coefficients = COEFFICIENTS[kind]
+    # 2. x -> a x + (b X X^T + c (X X^T)^2) x: a polynomial of the singular values that moves them towards 1.
     for a, b, c in islice(chain(coefficients, repeat(coefficients[-1])), num_steps):
         square = x @ x.mT
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
@@ -61,10 +64,10 @@ def orthogonalized(matrix: Tensor, *, num_steps: int, kind: str) -> Tensor:
 
 
 class Muon:
-    """Muon for matrices, AdamW for the rest. Both are given the same learning rate and weight decay."""
+    """Muon for matrices, AdamW for all other parameters, with the same learning rate and weight decay."""
 
     def __init__(self, masters: Masters, config: OptimizerConfig) -> None:
-        # Rows of embeddings and of the head belong to tokens: no product mixes them, so they are AdamW's.
+        # Rows of embeddings and of the head belong to single tokens and are not mixed by a product: AdamW updates them.
         names = {name for name, sharding in masters.shardings.items() if sharding.role == "matrix"}
         matrices = masters.only(names)
         self._config = config
@@ -76,41 +79,47 @@ class Muon:
 
     @staticmethod
     def described(masters_on: torch.device, /) -> str:
-        """Both optimizers."""
+        """Both optimizers, with the reason for AdamW's kernel."""
         return f"Muon for the matrices of layers, else {AdamW.described(masters_on)}"
 
     def start_after(self, num_steps: int) -> None:
-        """Muon itself does not count."""
+        """Pass the number of steps to AdamW; Muon has no step counter."""
         self._rest.start_after(num_steps)
 
     @torch.no_grad()
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """Every rank of the stage sends and computes its share, whatever it holds."""
+        """One update. Every rank of the stage takes part in its collectives, even a rank without masters."""
+        # 1. Everything that is not a matrix.
         self._rest.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        # 2. Shard by shard, without communication: momentum and decoupled weight decay.
         for name, momentum in self._momenta.items():
             gradient = self._masters[name].grad
             assert gradient is not None
             momentum.lerp_(gradient, 1 - self._config.muon_momentum)
             self._masters[name].mul_(1 - learning_rate * weight_decay)
+        # 3. Round by round: whole matrices on their owners, orthogonalised, and back into the shards.
         for distribution in self._distributions:
             for round_ in distribution.rounds:
                 self._apply(distribution, round_, self._orthogonalized(distribution, round_), learning_rate)
 
     def _orthogonalized(self, distribution: MatrixDistribution, round_: Round) -> Tensor:
-        """The matrices of a round, whole, in its buffer."""
+        """[ranks, width]: the orthogonalised matrices of a round, each whole, in the row of its owner."""
         config, buffer = self._config, distribution.buffer(round_)
+        # 1. Gather: copy this rank's pieces of the directions into zeros [ranks, width], then reduce-scatter.
         for slot in round_.slots:
-            if distribution.lays_down(slot):
+            if distribution.contributes(slot):
                 for piece, place in distribution.pieces(slot, buffer):
                     place.copy_(self._direction(slot.matrix.name, piece))
         row = distribution.collect(buffer)
-        for matrix in distribution.mine(round_, row):
+        # 2. Orthogonalise the matrices that this rank owns, in place in its row [1, width].
+        for matrix in distribution.owned(round_, row):
             kind = config.muon_coefficient_type
             matrix.copy_(orthogonalized(matrix, num_steps=config.muon_num_ns_steps, kind=kind))
+        # 3. Spread: all-gather the rows, [1, width] -> [ranks, width].
         return distribution.spread(row)
 
     def _direction(self, name: str, piece: Piece | FlatPiece) -> Tensor:
-        """The momentum of a piece; Nesterov's looks one step ahead."""
+        """The momentum of a piece, or Nesterov's: the momentum averaged with the gradient once more."""
         momentum, gradient = piece.view(self._momenta[name]), self._masters[name].grad
         assert gradient is not None
         if not self._config.muon_nesterov:
@@ -118,7 +127,7 @@ class Muon:
         return piece.view(gradient).lerp(momentum, self._config.muon_momentum)
 
     def _apply(self, distribution: MatrixDistribution, round_: Round, buffer: Tensor, learning_rate: float) -> None:
-        """Take this rank's pieces of the steps out of the buffer of the round."""
+        """Subtract the updates of this rank's pieces, read from the buffer [ranks, width] of the round."""
         scale = SCALES[self._config.muon_scale_mode]
         for slot in round_.slots:
             factor = learning_rate * self._config.muon_extra_scale_factor * scale(*slot.matrix.shape)

@@ -1,4 +1,4 @@
-"""The optimizer over a rank's fp32 masters, whatever precision the model computes in."""
+"""The optimizer of a rank: fp32 masters and the update rule of --optimizer, for any compute precision."""
 
 from collections.abc import Mapping
 
@@ -18,12 +18,12 @@ OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
 
 
 def optimizer_line(config: OptimizerConfig, masters_on: torch.device) -> str:
-    """What steps masters that live there, and why it and no other."""
+    """The implementation that updates masters on this device, with the reason."""
     return OPTIMIZERS[config.optimizer].described(masters_on)
 
 
 class Optimizer:
-    """Steps the fp32 masters of this rank's shards; what becomes of them in the model is the data axis's part."""
+    """Updates the fp32 masters of this rank's shards; the data-parallel part copies them into the model."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Optimizer:
         *,
         device: torch.device,
     ) -> None:
-        """`gradients` are those of the masters that learn, of the same shapes; each step reads them there.
+        """`gradients` are those of the trainable masters, in the masters' shapes; each step reads these tensors.
 
-        `shardings` are of every parameter of the stage that learns, whether or not this rank has a part of it.
+        `shardings` are those of every trainable parameter of the stage, whether or not this rank has a part of it.
         """
         self.shards, self.name = shards, config.optimizer
         masters = {name: nn.Parameter(shards[name].master) for name in shards if name in gradients}
@@ -50,7 +50,7 @@ class Optimizer:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken, as Adam's bias correction counts them."""
+        """Number of steps taken, as Adam's bias correction counts them."""
         return self._num_steps
 
     @num_steps.setter
@@ -59,6 +59,6 @@ class Optimizer:
         self.update.start_after(value)
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update of every master from its gradient. Every rank of the stage takes part, whatever it has."""
+        """One update of every master from its gradient. Every rank of the stage calls it, even one without masters."""
         self._num_steps += 1
         self.update.step(learning_rate=learning_rate, weight_decay=weight_decay)

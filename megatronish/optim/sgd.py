@@ -1,4 +1,4 @@
-"""What is stochastic gradient descent with momentum here? torch's fused kernel."""
+"""Stochastic gradient descent with momentum, by torch's fused kernel."""
 
 import torch
 
@@ -7,7 +7,7 @@ from megatronish.optim.masters import Masters, TorchUpdate
 
 
 class SGD(TorchUpdate):
-    """Its weight decay is not decoupled: it goes through the momentum, as in torch."""
+    """SGD with momentum; its weight decay is not decoupled: it is part of the gradient, as in torch."""
 
     state_names = ("momentum_buffer",)
 
@@ -18,5 +18,5 @@ class SGD(TorchUpdate):
 
     @staticmethod
     def described(_masters_on: torch.device, /) -> str:
-        """There is one."""
+        """The kernel, the same for all devices."""
         return "torch's fused SGD"

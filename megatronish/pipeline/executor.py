@@ -1,7 +1,7 @@
-"""Executor of a pipeline schedule on one rank: one loop over the actions of its plan, whatever the schedule.
+"""Executor of a pipeline schedule on one rank: one loop over the actions of its plan, for every schedule.
 
 Activations travel to the next position of the model, gradients to the one before; where that is another chunk of the
-same stage they are handed over on the spot. transfers.py sends and receives, weight_gradients.py computes W actions.
+same stage they are passed on directly. transfers.py sends and receives, weight_gradients.py computes W actions.
 """
 
 import time
@@ -21,11 +21,11 @@ from megatronish.schedule.schedules import RECEIVES_AHEAD
 
 
 class ChunkOutput(NamedTuple):
-    """What the forward of a chunk yields.
+    """Output of a chunk's forward.
 
-    `x` [S, B, D] is for the next position. At the end of the model it is the scalar that backward starts from, or in
-    runs without backward whatever the caller of `run` wants, logits for example (`on_model_output`). `sums` are scalars
-    that add up over micro-batches, without a graph.
+    `x` [S, B, D] is the input of the next position. At the end of the model it is the scalar that backward starts from;
+    without backward it is any tensor for `on_model_output`, logits for example. `sums` are scalars without a graph, to
+    be added up over micro-batches.
     """
 
     x: Tensor
@@ -33,16 +33,16 @@ class ChunkOutput(NamedTuple):
 
 
 class ChunkForward(Protocol):
-    """A piece of the model: x [S, B, D], None where it starts the model. `step` None means evaluation."""
+    """The forward of a model chunk on x [S, B, D], None for the first position. `step` None means evaluation."""
 
     def __call__(self, x: Tensor | None, micro_batch: MicroBatch, /, *, step: int | None) -> ChunkOutput: ...
 
 
 class SavedForward(NamedTuple):
-    """What a backward needs of its forward.
+    """A forward's input, the graph edge of its output, and the gradient of a loss, saved for its backward.
 
-    Of the output only its place in the graph: the values are freed as soon as they are sent, unless the graph itself
-    has saved them (Megatron-LM empties the tensor's storage to the same end).
+    The values of the output are not saved: they are freed as soon as they have been sent, unless the graph itself saves
+    them. (Megatron-LM empties the output's storage for the same purpose.)
     """
 
     x: Tensor | None
@@ -51,25 +51,25 @@ class SavedForward(NamedTuple):
 
 
 Observer = Callable[[Action, float, float], None]
-"""Told each action with its start, once its input is here, and its end, in seconds of time.perf_counter."""
+"""Called after each action with its start (its input has arrived) and its end, in seconds of time.perf_counter."""
 
 
 def _ignore(_action: Action, _is_last: bool) -> None:
-    """Default of `begin_action`: no data ranks need to know."""
+    """Default of `begin_action`: no data-parallel communication depends on the action."""
 
 
 def _drop(_micro_batch: int, _output: Tensor) -> None:
-    """Default of `on_model_output`: the sums are all that is wanted."""
+    """Default of `on_model_output`: only the sums are used."""
 
 
 class Executor:
-    """Carries out this stage's actions on its chunks of the model.
+    """Executes this stage's actions on its chunks of the model.
 
-    `weight_gradients` is what the chunks put their weight gradients off to: needed by plans with W actions, and by no
-    other. `peak_live` is the most activations (of one micro-batch in one chunk) that were held at once in the last
-    run, from their forward until their backward was complete: B, or W in a plan with W.
+    `weight_gradients` is the queue of the chunks' deferred weight gradients: given for plans with W actions, and only
+    for them. `peak_live` is the largest number of activations (of one micro-batch in one chunk) that the last run held
+    at once, from their forward until their backward was complete: B, or W in a plan with W.
 
-    Making one connects the stages: every rank of the pipeline does so at the same time.
+    The constructor connects the stages: every rank of the pipeline calls it at the same time.
     """
 
     def __init__(
@@ -102,11 +102,12 @@ class Executor:
         on_model_output: Callable[[int, Tensor], None] = _drop,
         observers: Sequence[Observer] = (),
     ) -> dict[str, Tensor]:
-        """The sums of this rank's chunks over the micro-batches, fp32 scalars by name.
+        """Execute the actions; return the sums of this rank's chunks over the micro-batches, fp32 scalars by name.
 
-        Backward starts from `loss_scale` times what ends the model. `step` None means evaluation. `begin_action` is
-        told each action before it computes, and whether it is the last one of its kind in its chunk. `on_model_output`
-        gets the number and the output, without its graph, of each micro-batch whose forward ends the model here.
+        Backward starts from `loss_scale` times the output of the last position. `step` None means evaluation.
+        `begin_action` is called before each action, with whether it is the last one of its kind in its chunk.
+        `on_model_output` is called with the number of each micro-batch and its output of the last position, without a
+        graph, on the stage that holds this position.
         """
         totals: dict[str, Tensor] = {}
         shapes = [self.boundary.shape_of(micro_batch) for micro_batch in micro_batches]
@@ -139,10 +140,10 @@ class Executor:
                     observe(action, start, end)
             # 4. Send the output to the position that needs it; at the end of the model the caller gets it.
             if output is not None and self._target(action) is not None:
-                self._hand_on(action, output)
+                self._deliver(action, output)
             elif output is not None and action.kind == "F":
                 on_model_output(action.micro_batch, output)
-            del arrived, output  # so that nothing is held while the next action waits
+            del arrived, output  # frees both before the next action waits for its input
             self.peak_live = max(self.peak_live, len(self._live()))
         for line in self.lines.values():
             line.flush()
@@ -158,7 +159,7 @@ class Executor:
         loss_scale: float | None,
         totals: dict[str, Tensor],
     ) -> Tensor:
-        """The chunk's output, its sums added to `totals`; `loss_scale` None keeps nothing for a backward."""
+        """The chunk's output; its sums are added to `totals`. `loss_scale` None saves nothing for a backward."""
         if x is not None:
             x.requires_grad_(loss_scale is not None)
         y, sums = self.chunks[action.chunk](x, micro_batch, step=step)
@@ -172,7 +173,7 @@ class Executor:
         return y.detach()
 
     def _backward(self, action: Action, dy: Tensor | None) -> Tensor | None:
-        """The gradient of the chunk's input."""
+        """The gradient of the chunk's input [S, B, D]; None for the first position."""
         if self.weight_gradients is not None:
             self.weight_gradients.fill(chunk=action.chunk, micro_batch=action.micro_batch)
         x, output, loss_gradient = self._forwards.pop(_place_in(action))
@@ -180,14 +181,14 @@ class Executor:
         return None if x is None else x.grad
 
     def _post(self, action: Action, shape: Shape) -> None:
-        """Be ready for what the action needs from another stage."""
+        """Post the receive of the action's input, if it comes from another stage."""
         source = self._source(action)
         if source is not None and source.stage != self.stage:
             line = self.lines[action.kind, self.stage > source.stage]
             line.post(action, shape, source=source.stage, tag=self._tag(action))
 
     def _take(self, action: Action, shape: Shape) -> Tensor | None:
-        """What the action needs from another place, once it is here."""
+        """Wait for the action's input from another position; None if it needs none."""
         source = self._source(action)
         if source is None:
             return None
@@ -195,8 +196,8 @@ class Executor:
             return self._handed_over.pop(action)
         return self.lines[action.kind, self.stage > source.stage].take(action, shape)
 
-    def _hand_on(self, action: Action, output: Tensor) -> None:
-        """Give what the action computed to the one that needs it."""
+    def _deliver(self, action: Action, output: Tensor) -> None:
+        """Pass the action's output to the action that needs it: directly within the stage, else by a send."""
         target = self._target(action)
         assert target is not None
         needed_by = action._replace(chunk=target.chunk)
@@ -213,16 +214,16 @@ class Executor:
         return self._routes[action.kind, StageChunk(self.stage, action.chunk)].target
 
     def _tag(self, action: Action) -> int:
-        """Of what an action needs: lines tell kinds and directions apart, so this need not."""
+        """Tag of the message that an action needs, unique on its line (which has one kind and one direction)."""
         return action.micro_batch * self._num_chunks + action.chunk
 
     def _live(self) -> Set[tuple[int, int]]:
-        """Forwards whose backward is not complete."""
-        due = self.weight_gradients.pending if self.weight_gradients is not None else set()
-        return self._forwards.keys() | due
+        """Chunk and micro-batch of the forwards whose backward is not complete."""
+        pending = self.weight_gradients.pending if self.weight_gradients is not None else set()
+        return self._forwards.keys() | pending
 
     def _now(self) -> float:
-        """Seconds, once the device has done what it was given."""
+        """Time in seconds, after the device has finished all work submitted so far."""
         if self.boundary.device.type == "cuda":
             torch.cuda.synchronize(self.boundary.device)
         return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Construction of a pipeline stage: the modules that a rank holds, and how their parameters are sharded.
+"""Construction of a pipeline stage: the modules of a rank, and the sharding of their parameters.
 
 Training, evaluation, generation, conversion and counting all build their modules here.
 """
@@ -19,7 +19,7 @@ from megatronish.sharding import Sharding, collect_shardings
 
 @dataclass(frozen=True)
 class ModelStage:
-    """The modules of this rank's pipeline stage, the sharding of their parameters, and who holds the other layers."""
+    """The modules of this rank's pipeline stage, the sharding of their parameters, and the layers of all stages."""
 
     model: GPT
     shardings: dict[str, Sharding]
@@ -38,7 +38,7 @@ def build_stage(
     make_block: MakeBlock = TransformerBlock,
     device: torch.device | None = None,
 ) -> ModelStage:
-    """The stage of this rank, its parameters in fp32 and not yet initialised; by default on the mesh's device."""
+    """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device."""
     places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
     with device or mesh.device:
         model = GPT(

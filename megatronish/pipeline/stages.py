@@ -1,4 +1,4 @@
-"""Pipeline stages of a config: the layers that each stage holds, its actions in a step, and what they keep alive."""
+"""Pipeline stages of a config: the layers of each stage, its actions in a step, and its live activations."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -15,7 +15,7 @@ from megatronish.schedule.split import SplitWeights, split_layers
 
 @dataclass(frozen=True)
 class Stages:
-    """A schedule, and the layers of every position of its placement."""
+    """A pipeline schedule with the layers of every position of its placement."""
 
     schedule: PipelineSchedule
     num_stages: int
@@ -24,14 +24,14 @@ class Stages:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, model: ModelConfig, *, vocab_size: int, seq_length: int) -> "Stages":
-        """Stages as --pipeline-schedule, --pipeline-split and the flags of single stages say."""
+        """The stages that --pipeline-schedule, --pipeline-split and the flags of single stages describe."""
         schedule, num_chunks = SCHEDULES[parallel.schedule], parallel.num_chunks(model.num_layers)
         num_stages = parallel.pipeline_model_parallel_size
         weights = None
         if parallel.pipeline_split == "auto":
             flops = [layer_flops(model, spec, seq_length=seq_length) for spec in layer_specs(model)]
             mean = sum(flops) / len(flops)
-            # Looking an embedding up multiplies nothing: what it costs is a copy of D values against a layer's D^2.
+            # An embedding lookup multiplies nothing: a copy of D values a token, against a layer's D^2 products.
             weights = SplitWeights(
                 embedding=1 / model.hidden_size,
                 head=logits_flops(model, vocab_size) / mean,
@@ -48,7 +48,7 @@ class Stages:
 
     @cached_property
     def placement(self) -> Placement:
-        """The place of every position of the model."""
+        """The stage and chunk of every position of the model."""
         return self.schedule.place(num_stages=self.num_stages, num_chunks=self.num_chunks)
 
     @cached_property
@@ -56,7 +56,7 @@ class Stages:
         return {place: position for position, place in enumerate(self.placement)}
 
     def actions(self, stage: int, num_microbatches: int) -> list[Action]:
-        """Actions of one stage in a step."""
+        """The actions of one stage in a step, in order."""
         return _row(self.schedule.name, stage, self.num_stages, num_microbatches, self.num_chunks)
 
     def layers_at(self, place: StageChunk) -> range:
@@ -64,15 +64,15 @@ class Stages:
         return self.layers[self._positions[place]]
 
     def is_first(self, place: StageChunk) -> bool:
-        """Whether the model starts there."""
+        """Whether the place holds the first position of the model."""
         return self._positions[place] == 0
 
     def is_last(self, place: StageChunk) -> bool:
-        """Whether the model ends there."""
+        """Whether the place holds the last position of the model."""
         return self._positions[place] == len(self._positions) - 1
 
     def loads(self, num_microbatches: int) -> list[StageLoad]:
-        """Loads of all stages, with every moment of a step at which a stage may hold most."""
+        """The load of every stage: its layers, and the numbers of live activations at every moment of a step."""
         return [self._load(stage, num_microbatches) for stage in range(self.num_stages)]
 
     def _load(self, stage: int, num_microbatches: int) -> StageLoad:

@@ -1,4 +1,4 @@
-"""What does a plan look like? Actions over time as text, a row for each stage."""
+"""Text drawings of a timeline: actions over time, a row for each stage."""
 
 from statistics import median
 
@@ -8,7 +8,7 @@ ROUNDING = 1e-9  # of a tick: sums of costs like 0.1 must not fall into the cell
 
 
 def tick_of(timeline: Timeline) -> float:
-    """The time of the shortest kind of action: of its median, for those of a real run are not equally long."""
+    """The time of the shortest kind of action: the median over its actions, which differ in a recorded run."""
     durations: dict[str, list[float]] = {}
     for timed in (timed for row in timeline for timed in row if timed.end > timed.start):
         durations.setdefault(timed.action.kind, []).append(timed.end - timed.start)
@@ -16,10 +16,10 @@ def tick_of(timeline: Timeline) -> float:
 
 
 def draw(timeline: Timeline, *, until: float | None = None, most_columns: int | None = None) -> str:
-    """A row for each stage and a column for each tick, the shortest action's length; `--` goes on with an action.
+    """A row for each stage and a column for each tick, the length of the shortest action; `--` continues an action.
 
-    The drawing ends at `until`, by default when the last action ends. `most_columns` makes ticks as long as it takes.
-    Of a real run, every action has a column: a very short one pushes the next to the right.
+    The drawing ends at `until`, by default at the end of the last action. With `most_columns` a tick is long enough for
+    that many columns. Every action has a column of its own: a very short one moves the next one to the right.
     """
     until = max((timed.end for row in timeline for timed in row), default=0.0) if until is None else until
     tick, num_chunks = tick_of(timeline), chunks_of(timeline)
@@ -34,7 +34,7 @@ def draw(timeline: Timeline, *, until: float | None = None, most_columns: int | 
 
 
 def _cells(row: list[Timed], *, tick: float, until: float, num_chunks: int) -> list[str]:
-    """The texts of a stage's columns."""
+    """The text of each column of a stage's row."""
 
     def cell(time: float) -> int:
         return int(time / tick + ROUNDING)

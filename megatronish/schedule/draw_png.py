@@ -1,4 +1,4 @@
-"""What does a plan look like? A picture in a file, with matplotlib (draw.py draws text and needs none)."""
+"""Pictures of a timeline as PNG files, with matplotlib (draw.py draws text and does not need it)."""
 
 from pathlib import Path
 
@@ -17,7 +17,10 @@ LARGEST_FONT, SMALLEST_FONT = 8.0, 3.0  # points; a number that would be smaller
 
 
 def draw_png(timed_plan: TimedPlan, path: Path, *, title: str, time: str = "time", inches_a_tick: float = 0.3) -> None:
-    """Stages as rows, time to the right, micro-batch numbers in the boxes, later chunks paler."""
+    """Write a picture: stages as rows, time to the right, micro-batch numbers in the boxes, later chunks paler.
+
+    `time` labels the axis. OSError if the file cannot be written.
+    """
     timeline, stages = timed_plan.timeline, range(len(timed_plan.timeline))
     width = max(min(2 + inches_a_tick * timed_plan.makespan / tick_of(timeline), LARGEST_WIDTH), 6)
     figure = Figure(figsize=(width, 1.5 + 0.4 * len(stages)), layout="constrained")
@@ -36,7 +39,7 @@ def draw_png(timed_plan: TimedPlan, path: Path, *, title: str, time: str = "time
 
 
 def _legend(timed_plan: TimedPlan) -> list[Patch]:
-    """A patch for each kind in each chunk."""
+    """A legend entry for each kind in each chunk."""
     num_chunks = chunks_of(timed_plan.timeline)
     kinds = {timed.action.kind for row in timed_plan.timeline for timed in row}
     names = {"F": "forward", "B": "input gradient" if "W" in kinds else "backward", "W": "weight gradient"}
@@ -52,7 +55,7 @@ def _legend(timed_plan: TimedPlan) -> list[Patch]:
 
 
 def _draw_action(axes: Axes, stage: int, timed: Timed, *, points: float) -> None:
-    """A box, so many points wide, with the micro-batch's number."""
+    """Draw a box `points` wide with the number of the micro-batch."""
     box = Rectangle((timed.start, stage), timed.end - timed.start, 1, linewidth=0.5)
     box.set(facecolor=_colour(timed.action.kind, timed.action.chunk), edgecolor="white")
     axes.add_patch(box)

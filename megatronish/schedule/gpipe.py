@@ -1,4 +1,4 @@
-"""What is GPipe's order of work? All forwards, then all backwards."""
+"""GPipe schedule: all forwards, then all backwards."""
 
 from megatronish.schedule.plan import Action
 

@@ -1,4 +1,4 @@
-"""What is 1F1B's order of work? A backward as soon as there is one, and a forward after each."""
+"""1F1B schedule: after the warm-up, one backward and one forward in turn."""
 
 from megatronish.schedule.plan import Action, one_by_one
 

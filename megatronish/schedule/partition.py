@@ -1,10 +1,10 @@
-"""Partition of layers that cost differently into runs, one for each position of a pipeline.
+"""Partition of layers with unequal costs into contiguous runs, one for each position of a pipeline.
 
-What counts is the slowest stage; of equally slow cuts the one whose stages, then chunks, differ less. With one chunk a
-stage a dynamic program over (position, layers so far) finds the best cut. With several chunks a stage costs the sum of
-runs that lie apart, and the best cut cannot be composed of best parts. Exchanges of single layers between positions
-then make a good cut, and a search in depth, which leaves out what is no faster, looks for a faster one: it ends at the
-best cut, or after MOST_VISITS.
+The objective is the cost of the slowest stage; among equal ones, the smallest sum of squares of the stages' costs, then
+of the chunks' costs. With one chunk a stage, a dynamic program over (position, layers so far) finds the optimum. With
+several chunks, a stage's cost is the sum over separate runs, so an optimum is not composed of optimal parts. Then a
+local search moves single layers between positions, and a depth-first branch-and-bound search looks for a faster
+partition: it ends at the optimum, or after MOST_VISITS partial partitions.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
 MOST_VISITS = 20_000
-"""Partial cuts that the search looks at: a tenth of a second."""
+"""Limit of the branch-and-bound search, in partial partitions: about a tenth of a second."""
 
 Slowness = tuple[float, float, float]
 
 
 class PipelineCosts(NamedTuple):
-    """Costs of layers and of the model's ends, and the positions of each stage.
+    """Costs of layers and positions, and the positions of each stage.
 
-    `ends` are what positions cost besides layers. `stages` are those that are compared: the positions of the others,
-    whose numbers of layers are given, are `fixed`.
+    `ends` has for each position its cost besides layers (embedding, head). `stages` has the positions of the compared
+    stages; `fixed` has the positions of the other stages, with their given numbers of layers.
     """
 
     layers: Sequence[float]
@@ -30,7 +30,7 @@ class PipelineCosts(NamedTuple):
     fixed: dict[int, int]
 
     def slowness(self, sizes: Sequence[int]) -> Slowness:
-        """Cost of the slowest stage, then the squares of the costs of stages and of chunks, to nine digits."""
+        """Cost of the slowest stage, sum of squares of stages' costs and of chunks' costs, rounded to nine digits."""
         before = list(accumulate(self.layers, initial=0.0))
         runs = pairwise(accumulate(sizes, initial=0))
         costs = [end + before[stop] - before[start] for end, (start, stop) in zip(self.ends, runs, strict=True)]
@@ -40,20 +40,25 @@ class PipelineCosts(NamedTuple):
 
 
 def cut_into_runs(pipeline: PipelineCosts, even: list[int]) -> list[int]:
-    """Layers of each position; `even` is a cut to start from, by numbers of layers."""
+    """Number of layers of each position. `even` is a partition by numbers of layers, a second start of the search."""
+    # 1. The optimum for the slowest position; with one chunk a stage, that is the optimum for stages.
     best = _contiguous(pipeline)
     if all(len(positions) == 1 for positions in pipeline.stages):
         return best
+    # 2. Several chunks: local search from two starts, branch and bound from the better result, and local search again,
+    #    which improves the sums of squares.
     exchanged = min((_exchanged(pipeline, start) for start in (best, even)), key=pipeline.slowness)
     return _exchanged(pipeline, _Search(pipeline, exchanged).run())
 
 
 def _contiguous(pipeline: PipelineCosts) -> list[int]:
-    """Sizes with the least cost of the dearest position that is not fixed; of those with few squares of costs."""
+    """Sizes that minimise the cost of the most expensive position that is not fixed, then the sum of squares."""
     num_layers, num_positions = len(pipeline.layers), len(pipeline.ends)
     before = list(accumulate(pipeline.layers, initial=0.0))
-    # Of each number of layers that the positions so far may hold: (dearest position, sum of squares, sizes).
+    # 1. State: for each number of layers in the positions so far, the best (cost of the most expensive position, sum of
+    #    squares, sizes). Tuples compare in this order.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    # 2. Transition: every state is extended by every possible run [start, stop) of the next position.
     for position in range(num_positions):
         longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for start, (dearest, squares, sizes) in best.items():
@@ -67,7 +72,7 @@ def _contiguous(pipeline: PipelineCosts) -> list[int]:
 
 
 def _stops(pipeline: PipelineCosts, position: int, start: int) -> range:
-    """Where the run of a position may stop that starts at a layer: the positions after it need a layer each."""
+    """Possible ends of a position's run that starts at layer `start`: every later position needs a layer."""
     after = range(position + 1, len(pipeline.ends))
     most = len(pipeline.layers) - sum(pipeline.fixed.get(each, 1) for each in after)
     if position in pipeline.fixed:
@@ -79,7 +84,7 @@ def _stops(pipeline: PipelineCosts, position: int, start: int) -> range:
 
 
 def _exchanged(pipeline: PipelineCosts, sizes: list[int]) -> list[int]:
-    """Sizes after every exchange of a layer between two positions that makes them less slow."""
+    """Local search: move a layer from one position to another as long as the partition gets faster."""
     positions = [position for stage in pipeline.stages for position in stage]
     least, goes_on = pipeline.slowness(sizes), True
     while goes_on:
@@ -97,35 +102,39 @@ def _exchanged(pipeline: PipelineCosts, sizes: list[int]) -> list[int]:
 
 
 class _Search:
-    """Search in depth, position after position, for a cut whose slowest stage is faster than that of `best`."""
+    """Branch-and-bound search, position by position, for a partition whose slowest stage is faster than in `best`."""
 
     def __init__(self, pipeline: PipelineCosts, best: list[int]) -> None:
         self.pipeline, self.best, self.least = pipeline, best, pipeline.slowness(best)[0]
         self.before = list(accumulate(pipeline.layers, initial=0.0))
         self.stage_of = {position: n for n, stage in enumerate(pipeline.stages) for position in stage}
-        # What a stage still has to carry of the ends counts from the start.
+        # Lower bound of a stage's cost: the costs of its ends, counted from the start, and of its layers so far.
         self.loads = [sum(pipeline.ends[position] for position in stage) for stage in pipeline.stages]
         self.sizes: list[int] = []
         self.visits = 0
 
     def run(self) -> list[int]:
-        """The best cut that was seen."""
+        """The best partition that was found."""
         self._visit(0)
         return self.best
 
     def _visit(self, start: int) -> None:
+        """Extend the partial partition `sizes`, which ends at layer `start`, by all runs of the next position."""
         position = len(self.sizes)
         self.visits += 1
+        # 1. A leaf: every bound was passed, so it is faster than the best one so far.
         if position == len(self.pipeline.ends):
             self.best, self.least = list(self.sizes), max(self.loads)
             return
         stage = self.stage_of.get(position)
+        # 2. Branch over the end of the run, shortest first; a stage that is fixed costs nothing in the comparison.
         for stop in _stops(self.pipeline, position, start):
             cost = 0.0 if stage is None else self.before[stop] - self.before[start]
             if stage is not None and self.loads[stage] + cost > self.least - 1e-9:
-                return  # so would every longer run be
+                return  # bound: no faster, and neither is any longer run
             if self.visits >= MOST_VISITS:
                 return
+            # 3. Descend, and undo the step afterwards.
             self.sizes.append(stop - start)
             if stage is not None:
                 self.loads[stage] += cost

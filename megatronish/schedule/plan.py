@@ -1,13 +1,13 @@
-"""What is a plan? The work of each pipeline stage, as plain data.
+"""Pipeline plans: the actions of each stage in a step, as plain data.
 
 A plan is a list of actions for each stage: forward (F), backward (B) or weight gradient (W) of one micro-batch
-through one of the stage's model chunks. Nothing here computes, waits or sends: `simulate` times a plan on paper and
-`run` carries it out on ranks, both with one loop for every schedule.
+through one of the stage's model chunks. Nothing here computes or communicates: `simulate` computes the times of a plan
+and `Executor.run` executes it on ranks, both with one loop for every schedule.
 
-The model is cut into positions, first layers first. A `Placement` says where each position sits: with one chunk a
-stage, position p is stage p; interleaving goes round the stages again for the second chunk; a V comes back the way
-it went. A plan with W actions splits the backward: its B yields the input gradient alone. In a plan without them B
-is the whole backward.
+The model is cut into positions, first layers first. A `Placement` maps positions to stages: with one chunk a stage,
+position p is stage p; interleaving goes round the stages again for the second chunk; in a V the second chunk goes back
+from the last stage to the first. In a plan with W actions the backward is split: its B computes the input gradient
+alone. In a plan without W actions B is the whole backward.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Kind = Literal["F", "B", "W"]
 
 
 class Action(NamedTuple):
-    """One piece of work of one stage."""
+    """One action of one stage: a micro-batch through a chunk, forward, backward or its weight gradients."""
 
     kind: Kind
     chunk: int
@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Where a piece of the model sits."""
+    """The place of a position of the model: a stage, and a chunk of that stage."""
 
     stage: int
     chunk: int
@@ -52,7 +52,7 @@ def v_shaped(*, num_stages: int, num_chunks: int = 2) -> Placement:
 
 
 def one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
-    """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """`ahead` forwards, then one backward and one forward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
     pairs = zip(backwards[:steady], forwards[ahead:], strict=True)
@@ -60,14 +60,14 @@ def one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead
 
 
 class Route(NamedTuple):
-    """Where the work of a kind in one place gets its input from, and where its output goes; None: the model ends."""
+    """Source of the input and target of the output of a kind of action in one place; None at an end of the model."""
 
     source: StageChunk | None
     target: StageChunk | None
 
 
 def routes(placement: Placement) -> dict[tuple[Kind, StageChunk], Route]:
-    """F comes from the position before and goes to the one after, B the other way; W stays where it is."""
+    """Routes by kind and place: F goes to the next position, B to the previous one, W has no transfer."""
     found: dict[tuple[Kind, StageChunk], Route] = {}
     padded = [None, *placement, None]
     for before, place, after in zip(padded, placement, padded[2:], strict=False):

@@ -1,8 +1,8 @@
-"""What did a schedule really look like? The recorded times of one step, in a file.
+"""Recorded steps: the measured times of every action of one training step, in a JSON file.
 
-The file is JSON: the schedule's name and, for each stage, its actions in order as
-[kind, chunk, micro-batch, start, end], in seconds of one clock. An action starts once its input is there and ends
-before its output is sent, so waiting is what lies between actions.
+The file has the schedule's name and, for each stage, its actions in order as
+[kind, chunk, micro-batch, start, end], in seconds of one clock. An action starts when its input has arrived and ends
+before its output is sent, so the time between actions is waiting time.
 """
 
 import json
@@ -25,13 +25,13 @@ CHROME_COLOURS = {"F": "rail_response", "B": "good", "W": "rail_animation"}  # b
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step of a run, as it was. `rows[s]` are the actions of stage s."""
+    """One step of a run. `rows[s]` has the actions of stage s, in order, with their measured times."""
 
     schedule: str
     rows: Sequence[Sequence[Row]]
 
     def timed(self) -> TimedPlan:
-        """What a simulated plan is too, in seconds from the first start on."""
+        """The recorded step as a `TimedPlan`, in seconds since its first start."""
         first = min(row[0][3] for row in self.rows)
         return measure(
             [
@@ -44,14 +44,14 @@ class Recorded:
         )
 
     def write(self, path: Path) -> None:
-        """A line for each stage."""
+        """Write the JSON file, with a line for each stage."""
         stages = ",\n".join(json.dumps(list(row)) for row in self.rows)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'{{"schedule": {json.dumps(self.schedule)}, "stages": [\n{stages}\n]}}\n', encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> "Recorded":
-        """UserError where the file is not a recorded step."""
+        """Read such a file. UserError if it is not a recorded step."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = [[_row(fields) for fields in stage] for stage in content["stages"]]
@@ -70,13 +70,13 @@ class Recorded:
             ) from error
 
     def write_chrome_trace(self, path: Path) -> None:
-        """For chrome://tracing or ui.perfetto.dev: a row for each stage."""
+        """Write a trace for chrome://tracing or ui.perfetto.dev, with a row for each stage."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(chrome_trace(self.timed(), title=self.schedule)), encoding="utf-8")
 
 
 def chrome_trace(timed_plan: TimedPlan, *, title: str) -> dict[str, Any]:
-    """The trace event format: complete events ("X"), times in microseconds, a thread for each stage."""
+    """A timeline in Chrome's trace event format: complete events ("X"), times in microseconds, a thread a stage."""
     num_chunks = chunks_of(timed_plan.timeline)
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
     for stage, row in enumerate(timed_plan.timeline):
@@ -100,7 +100,7 @@ def chrome_trace(timed_plan: TimedPlan, *, title: str) -> dict[str, Any]:
 
 
 def _row(fields: Any) -> Row:
-    """ValueError unless it is an action with its times."""
+    """The fields of an action with its times. ValueError for anything else."""
     kind, chunk, micro_batch, start, end = fields
     whole = type(chunk) is int and type(micro_batch) is int and min(chunk, micro_batch) >= 0
     if kind not in NAMES or not whole or not 0 <= float(start) <= float(end) < float("inf"):

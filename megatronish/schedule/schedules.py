@@ -1,7 +1,7 @@
-"""Which schedules are there? The table of --pipeline-schedule.
+"""Table of the pipeline schedules, by the names of --pipeline-schedule.
 
-A new schedule is a file in schedules/ and a line in `SCHEDULES`: `simulate`, `run`, the drawings and the tests take
-it from here.
+A new schedule is a file in schedule/ and a line in `SCHEDULES`: `simulate`, the executor, the drawings, the tools and
+the tests take it from this table.
 """
 
 from collections.abc import Callable
@@ -16,40 +16,40 @@ from megatronish.schedule.zb_h1 import zb_h1
 from megatronish.schedule.zb_v import zb_v
 
 RECEIVES_AHEAD = 1
-"""How many actions before the one that needs it a receive is posted, so that a tensor can travel while they compute."""
+"""Number of actions by which a receive is posted early, so that the transfer overlaps with their computation."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """An order of work and a placement that belong together."""
+    """An order of actions and a placement that belong together."""
 
     name: str
     generate: Callable[..., list[Action]]
     """The actions of one stage, a pure function, so that each rank computes its own."""
     placement: Callable[..., Placement]
     num_chunks: int | None
-    """The chunks of a stage; None where any number will do."""
+    """The number of chunks of a stage; None if any number is possible."""
     has_weight_gradients: bool
-    """Whether its plans have W actions, which need layers that can split their backward."""
+    """Whether its plans have W actions, which need layers with a split backward."""
 
     def plan(self, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Plan:
-        """The actions of every stage."""
+        """The actions of every stage. UserError for sizes that the schedule does not have."""
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         return [self.row(stage=stage, **sizes) for stage in range(max(num_stages, 1))]  # type: ignore[arg-type]
 
     def row(self, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> list[Action]:
-        """The actions of one stage."""
+        """The actions of one stage. UserError for sizes that the schedule does not have."""
         chunks = self._checked(num_stages, num_chunks)
         if num_microbatches < 1:
             raise UserError(f"num_microbatches={num_microbatches} must be at least 1")
         return self.generate(stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
 
     def place(self, *, num_stages: int, num_chunks: int | None = None) -> Placement:
-        """The place of every position of the model."""
+        """The stage and chunk of every position of the model. UserError as in `plan`."""
         return self.placement(num_stages=num_stages, num_chunks=self._checked(num_stages, num_chunks))
 
     def _checked(self, num_stages: int, num_chunks: int | None) -> int:
-        """The number of chunks, by default the schedule's own (1 where any will do)."""
+        """The number of chunks, by default the schedule's own (1 if any number is possible)."""
         if num_stages < 1:
             raise UserError(f"num_stages={num_stages} must be at least 1")
         chunks = num_chunks if num_chunks is not None else self.num_chunks or 1

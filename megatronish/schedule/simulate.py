@@ -1,13 +1,13 @@
-"""The simulator of plans: times of every action, peak of live activations, bubble, and a picture of a hang.
+"""Simulator of plans: times of every action, peak of live activations, bubble rate, and a picture of a hang.
 
-Each stage does its actions in the plan's order, each as soon as what it needs has arrived:
-F of a position needs F of the position before it, B needs B of the position after it (and its own F), W its own B.
-That decides every start time, so times are exact, and a hang is a fact: no stage's next action can ever start.
+Each stage executes its actions in the plan's order, each as soon as its input has arrived: F of a position needs F of
+the previous position, B needs B of the next position (and its own F), W needs its own B. This determines every start
+time, so times are exact, and so are hangs: in a hang no stage's next action can ever start.
 
-Times suppose that a sender never waits. A hang is looked for under what `run` really does. Stage a sends to stage b on
-the line (kind, b > a); before a new send the last one on that line must be received, and a receive is posted
-RECEIVES_AHEAD actions before the one that needs it. What stays on a stage uses no line. So a plan that passes cannot
-hang there.
+Times assume that a sender never waits. The check for hangs uses the rules of the executor. Stage a sends to stage b on
+the line (a, kind, b > a). Before a new send, the last send on that line must be complete, for which its receive must be
+posted; a receive is posted RECEIVES_AHEAD actions before the action that needs it. Transfers within a stage use no
+line. So a plan that passes the check cannot hang in the executor.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from megatronish.schedule.timeline import Timed, TimedPlan, Timeline, label, mea
 
 
 class Costs(NamedTuple):
-    """Times of one micro-batch through one chunk, and from one stage to another.
+    """Times of F, B and W of one micro-batch in one chunk, and of a transfer between two stages, in any unit.
 
     B of a plan without W takes backward + weight. Schedules with different numbers of chunks compare by the times of
     a whole stage: `Costs(...).per_chunk(num_chunks)`.
@@ -34,13 +34,13 @@ class Costs(NamedTuple):
     transfer: float = 0.0
 
     def per_chunk(self, num_chunks: int) -> "Costs":
-        """These costs, of a stage, shared by its chunks. A transfer takes as long as before: its tensor is as large."""
+        """The costs of a chunk, from those of a stage. A transfer takes the same time: its tensor has the same size."""
         forward, backward, weight, transfer = self
         return Costs(forward / num_chunks, backward / num_chunks, weight / num_chunks, transfer)
 
 
 def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | None = None) -> TimedPlan:
-    """Times of every action. ValueError for a plan that is not whole or hangs, a hang with its picture.
+    """Times of every action. ValueError for a plan that is incomplete or hangs; for a hang, with a picture.
 
     `placement` is `looped` over the plan's chunks unless given.
     """
@@ -56,7 +56,7 @@ def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | N
 
 
 def refuse_broken(plan: Plan, placement: Placement) -> None:
-    """ValueError unless each stage does F, B (and W) of every micro-batch once in each of its chunks, in that order."""
+    """ValueError unless each stage has F, B (and W) of every micro-batch once for each of its chunks, in that order."""
     kinds: tuple[Kind, ...] = ("F", "B", "W") if any(a.kind == "W" for row in plan for a in row) else ("F", "B")
     num_microbatches = 1 + max((action.micro_batch for row in plan for action in row), default=-1)
     num_chunks = 1 + max(place.chunk for place in placement)
@@ -84,8 +84,10 @@ def refuse_broken(plan: Plan, placement: Placement) -> None:
 
 
 def refuse_hang(plan: Plan, placement: Placement) -> None:
-    """ValueError, with a picture, for a plan that cannot go on after some tick: its last column is all silence."""
+    """ValueError, with a picture that ends in the first column without actions, for a plan that hangs."""
+    # 1. Execute the plan under the rules of the executor, with all actions one tick long.
     timeline = _times(plan, placement, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, waiting_sends=True)
+    # 2. The actions that never started are missing from the timeline: the plan hangs after the last end.
     if sum(map(len, timeline)) < sum(map(len, plan)):
         tick = int(max((row[-1].end for row in timeline if row), default=0.0))
         raise ValueError(f"schedule hangs at tick {tick}:\n{draw(timeline, until=tick + 1)}")
@@ -94,23 +96,31 @@ def refuse_hang(plan: Plan, placement: Placement) -> None:
 def _times(
     plan: Plan, placement: Placement, durations: dict[Kind, float], transfer: float, *, waiting_sends: bool = False
 ) -> Timeline:
-    """Times of all actions that can ever start: shorter rows than the plan's where it hangs."""
+    """Times of all actions that can start. If the plan hangs, rows are shorter than the plan's.
+
+    With `waiting_sends` an action also waits until its line is free, as in the executor.
+    """
     network = Network(plan, placement)
     ends: dict[tuple[int, Action], float] = {}
     timeline: Timeline = [[] for _ in plan]
+    # Sweep over the stages until a sweep starts no action: then the plan is finished, or it hangs.
     progress = True
     while progress:
         progress = False
         for stage, (row, done) in enumerate(zip(plan, timeline, strict=True)):
+            # As many of the stage's next actions as possible.
             while len(done) < len(row):
                 action = row[len(done)]
+                # 1. The action starts after the stage's previous one, and after its input has arrived.
                 start = done[-1].end if done else 0.0
                 if cause := network.source(stage, action):
                     if cause not in ends:
                         break
                     start = max(start, ends[cause] + (transfer if cause[0] != stage else 0.0))
+                # 2. Its output needs a free line.
                 if waiting_sends and not network.send(stage, action, timeline):
                     break
+                # 3. It can start: its end may be what other stages wait for.
                 end = ends[stage, action] = start + durations[action.kind]
                 done.append(Timed(action, start, end))
                 progress = True
@@ -118,7 +128,7 @@ def _times(
 
 
 def refuse_crossing(plan: Plan, placement: Placement) -> None:
-    """ValueError where a stage sends in another order than the receiver posts its receives.
+    """ValueError if a stage sends in another order than the receiver posts its receives.
 
     NCCL ignores tags and matches the messages between two ranks by their order.
     """
@@ -149,11 +159,11 @@ MAX_ACTIONS = 6000
 def refuse_schedule(
     schedule: PipelineSchedule, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None
 ) -> None:
-    """UserError, with the picture, for a schedule whose plan is not whole, hangs, or crosses messages.
+    """UserError, with the picture, for a schedule whose plan is incomplete, hangs, or crosses messages.
 
-    For many micro-batches the plan of fewer is simulated: whole rounds of `num_stages` micro-batches are left out, down
-    to two rounds, which fill and drain every pipeline here. What they repeat is the steady state between the two. A
-    plan of more than MAX_ACTIONS even so is not simulated.
+    With many micro-batches a smaller plan is simulated: whole rounds of `num_stages` micro-batches are left out, down
+    to two rounds, which fill and drain every pipeline here. The rounds left out repeat the steady state between the
+    two. A plan that still has more than MAX_ACTIONS actions is not simulated.
     """
     few = min(num_microbatches, 2 * num_stages + num_microbatches % num_stages)
     sizes = {"num_stages": num_stages, "num_chunks": num_chunks}
@@ -172,25 +182,27 @@ def refuse_schedule(
 
 
 class Network:
-    """The routes of messages under a placement, and the sends that are under way."""
+    """The routes of messages under a placement, and the last send of each line."""
 
     def __init__(self, plan: Plan, placement: Placement) -> None:
         self._routes = routes(placement)
         self._order = {(stage, action): index for stage, row in enumerate(plan) for index, action in enumerate(row)}
-        self._last: dict[tuple[int, Kind, bool], tuple[int, int]] = {}  # of a line: the receiver, what it needs it for
+        self._last: dict[
+            tuple[int, Kind, bool], tuple[int, int]
+        ] = {}  # by line: the receiver, and the index of the action that needs the message
 
     def source(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """The stage and the action that this one gets its input from."""
+        """The stage and the action whose output is this action's input; None at the start of the model."""
         place = self._routes[action.kind, StageChunk(stage, action.chunk)].source
         return place and (place.stage, Action(action.kind, place.chunk, action.micro_batch))
 
     def target(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """The stage and the action that this one's output goes to."""
+        """The stage and the action whose input is this action's output; None at the end of the model."""
         place = self._routes[action.kind, StageChunk(stage, action.chunk)].target
         return place and (place.stage, Action(action.kind, place.chunk, action.micro_batch))
 
     def send(self, stage: int, action: Action, timeline: Timeline) -> bool:
-        """Take the action's line for what it sends, if the last send on it has a receive posted."""
+        """Send the action's output on its line; False if the last send on that line has no receive posted yet."""
         target = self.target(stage, action)
         if target is None or target[0] == stage:
             return True

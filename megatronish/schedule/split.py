@@ -1,10 +1,10 @@
-"""Split of the layers over the positions of a pipeline, so that the slowest stage is as fast as it can be.
+"""Split of the layers over the positions of a pipeline, so that the slowest stage is as fast as possible.
 
-Layers that cost the same are dealt one at a time, each to what costs least so far: first to the stages, then a stage's
-layers to its chunks. That is as good as any split, and makes equal parts where they can be equal. Of stages that cost
-the same, one in the middle of the model takes the layer, because the ends also carry the embedding and the head.
+Layers of equal cost are assigned greedily, one at a time, to the stage with the least cost so far, then a stage's
+layers to its chunks in the same way. This is optimal, and gives equal parts where possible. Among stages of equal cost,
+one in the middle of the model gets the layer, because the ends also hold the embedding and the head.
 
-Layers that cost differently are cut into runs by partition.py.
+Layers of unequal costs are split by partition.py.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ class SplitWeights(NamedTuple):
 
     @property
     def are_alike(self) -> bool:
-        """Whether all layers cost the same."""
+        """Whether all layers have the same cost."""
         return len(set(self.layers)) < 2
 
     def in_layers(self) -> "SplitWeights":
-        """Costs of the ends in units of a layer, where all layers cost the same."""
+        """Costs of embedding and head in units of a layer, if all layers have the same cost."""
         unit = self.layers[0] if self.layers else 1.0
         return SplitWeights(self.embedding / unit, self.head / unit)
 
@@ -44,11 +44,11 @@ def split_layers(
     last: int | None = None,
     weights: SplitWeights | None = None,
 ) -> list[range]:
-    """The layers of every position, first position first; UserError where a position would have none.
+    """The layers of every position, first position first; UserError if a position would have none.
 
-    `first` and `last` are the layers of the first and of the last pipeline stage, all chunks together; a stage whose
-    layers are given so is left out of the comparison. Without `weights` every layer costs the same and the ends cost
-    nothing.
+    `first` and `last` are the numbers of layers of the first and of the last pipeline stage, all chunks together; a
+    stage with a given number is left out of the comparison. Without `weights` every layer costs the same, and embedding
+    and head cost nothing.
     """
     stages, weights = _positions_of_stages(placement), weights or SplitWeights()
     sizes_asked = {"num_layers": num_layers, "num_stages": len(stages), "num_chunks": len(stages[0])}
@@ -102,7 +102,7 @@ def _by_costs(stages: list[list[int]], given: dict[int, int], weights: SplitWeig
 def stages_problem(
     *, num_layers: int, num_stages: int, num_chunks: int, first: int | None, last: int | None
 ) -> str | None:
-    """None, or why not: every chunk of every stage needs a layer, and given stages leave the others theirs."""
+    """The problem as a sentence, or None: every chunk of every stage needs a layer, given `first` and `last`."""
     chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
     if num_layers < num_stages * num_chunks:
         most = num_layers // num_chunks
@@ -131,7 +131,7 @@ def stages_problem(
 
 
 def _deal(num_layers: int, *, extra: Sequence[float], inward: Sequence[int], at_least: int) -> list[int]:
-    """So many layers to each: the next one to what costs least so far, then to what is farthest from the ends."""
+    """Numbers of layers, assigned greedily: each to the least cost so far, then farthest from the model's ends."""
     sizes = [at_least] * len(extra)
     for _ in range(num_layers - at_least * len(sizes)):
         sizes[min(range(len(sizes)), key=lambda i: (extra[i] + sizes[i], -inward[i], i))] += 1

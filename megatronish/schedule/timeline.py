@@ -1,4 +1,4 @@
-"""When does each stage do what, and what follows from that? A plan with times, on paper or as it ran."""
+"""Timelines: a plan with the times of its actions, simulated or recorded, and the numbers derived from them."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from megatronish.schedule.plan import Action, Kind
 
 
 class Timed(NamedTuple):
-    """An action with its time."""
+    """An action with its start and end."""
 
     action: Action
     start: float
@@ -18,12 +18,12 @@ Timeline = list[list[Timed]]
 
 
 class TimedPlan(NamedTuple):
-    """A plan with times.
+    """A plan with times, and its makespan, bubble rate and peaks of live activations.
 
-    `makespan` is when the last action ends. `bubble_rate` is the idle share of the span, which is the longest that a
-    stage takes from its first start to its last end: 1 - m (T_F + T_B + T_W) / span, for m micro-batches (on a real
-    machine, of the mean stage). `peak_live[s]` is the most activations (of one micro-batch in one chunk) that stage s
-    holds at once, from their F until their backward is complete: B, or W in a plan with W.
+    `makespan` is the end of the last action. `bubble_rate` is the idle fraction of the span, the longest time from a
+    stage's first start to its last end: 1 - m (T_F + T_B + T_W) / span, for m micro-batches (in a recorded step, with
+    the work of the mean stage). `peak_live[s]` is the largest number of activations (of one micro-batch in one chunk)
+    that stage s holds at once, from their F until their backward is complete: B, or W in a plan with W.
     """
 
     timeline: Timeline
@@ -33,7 +33,7 @@ class TimedPlan(NamedTuple):
 
 
 def measure(timeline: Timeline) -> TimedPlan:
-    """The numbers of a timeline in which every stage does something."""
+    """The derived numbers of a timeline in which every stage has at least one action."""
     span = max(row[-1].end - row[0].start for row in timeline)
     work = sum(timed.end - timed.start for row in timeline for timed in row) / len(timeline)
     splits = any(timed.action.kind == "W" for row in timeline for timed in row)
@@ -46,23 +46,23 @@ def measure(timeline: Timeline) -> TimedPlan:
 
 
 def label(action: Action, *, num_chunks: int = 1) -> str:
-    """F0, or F0a for its first chunk where there are several."""
+    """The short name of an action: F0, or F0a for the first of several chunks."""
     chunk = chunk_letter(action.chunk) if num_chunks > 1 else ""
     return f"{action.kind}{action.micro_batch}{chunk}"
 
 
 def chunk_letter(chunk: int) -> str:
-    """a, b, ... z, then the chunk's number in brackets."""
+    """The letter of a chunk, from a to z, then its number in brackets."""
     return chr(ord("a") + chunk) if chunk < 26 else f"[{chunk}]"
 
 
 def chunks_of(timeline: Timeline) -> int:
-    """How many chunks a stage has."""
+    """The number of chunks of a stage."""
     return 1 + max((timed.action.chunk for row in timeline for timed in row), default=0)
 
 
 def _peak_live(row: list[Timed], *, released_by: Kind) -> int:
-    """The most activations that a stage holds at once, in its order of actions."""
+    """The largest number of activations that a stage holds at once."""
     live = peak = 0
     for timed in row:
         live += (timed.action.kind == "F") - (timed.action.kind == released_by)

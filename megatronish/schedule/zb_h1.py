@@ -1,4 +1,4 @@
-"""What is ZB-H1's order of work? 1F1B with weight gradients moved to where a stage would idle."""
+"""ZB-H1 schedule: 1F1B with a split backward, weight gradients moved to where a stage would idle."""
 
 from megatronish.schedule.plan import Action
 
@@ -6,9 +6,10 @@ from megatronish.schedule.plan import Action
 def zb_h1(*, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """ZB-H1 of Qi et al. 2023 (arXiv:2401.10241, section 2.2).
 
-    Forwards and backwards stand as in 1F1B. Stage s computes a weight gradient s micro-batches after its input
-    gradient: the later the stage, the fewer activations 1F1B holds there, and the more it may keep for the end, when
-    it would wait for nothing else to do. Every stage holds at most min(num_stages, num_microbatches) live activations.
+    Forwards and input gradients have the order of 1F1B. Stage s computes a weight gradient s micro-batches after its
+    input gradient: the later the stage, the fewer live activations 1F1B holds there, so more weight gradients can be
+    deferred to the end, when the stage would be idle. Every stage holds at most min(num_stages, num_microbatches) live
+    activations.
     """
     assert num_chunks == 1
     micro_batches = range(num_microbatches)

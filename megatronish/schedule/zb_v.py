@@ -1,4 +1,4 @@
-"""What is ZB-V's order of work? Two chunks a stage in a V, weight gradients where a stage would idle."""
+"""ZB-V schedule: two chunks a stage in a V, weight gradients where a stage would idle."""
 
 from collections import Counter
 
@@ -8,34 +8,41 @@ CHUNKS = {"a": 0, "b": 1}
 
 
 def zb_v(*, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 2) -> list[Action]:
-    """ZB-V of Qi et al. 2023 (arXiv:2401.10241, section 6), for forwards, backwards and weight gradients equally long.
+    """ZB-V of Qi et al. 2023 (arXiv:2401.10241, section 6), for F, B and W actions of equal duration.
 
-    Every stage holds at most 2 num_stages live activations of a chunk: as much as 1F1B's first stage.
+    Every stage holds at most 2 num_stages live activations of a chunk: as much memory as the first stage of 1F1B.
 
-    A row below says: this work, so many times, each kind of each chunk taking its micro-batches in order. It needs
-    2 p - 1 micro-batches to fill the V. With fewer, those that do not exist are left out, as in `interleaved`.
+    The table `phases` has a pattern and its number of repetitions. "Fa" is the forward of the first chunk, "Wb" the
+    weight gradient of the second; each kind of each chunk takes its micro-batches in order. The table needs 2 p - 1
+    micro-batches to fill the V. With fewer, the actions of the missing ones are removed, as in `interleaved`.
     """
     assert num_chunks == 2
     s, p, m = stage, num_stages, max(num_microbatches, 2 * num_stages - 1)
-    work = (
-        ("Fa", 2 * (p - s) - 1),  # until the first micro-batch comes back up the V
+    phases = (
+        # Warm-up: first-chunk forwards until micro-batch 0 comes back up the V, then forwards of both chunks in turn.
+        ("Fa", 2 * (p - s) - 1),
         ("Fb Fa", s),
+        # Stage 0 holds the last position: the first backwards start there and go down the V, while forwards fill it.
         ("Fb Bb Wb", p - s),
+        # Steady state: both chunks, all three kinds in turn.
         ("Fa Ba Wa Fb Bb Wb", m - 2 * p + s + 1),
-        ("Ba Wa Fb Bb Wb", p - s - 1),  # no forward of the first chunk is left
-        ("Ba Bb", s),  # stages above wait for these
+        # Drain: no first-chunk forward is left, later also no forward; weight gradients are deferred behind the input
+        # gradients that earlier stages wait for.
+        ("Ba Wa Fb Bb Wb", p - s - 1),
+        ("Ba Bb", s),
         ("Ba Wa", p - s),
+        # The deferred weight gradients, while other stages finish.
         ("Wb", s),
         ("Wa", s),
     )
-    return [action for action in _numbered(work) if action.micro_batch < num_microbatches]
+    return [action for action in _numbered(phases) if action.micro_batch < num_microbatches]
 
 
-def _numbered(work: tuple[tuple[str, int], ...]) -> list[Action]:
+def _numbered(phases: tuple[tuple[str, int], ...]) -> list[Action]:
     """("Fb Fa", 2) -> F0b F0a F1b F1a."""
     counts: Counter[str] = Counter()
     row = []
-    for pattern, times in work:
+    for pattern, times in phases:
         for name in pattern.split() * times:
             kind: Kind = name[0]  # type: ignore[assignment]
             row.append(Action(kind, CHUNKS[name[1]], counts[name]))

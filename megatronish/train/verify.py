@@ -1,8 +1,9 @@
-"""Does a layout train the same model as one process? The theorem, run on the user's own config.
+"""Check that a layout trains the same model as one process, on the user's own config.
 
-Each run leaves a trace: loss and gradient norm of every step, and for finding the place of a difference two sums over
-the output of every layer for every sample, and the norm of every parameter's gradient. None of these depends on the
-layout, so two traces can be laid side by side; the first entry that differs, in the order of computation, is the place.
+Each run records a trace: loss and gradient norm of every step; and, to locate a difference, the sum and the sum of
+squares of every layer's output for every sample, and the sum of squares of every parameter's gradient. None of these
+depends on the layout. So two traces are compared entry by entry, and the first entry that differs, in the order of
+computation, is where the runs differ.
 """
 
 import json
@@ -30,11 +31,14 @@ from megatronish.train.run import start_mesh
 from megatronish.train.trainer import Progress, Trainer, TrainingSchedule
 
 TOLERANCE = 1e-5
-WIDTHS = (5, 14, 18, 11, 18, 18, 11)  # at least
+WIDTHS = (5, 14, 18, 11, 18, 18, 11)  # of the columns, at least
 
 
 class Trace(NamedTuple):
-    """What one run showed. Keys of `outputs` are `step/layer/sample`, of `gradients` `step/parameter`."""
+    """Records of one run: `steps` has (loss, gradient norm), `outputs` (sum, sum of squares).
+
+    Keys of `outputs` are `step/layer/sample`, keys of `gradients` (sums of squares) `step/parameter`.
+    """
 
     steps: list[tuple[float, float]]
     outputs: dict[str, tuple[float, float]]
@@ -42,7 +46,7 @@ class Trace(NamedTuple):
 
 
 class Recorder:
-    """Watches the layers of this rank's model."""
+    """Records sums over the outputs of this rank's layers, by forward hooks."""
 
     def __init__(self, model: GPT, mesh: Mesh) -> None:
         self.mesh, self.outputs = mesh, dict[str, tuple[float, float]]()
@@ -56,7 +60,11 @@ class Recorder:
             module.register_forward_hook(partial(self._record, name))
 
     def _record(self, layer: str, _module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        """The context, a layer's last argument, knows the samples: under recomputation others may have come since."""
+        """Add the sums of an output [S, B, D] for each of its B samples, over the ranks that cut the sequence.
+
+        The samples are those of the context, the layer's last argument: with recomputation a layer runs again after
+        other micro-batches.
+        """
         values = output.detach().double()
         sums = torch.stack((values.sum((0, 2)), values.square().sum((0, 2))))
         if self.sequence_is_cut:
@@ -67,7 +75,7 @@ class Recorder:
 
 
 def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> int:
-    """Train a few steps on one rank and leave `trace_RANK.json` in `folder`."""
+    """Train `num_steps` steps on one rank and write its `trace_RANK.json` to `folder`; the exit status."""
     mesh = start_mesh(config, place)
     job = TrainingJob.open(config, mesh)
     engine = job.build_engine()
@@ -95,7 +103,7 @@ def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> in
 
 
 def _gradient_squares(engine: Engine) -> dict[str, float]:
-    """The sum of squares of every parameter's gradient (after clipping), over the ranks that hold parts."""
+    """The sum of squares of every parameter's gradient (after clipping), over the ranks that hold its parts."""
     found = {}
     sharing = engine.data_parallel
     for name in engine.stage.shardings:
@@ -109,7 +117,7 @@ def _gradient_squares(engine: Engine) -> dict[str, float]:
 
 
 def trace(config: Config, *, num_steps: int) -> Trace | None:
-    """Run `config` in its layout on local ranks; None if a rank failed (it has said why)."""
+    """The trace of `config` in its layout on local ranks; None if a rank failed (which prints its error)."""
     with TemporaryDirectory(prefix="megatronish-") as folder:
         status = run_local_ranks(
             partial(trace_rank, config, num_steps, Path(folder)), world_size=config.layout.world_size
@@ -126,7 +134,7 @@ def trace(config: Config, *, num_steps: int) -> Trace | None:
 
 
 def serial(config: Config) -> Config:
-    """The same run in one process: the same global batch, in micro-batches of the same size."""
+    """The config of the same run in one process: the same global batch, in micro-batches of the same size."""
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=1,
@@ -150,14 +158,14 @@ def serial(config: Config) -> Config:
 
 
 class Verdict(NamedTuple):
-    """`table` shows every step. `difference` says where the runs part, None where they do not."""
+    """`table` shows every step. `difference` names the first difference, None where the runs agree."""
 
     table: str
     difference: str | None
 
 
 def compare(one: Trace, other: Trace, *, layout: str, tolerance: float = TOLERANCE) -> Verdict:
-    """Lay the trace of one process beside that of a layout."""
+    """Compare the trace of one process with the trace of a layout, by relative differences."""
     titles = ("step", "loss of one", layout, "rel. diff", "grad norm of one", layout, "rel. diff")
     widths = [max(width, len(title) + 2) for title, width in zip(titles, WIDTHS, strict=True)]
     lines, worst = ["".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))], 0.0
@@ -203,7 +211,7 @@ def _apart(one: float, other: float) -> float:
 
 
 def verify(config: Config, *, num_steps: int) -> int:
-    """Print the comparison; the exit status: 0 equal, 1 different or failed."""
+    """Print the comparison; the exit status is 0 for equal, 1 for different or failed."""
     layout = str(config.layout).replace(" x ", " ")
     runs: Sequence[Config] = (serial(config), config)
     traces = [trace(run, num_steps=num_steps) for run in runs]

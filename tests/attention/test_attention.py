@@ -1,4 +1,4 @@
-"""What attention is made of, without ranks: who holds what, who sees what, the backends, and the tiles of a ring."""
+"""Tests of attention without ranks: head placement, masks, backends, and the tiles of ring attention."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A sequence too long to be held by one rank trains on several, each of which keeps its share of the activations."""
+"""Test of context parallelism on a sequence too long for one rank: each rank keeps its share of the activations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention over cp against attention of the whole sequence in float64, on two to four ranks, both ways of exchange."""
+"""Tests of attention over cp, ring and all-to-all, against attention of the whole sequence in float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

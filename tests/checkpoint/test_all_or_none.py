@@ -1,4 +1,4 @@
-"""What one rank finds, or fails at, all learn."""
+"""Tests of all-or-none: what one rank finds, or fails at, all ranks learn."""
 
 import pytest
 from ranks import run_ranks

@@ -1,4 +1,4 @@
-"""Checkpoints written beside training are those that training would have stopped for."""
+"""Tests of asynchronous saving: its checkpoints equal those that training would have stopped for."""
 
 import re
 import resource

@@ -1,4 +1,4 @@
-"""A checkpoint whose files are not what was written is named with the file, and a whole one is offered."""
+"""Tests of damaged checkpoints: the error names the damaged file and offers an older, complete checkpoint."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and which ones stay."""
+"""Tests of the checkpoints folder: the checkpoint that a run resumes from, and which ones are kept."""
 
 import errno
 import os

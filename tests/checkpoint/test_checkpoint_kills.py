@@ -1,4 +1,4 @@
-"""Killed at any moment, or without room on the disk, a run keeps its checkpoints whole and goes on from them."""
+"""Tests of interrupted saves: killed at any moment, or on a full disk, a run keeps complete checkpoints and resumes."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""Checkpoints of any layout load into any other bit by bit, and a rank reads what it needs of them."""
+"""Tests of resharding: a checkpoint of any layout loads into any other bit by bit, and a rank reads only its part."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loading a checkpoint runs no code and touches no file but its own, whoever wrote it."""
+"""Tests of untrusted checkpoints: loading runs no code and touches no file outside of the checkpoint."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Is a config read as the user meant it, and is everything that is wrong with it told at once?"""
+"""Tests of config reading: values arrive as given, and one error lists everything that is wrong."""
 
 import dataclasses
 import re

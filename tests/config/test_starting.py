@@ -1,4 +1,4 @@
-"""Model that a run starts from: which of its fields are fixed, and how its reader is passed in."""
+"""Tests of the model that a run starts from: which of its fields are fixed, and how its reader is passed in."""
 
 from dataclasses import fields, replace
 from pathlib import Path

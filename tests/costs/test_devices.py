@@ -1,4 +1,4 @@
-"""Peaks by the names of devices."""
+"""Tests of peak FLOP/s by device name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs, against the real model, published numbers and formulas."""
+"""Tests of parameter and FLOP counts, against the built model, published numbers and formulas."""
 
 from dataclasses import replace
 

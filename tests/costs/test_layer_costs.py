@@ -1,4 +1,4 @@
-"""Cost rows of layers, held to the modules that are built from the same options: parameters, FLOPs, saved bytes."""
+"""Tests of the cost rows of layers, against modules built from the same options: parameters, FLOPs, saved bytes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Memory that a config is expected to take, against formulas and the Megatron papers."""
+"""Tests of the expected memory of a config, against formulas and the Megatron papers."""
 
 from dataclasses import replace
 from itertools import product
@@ -146,7 +146,7 @@ def test_stages_hold_the_live_micro_batches_of_their_schedule() -> None:
     assert expect(layout=Layout(pp=4), pipeline_schedule="gpipe")[0].activations == 2 * one.activations
 
 
-def test_chunks_and_put_off_weight_gradients_count() -> None:
+def test_chunks_and_deferred_weight_gradients_count() -> None:
     def most(schedule: str, **settings: object) -> list[int]:
         gpt = replace(GPT2, num_layers=16, attention_dropout=0.0)  # two to each half of a stage
         return [m.activations for m in expect(gpt, layout=Layout(pp=4), pipeline_schedule=schedule, **settings)]

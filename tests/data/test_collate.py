@@ -1,4 +1,4 @@
-"""Collation: what samples say of themselves, what documents make of the rest, and loss tokens counted on the CPU."""
+"""Tests of collation: loss masks and documents of samples, of end-of-document tokens, and loss tokens on the CPU."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Data sets of a config: splits, blends by weight, several validation sets, mock data, and what can be wrong."""
+"""Tests of the datasets of a config: splits, weighted blends, several validation sets, mock data, and errors."""
 
 from collections import Counter
 from pathlib import Path

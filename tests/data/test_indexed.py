@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx: byte for byte, whole or not at all, and a sentence for each way a file can be broken."""
+"""Tests of Megatron's .bin/.idx format: identical bytes, atomic writes, and an error for each kind of damage."""
 
 import json
 import struct

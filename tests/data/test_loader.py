@@ -1,4 +1,4 @@
-"""Loader: the same samples in any layout, and a thread that neither hides errors nor hangs."""
+"""Tests of the loader: the same samples in any layout, and a thread that neither hides errors nor hangs."""
 
 import threading
 

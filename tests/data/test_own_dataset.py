@@ -1,4 +1,4 @@
-"""A data set that the package does not know: its samples carry loss masks and documents, and every layout trains on it.
+"""Test of a dataset from outside the package: its samples carry loss masks and documents, and train in every layout.
 
 Dialogues of unequal lengths, of which the second half of each is trained; packed two to a sample, or one a sample.
 """

@@ -1,4 +1,4 @@
-"""Preprocessing: any number of workers writes the same files, bad lines are told and counted, nothing hangs."""
+"""Tests of preprocessing: any number of workers writes the same files, bad lines are counted, nothing hangs."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Samples: every token a label once, an order that only the data and the seed decide, a cache that cannot mislead."""
+"""Tests of samples: every token is a label once, the order depends only on data and seed, a stale cache is rejected."""
 
 import shutil
 import time

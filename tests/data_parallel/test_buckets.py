@@ -1,4 +1,4 @@
-"""Gradient buckets: summed over the right ranks, in fp32, and on their way before backward has ended."""
+"""Tests of gradient buckets: reduced over the right ranks, in fp32, and during backward."""
 
 import gc
 import weakref
@@ -304,7 +304,7 @@ def test_a_gradient_from_two_places_is_final_when_both_have_delivered_for_the_la
     for _ in range(2):  # steps
         buckets.zero()
         assert delivered("W", 1, is_last=False) == 0
-        assert delivered("B", 1, is_last=True) == 0  # autograd reports a weight that was put off as well
+        assert delivered("B", 1, is_last=True) == 0  # autograd reports a weight whose gradient was deferred as well
         assert delivered("W", 1, is_last=True) == 1
         assert delivered("B", 0, is_last=True) == 2
         buckets.finish()

@@ -1,4 +1,4 @@
-"""ZeRO-3: a rank keeps rows alone, gathers each layer twice, and trains what the other stages train."""
+"""Tests of ZeRO-3: a rank keeps its rows alone, gathers each layer twice, and trains the same model as other stages."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A second reduction domain, built outside the package: parameters that half of the data ranks reduce.
+"""Tests of a second reduction domain, built outside the package: parameters reduced over half of the data ranks.
 
 Each layer scales its output by the sum of two rows. Each half of four data ranks holds one of them, as it would hold
 half of the experts, so its gradient is summed over two ranks and not over four. Losses, norms, parameters, optimizer
@@ -76,7 +76,7 @@ class ScaledBlock(TransformerBlock):
         return {"scale": Sharding((2, HIDDEN), (Cut(0, "ep"),), domain="half", init=Init(0.5))}
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """The layer, scaled."""
+        """The output of the layer, scaled by both rows."""
         rows = _GatherRows.apply(self.scale, self.ep) if self.ep.size > 1 else self.scale
         return super().forward(x, context) * (1.0 + rows.sum(0))
 

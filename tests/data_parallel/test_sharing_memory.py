@@ -1,4 +1,4 @@
-"""Memory is the formula: what a rank holds of parameters, gradients and optimizer, to the element, padding counted.
+"""Tests of data-parallel memory: parameters, gradients and optimizer states of a rank equal the formula, with padding.
 
 Measured on engines that have trained for two steps. Every storage is counted once, wherever it is reached from, and
 what Python holds besides what the formula names is nothing.

@@ -1,4 +1,4 @@
-"""Volume is the formula: what a rank sends over the data axis in a step, counted at the collectives.
+"""Tests of data-parallel volume: bytes that a rank sends in a step, counted at the collectives, equal the formula.
 
 A rank of N sends (N - 1) / N of what it gathers or reduce-scatters, and an all-reduce is one of each. What is counted
 are the operations of torch.distributed that gloo is given, whoever calls them.
@@ -58,7 +58,7 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def sent(self) -> Sent:
-        """All of it."""
+        """Elements of gradients and of parameters, and bytes, sent in all."""
         gradients, parameters = (
             sum((count for (of, _), count in self.elements.items() if of == kind), Fraction())
             for kind in ("gradients", "parameters")

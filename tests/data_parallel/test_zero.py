@@ -1,4 +1,4 @@
-"""What a config says of sharing reaches the data axis: what is sent, kept, gathered and copied."""
+"""Tests of the ZeRO settings of a config: what the data axis sends, keeps, gathers and copies."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: the same logits, the same bits after a round trip, and a sentence for what cannot be.
+"""Tests of Hugging Face conversion: equal logits, identical bits after a round trip, errors for unsupported models.
 
 tests/golden/hf has tiny random models, and what transformers makes of some tokens; tests/peers/random_models.py wrote
 it. The real transformers is asked in tests/peers/test_transformers.py.

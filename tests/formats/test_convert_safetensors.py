@@ -1,4 +1,4 @@
-"""Files of safetensors: as the format's own library reads and writes them, and suspicious of what they say."""
+"""Tests of the safetensors format: files interchange with the format's own library, malformed files are rejected."""
 
 import json
 from collections.abc import Callable

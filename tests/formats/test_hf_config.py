@@ -1,4 +1,4 @@
-"""Is a Hugging Face config.json understood as transformers understands it, and written so that it means the same?"""
+"""Tests of Hugging Face's config.json: read as transformers reads it, and written with the same meaning."""
 
 import json
 from pathlib import Path

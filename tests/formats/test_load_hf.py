@@ -1,4 +1,4 @@
-"""Does a run that starts from a model made elsewhere compute with its weights, in every layout?"""
+"""Tests of a run that starts from a foreign model: it computes with its weights, in every layout."""
 
 import json
 import shutil

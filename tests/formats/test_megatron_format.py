@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: names, layouts, arguments, and files that nobody should trust."""
+"""Tests of Megatron-LM checkpoints: names, layouts, arguments, and untrusted files."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Files of torch.save: what is read of them, what is refused, and what torch reads of ours."""
+"""Tests of the torch.save format: what is read, what is rejected, and that torch reads what is written."""
 
 import argparse
 import io

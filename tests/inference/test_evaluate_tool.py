@@ -1,4 +1,4 @@
-"""Every token of a text is predicted once: against a loop that runs the model anew for each of them."""
+"""Tests of perplexity: every token is predicted once, against a loop that runs the model anew for each token."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Text from a checkpoint of any layout: what is kept of the past changes nothing, and neither do other prompts."""
+"""Tests of generation from a checkpoint of any layout: KV cache and batching do not change the text."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Does benchmarks/kernels.py measure what it says? Its numbers take a GPU; the script itself does not."""
+"""Tests of benchmarks/kernels.py without a GPU: a dry run of every case, and the refusal to measure."""
 
 import importlib
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Do the activation kernels compute what fp64 does, at every width, with and without a bias?"""
+"""Tests of the activation kernels against fp64, at every width, with and without a bias."""
 
 import math
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Case(NamedTuple):
     grad: Tensor
 
     def forward(self, run: Kernels) -> Tensor:
-        """By the kernels."""
+        """Output of the kernels' forward."""
         if self.name == "swiglu":
             return run.ops.bias_swiglu(self.x, self.bias)
         return run.ops.bias_gelu(self.x, self.bias, self.name == "tanh_gelu")
@@ -33,11 +33,11 @@ class Case(NamedTuple):
         return run.ops.bias_gelu_backward(self.grad, self.x, self.bias, self.name == "tanh_gelu")
 
     def biased(self) -> Tensor:
-        """In fp64."""
+        """The sum x + bias in fp64."""
         return self.x.double() if self.bias is None else self.x.double() + self.bias.double()
 
     def exact(self, biased: Tensor) -> Tensor:
-        """In fp64."""
+        """The activation of x + bias in fp64."""
         if self.name == "swiglu":
             gate, up = biased.chunk(2, dim=-1)
             return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""Are the kernels built as they should be, and is what cannot be built told in a sentence?"""
+"""Tests of the kernel build: compiler commands, caching, and an error message for each failure."""
 
 import runpy
 import shutil

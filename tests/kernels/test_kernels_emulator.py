@@ -1,4 +1,4 @@
-"""Is every mistake found that a kernel can make under the emulator, and named by its kind and line?"""
+"""Tests of the emulator: every kind of kernel error is detected, and reported with its kind and line."""
 
 import ctypes
 import shutil

@@ -1,4 +1,4 @@
-"""Do the norm kernels compute what fp64 does, at every size, of sums too, with every kind of weight?"""
+"""Tests of the norm kernels against fp64, at every size, with residuals and with every kind of weight."""
 
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ def check(case: Case, run: Kernels, grad: Tensor | None = None) -> None:
 
 
 def check_sums(found: Tensor, terms: Tensor, parameter: Tensor) -> None:
-    """Over all rows."""
+    """Parameter gradients, summed over all rows, against fp64."""
     assert found.dtype == parameter.dtype
     terms = terms.reshape(-1, parameter.numel())
     assert_rounded(found, terms.sum(0), slack=2e-6 * terms.abs().sum(0))

@@ -1,4 +1,4 @@
-"""Does compute-sanitizer find anything in the kernels on a GPU, which the emulator could not?"""
+"""Tests of the kernels on a GPU under compute-sanitizer, for errors that the emulator cannot detect."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Do the softmax kernels compute what fp64 does, at every length and whoever sees what?"""
+"""Tests of the softmax kernels against fp64, at every length and with every kind of mask."""
 
 import math
 from typing import NamedTuple
@@ -36,13 +36,13 @@ class Case(NamedTuple):
         return scaled.softmax(-1).masked_fill((scaled == -torch.inf).all(-1, keepdim=True), 0.0)
 
     def forward(self, run: Kernels, scale: float) -> Tensor:
-        """By the kernels."""
+        """Output of the kernels' forward."""
         if self.causal:
             return run.ops.scaled_causal_softmax(self.scores, scale, self.window_size)
         return run.ops.scaled_masked_softmax(self.scores, self.visible, scale)
 
     def backward(self, run: Kernels, grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-        """By the kernels."""
+        """Gradient of the kernels' backward."""
         if self.causal:
             return run.ops.scaled_causal_softmax_backward(grad, probabilities, scale, self.window_size)
         return run.ops.scaled_masked_softmax_backward(grad, probabilities, scale)

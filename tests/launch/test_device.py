@@ -1,4 +1,4 @@
-"""The device of a rank: its index among those that its process sees, under each launcher."""
+"""Tests of the device of a rank: its index among the devices that its process sees, under each launcher."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of launch/: real launchers, ranks and signals. A launcher here is forked from the warm server of ranks.py."""
+"""Tests of launching: real launchers, ranks and signals. A launcher here is forked from the warm server of ranks.py."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests of ranks.py: many ranks inside pytest."""
+"""Tests of tests/support/ranks.py: many ranks inside pytest."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Two torchrun agents on loopback addresses of their own, as two machines would be, train as one."""
+"""Tests of two nodes: two torchrun agents, on loopback addresses of their own, train as one job."""
 
 import os
 import socket

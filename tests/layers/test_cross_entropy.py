@@ -1,4 +1,4 @@
-"""The loss of a token against log-softmax in float64, and what it costs in memory. (Over tp, too: in the theorem.)"""
+"""Tests of the token loss against log-softmax in float64, and of its memory. (Over tp: test_parallel_equals_serial.)"""
 
 import json
 from collections.abc import Callable

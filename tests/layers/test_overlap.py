@@ -1,4 +1,4 @@
-"""Overlap is real: exchanges arrive while the rank computes, though nobody waits for them.
+"""Tests of communication overlap: exchanges complete while the rank computes, without a wait.
 
 No clock is asked. A layer's hook holds the computation back until an exchange has arrived: only if that goes on by
 itself does it ever arrive. What has begun, and what was waited for, is seen at the same moment.

@@ -1,4 +1,4 @@
-"""The matrix product as a seam: a product from outside the package, in every place where a layer multiplies.
+"""Tests of the matrix product as a seam: a product from outside the package, wherever a layer multiplies.
 
 `Rounded` rounds operands to bf16 and sums in fp64, in which sums of such products are exact: no order of summation, so
 no layout, can flip a rounding, and a reference written by hand holds to 1e-12.

@@ -1,4 +1,4 @@
-"""Weight gradients that are put off: the same sums as autograd's, final once the last W has computed them."""
+"""Tests of deferred weight gradients: the same sums as autograd's, final after the last W action."""
 
 from typing import NamedTuple
 
@@ -175,7 +175,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
 
 @pytest.mark.parametrize("variant", ["plain", "checkpointed", "bf16"])
 @pytest.mark.parametrize("kind", ["alone", "tp", "sequence_parallel", "dp"])
-def test_weight_gradients_put_off_are_those_of_an_undivided_backward(kind: str, variant: str) -> None:
+def test_deferred_weight_gradients_are_those_of_an_undivided_backward(kind: str, variant: str) -> None:
     """The tied embedding too, whose gradient comes from one chunk's B and from another's W."""
     layout = {"alone": Layout(), "dp": Layout(dp=2)}.get(kind, Layout(tp=2))
     bf16, cut = variant == "bf16", kind == "sequence_parallel"
@@ -209,7 +209,7 @@ def test_buckets_leave_while_the_last_weight_gradients_are_computed() -> None:
         assert v_shaped.launched_in_w == [0] * 10 + [0, 1, 3, 4, 9]
 
 
-def test_the_weights_that_are_put_off_are_those_of_linear_layers_and_of_a_tied_head() -> None:
+def test_the_weights_whose_gradients_are_deferred_are_those_of_linear_layers_and_of_a_tied_head() -> None:
     net = Net(Axis("tp"), Case("1f1b"))
     names = {parameter: name for name, parameter in net.named_parameters()}
     assert {names[weight] for weight in deferrable_weights(net)} == {

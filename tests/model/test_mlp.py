@@ -1,4 +1,4 @@
-"""Is the MLP the same where its activation is fused with the bias? Here by the operator's reference, on the CPU."""
+"""Tests of the MLP with a fused bias and activation, by the reference of the operator on the CPU."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def assert_fused_is_plain(config: ModelConfig, *, tp: Axis, **how: bool) -> None
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("how", [{}, {"split": True}, {"again": True}], ids=["at once", "put off", "recomputed"])
+@pytest.mark.parametrize("how", [{}, {"split": True}, {"again": True}], ids=["at once", "deferred", "recomputed"])
 def test_a_fused_activation_changes_nothing(name: str, how: dict[str, bool]) -> None:
     assert_fused_is_plain(CONFIGS[name], tp=Axis("tp"), **how)
 

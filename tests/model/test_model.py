@@ -1,4 +1,4 @@
-"""The model against a plain one in float64, written here from the formulas: loops over heads, no fused operation."""
+"""Tests of the model against a plain float64 model written from the formulas: loops over heads, no fused operation."""
 
 import math
 from dataclasses import replace

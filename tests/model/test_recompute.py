@@ -1,4 +1,4 @@
-"""What does a layer keep for its backward? Measured, and held against Korthikanti et al. 2022 (arXiv:2205.05198).
+"""Tests of the activations that a layer saves, measured against Korthikanti et al. 2022 (arXiv:2205.05198).
 
 The paper counts bytes of a bf16 layer, s tokens, micro-batch b, width h, a heads, t tensor-parallel ranks, with
 dropout: sbh(34 + 5 a s / h), of which the 34 are

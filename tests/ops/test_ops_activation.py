@@ -1,4 +1,4 @@
-"""Are the activation operators what torch expects of an operator, with the references and with the kernels?"""
+"""Tests of the activation operators: opcheck, gradients and compilation, with the references and with the kernels."""
 
 from typing import Any
 

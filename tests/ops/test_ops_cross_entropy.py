@@ -1,4 +1,4 @@
-"""Are the cross entropy operators what torch expects of an operator, with the references and with the kernels?"""
+"""Tests of the cross entropy operators: opcheck, gradients and compilation, with references and kernels."""
 
 from collections.abc import Callable
 from typing import Any

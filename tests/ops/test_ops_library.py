@@ -1,4 +1,4 @@
-"""Where does an operator run, is it said why, and is what it cannot do refused?"""
+"""Tests of operator registration: implementation by device, the reported reason, and rejected uses."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Are the norm operators what torch expects of an operator, and are the references torch's own norms?"""
+"""Tests of the norm operators: opcheck, gradients and compilation, and the references against torch's own norms."""
 
 from collections.abc import Callable
 from typing import Any

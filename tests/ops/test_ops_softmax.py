@@ -1,4 +1,4 @@
-"""Are the softmax operators what torch expects of an operator, with the references and with the kernels?"""
+"""Tests of the softmax operators: opcheck, gradients and compilation, with the references and with the kernels."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Learning rate, weight decay and batch size over a run, against values worked out by hand."""
+"""Tests of learning rate, weight decay and batch size over a run, against values worked out by hand."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: Megatron-LM's rule, written out step by step."""
+"""Tests of fp16 loss scaling: Megatron-LM's rule, written out step by step."""
 
 import itertools
 import json

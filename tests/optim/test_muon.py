@@ -1,4 +1,4 @@
-"""Muon: the step is the nearest orthogonal matrix, of the whole matrix, however its momentum is cut."""
+"""Tests of Muon: the update is the nearest orthogonal matrix, of the whole matrix, however its momentum is cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -272,7 +272,7 @@ def test_each_matrix_is_computed_by_one_rank_alone() -> None:
         domain = Domain(shard=shard, replicate=replicate, model={"tp": Axis("tp")})
         dealt = MatrixDistribution(Masters({}, {}, matrices, {"dense": domain}, CPU), domain)
         (round_,) = dealt.rounds
-        owned += [tuple(each.shape) for each in dealt.mine(round_, torch.zeros(1, round_.width))]
+        owned += [tuple(each.shape) for each in dealt.owned(round_, torch.zeros(1, round_.width))]
     assert sorted(owned) == [(4, 8), (4, 8), (8, 8)]
 
 
@@ -281,8 +281,8 @@ def test_of_what_tp_does_not_cut_one_copy_is_summed() -> None:
     for rank in range(2):
         domains = dense_domain(Axis("tp", 2, rank))
         dealt = MatrixDistribution(Masters({}, {}, matrices, domains, CPU), domains["dense"])
-        lays_down = {slot.matrix.name: dealt.lays_down(slot) for round_ in dealt.rounds for slot in round_.slots}
-        assert lays_down == {"cut": True, "whole": rank == 0}
+        contributes = {slot.matrix.name: dealt.contributes(slot) for round_ in dealt.rounds for slot in round_.slots}
+        assert contributes == {"cut": True, "whole": rank == 0}
 
 
 def test_a_rank_that_keeps_nothing_computes_and_steps_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The optimizer: torch's own steps, or apex's where it is there; decay on matrices alone; norms of all elements."""
+"""Tests of the optimizer: torch's own steps, or apex's if installed; decay on matrices alone; global norms."""
 
 import sys
 from types import ModuleType

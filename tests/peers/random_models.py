@@ -1,4 +1,4 @@
-"""Which models of transformers are compared with? Tiny ones of every family, with random weights.
+"""Tiny random models of every supported family of transformers, for comparison.
 
 `python tests/peers/random_models.py` writes them to tests/golden/hf, with what transformers makes of some tokens, so
 that `make test` can compare too. Done once, in the environment of `make test-peers`.
@@ -64,7 +64,7 @@ IN_GOLDEN = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3")
 
 
 def tokens() -> Tensor:
-    """[2, S]."""
+    """Token ids [2, S] for a model."""
     return torch.randint(0, VOCABULARY, (2, S), generator=torch.Generator().manual_seed(1))
 
 

@@ -1,4 +1,4 @@
-"""Does transformers read a config.json as we do, what is left out of it included, and turn positions by our angles?
+"""Tests of config.json against transformers: the same fields, the same defaults, the same rotary angles.
 
 Run by `make test-peers`.
 """

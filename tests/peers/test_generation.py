@@ -1,4 +1,4 @@
-"""The real transformers writes, greedily, what we write with a converted model. Run by `make test-peers`."""
+"""Tests of greedy generation against transformers, with converted models. Run by `make test-peers`."""
 
 from pathlib import Path
 from typing import Any

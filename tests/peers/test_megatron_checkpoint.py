@@ -1,4 +1,4 @@
-"""The real megatron-core has the same logits as we on the same checkpoint, whoever wrote it. Run by `make test-peers`.
+"""Tests of checkpoints against megatron-core: equal logits, whoever wrote them. Run by `make test-peers`.
 
 On CPU: its layers without Transformer Engine ("local"), and so no apply_layernorm_1p, which those refuse.
 
@@ -252,7 +252,7 @@ def their_logits(model: Any, args: Namespace) -> Tensor | None:
 
 
 def our_logits(description: Description, tensors: Mapping[str, LazyTensor]) -> Tensor:
-    """[B, S, V]."""
+    """Logits [B, S, V] of our model."""
     gpt = GPT(description.model, vocab_size=description.vocab_size, num_positions=description.num_positions).eval()
     for name, parameter in gpt.named_parameters():
         values = tensors[name].read()

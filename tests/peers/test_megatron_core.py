@@ -1,4 +1,4 @@
-"""The real megatron-core reads what is written here, and the other way round. Run by `make test-peers`."""
+"""Tests of the dataset format against megatron-core, in both directions. Run by `make test-peers`."""
 
 from pathlib import Path
 from typing import Any

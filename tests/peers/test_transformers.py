@@ -1,4 +1,4 @@
-"""The real transformers computes what we do, on what is converted either way. Run by `make test-peers`."""
+"""Tests of conversion against transformers: equal logits, in both directions. Run by `make test-peers`."""
 
 import json
 from pathlib import Path

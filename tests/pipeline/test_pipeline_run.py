@@ -1,4 +1,4 @@
-"""The executor on real ranks: what a plan promises on paper (gradients, live activations) is what happens."""
+"""Tests of the executor on real ranks: gradients and live activations are those of the plan."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""--profile-schedule leaves what each stage did when: drawn, for chrome://tracing, and as numbers."""
+"""Tests of --profile-schedule: its drawing, its trace for chrome://tracing, and its numbers."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What draws schedules: text, pictures and the tool."""
+"""Tests of schedule drawings: text, pictures and tools/draw_schedule.py."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""Layers that cost differently: cut so that the slowest stage is as fast as it can be."""
+"""Tests of the partition of layers with unequal costs: the slowest stage is as fast as possible."""
 
 from collections.abc import Iterator
 from itertools import combinations, pairwise

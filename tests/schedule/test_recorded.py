@@ -1,4 +1,4 @@
-"""A step as it was: what is written is read again, measured, and shown to Chrome."""
+"""Tests of recorded steps: written, read, measured, and exported as a Chrome trace."""
 
 import json
 from pathlib import Path

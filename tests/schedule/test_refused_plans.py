@@ -1,4 +1,4 @@
-"""A schedule whose plan cannot run is refused before any rank starts, in a sentence with a picture."""
+"""Tests of refused plans: a schedule whose plan cannot run ends with an error and a picture before any rank starts."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Plans on paper: every schedule, 1 to 8 stages, 1 to 24 micro-batches, 1 to 4 chunks."""
+"""Tests of simulated plans: every schedule, 1 to 8 stages, 1 to 24 micro-batches, 1 to 4 chunks."""
 
 import time
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def plan_of(*rows: str) -> Plan:
 
 
 def text_of(row: list[Action]) -> str:
-    """The other way."""
+    """The actions of a stage in the notation of `plan_of`."""
     return " ".join(f"{action.kind}{action.micro_batch}{'ab'[action.chunk]}" for action in row)
 
 

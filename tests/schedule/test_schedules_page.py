@@ -1,4 +1,4 @@
-"""Is docs/SCHEDULES.md current? Its tables and drawings, made again."""
+"""Tests of docs/SCHEDULES.md: its tables and drawings equal those generated anew."""
 
 import runpy
 import shlex
@@ -114,6 +114,6 @@ def test_every_schedule_has_a_drawing_and_a_picture() -> None:
 
 
 def png_size(path: Path) -> tuple[int, int]:
-    """Width and height."""
+    """Width and height of a PNG file in pixels."""
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
     return width, height

@@ -1,4 +1,4 @@
-"""Which layers a position holds: any number of layers over any number of positions."""
+"""Tests of the split of layers: any number of layers over any number of positions."""
 
 from itertools import product
 

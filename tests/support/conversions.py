@@ -1,4 +1,4 @@
-"""What do converted models compute? The logits of a checkpoint on tp ranks, and conversions in one line."""
+"""Helpers for tests of conversions: the logits of a checkpoint on tp ranks, and conversions in one line."""
 
 from pathlib import Path
 
@@ -16,17 +16,17 @@ from megatronish.model.batch import MicroBatch
 
 
 def to_ours(folder: Path, save: Path) -> Report:
-    """From Hugging Face."""
+    """Convert from Hugging Face to megatronish."""
     return convert(folder, save, source="hf", target="megatronish")
 
 
 def to_hf(folder: Path, save: Path) -> Report:
-    """To Hugging Face."""
+    """Convert from megatronish to Hugging Face."""
     return convert(folder, save, source="megatronish", target="hf")
 
 
 def logits_of(checkpoints: Path, tokens: Tensor, *, tp: int) -> Tensor:
-    """[B, S, V] in fp32."""
+    """Logits [B, S, V] of a checkpoint in fp32."""
     return torch.tensor(run_ranks(tp, _logits, checkpoints, tokens.tolist())[0])
 
 

@@ -1,4 +1,4 @@
-"""What does one rank of a run hold and do? An engine and its batches, made from the flags of a tiny run."""
+"""Engines and batches of one rank, built from the flags of a tiny run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,18 +19,18 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
 
 def world_size_of(flags: str) -> int:
-    """The ranks that a run with these flags has."""
+    """Number of ranks of a run with these flags."""
     return read_config(tiny(Path("never-written"), flags))[0].layout.world_size
 
 
 def open_job(place: Place, flags: str) -> TrainingJob:
-    """This rank joins the others of a run with these flags."""
+    """This rank's part of a run with these flags."""
     config, _ = read_config(tiny(Path("never-written"), flags))
     return TrainingJob.open(config, start_mesh(config, place))
 
 
 def take_step(job: TrainingJob, engine: Engine, step: int) -> None:
-    """Step number `step` on its batch."""
+    """Train step number `step` on its batch."""
     batch = job.config.global_batch_size
     micro_batches = job.batches_of(job.datasets.train)(step * batch, batch)
     engine.step(micro_batches, num_steps_done=step, learning_rate=1e-3, weight_decay=0.1)

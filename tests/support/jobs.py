@@ -1,4 +1,4 @@
-"""How does a test run the main job? In ranks that are there already, or as a whole: launcher, ranks, exit status.
+"""Training jobs for tests: on ranks that exist already, or as whole processes with launcher and exit status.
 
 `train_on_ranks` calls `train` in the workers of ranks.py: quick, for what a run computes and writes. `started` and
 `run_job` are `pretrain_gpt.py` itself in a process group of its own, forked from a server that has all imported: for
@@ -149,11 +149,11 @@ class Job(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Everything, for the message of an assertion."""
+        """All output so far, for the message of an assertion."""
         return f"stdout:\n{self.output}\nstderr:\n{self.errors}"
 
     def signal(self, signum: int) -> None:
-        """To the launcher alone."""
+        """Send a signal to the launcher alone."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signum)
 

@@ -1,4 +1,4 @@
-"""How do tests reach the kernels? On the CPU under the emulator and its checker, and on a GPU where there is one.
+"""Access of tests to the kernels: on the CPU under the emulator and its checker, and on a GPU if there is one.
 
 On the CPU they are the operators of a second namespace, with the same references, fakes and gradients. Every call there
 is watched: a race, an access out of bounds and the like raise RuntimeError (kernels/emulator/README.md).

@@ -1,4 +1,4 @@
-"""Models of several kinds: published ones, and small ones with each option."""
+"""Model configs for tests: published models, and small ones with each option."""
 
 from dataclasses import replace
 

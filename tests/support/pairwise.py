@@ -1,4 +1,4 @@
-"""How do few cases try features together? Every two values that can meet do so in some case (a covering array)."""
+"""Covering arrays: few cases in which every compatible pair of feature values occurs (pairwise testing)."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ NUM_CANDIDATES = 60  # random ways to fill a case, of which the one that covers 
 
 
 def possible_pairs(cases: Sequence[Choices]) -> set[Pair]:
-    """All that could meet in some case."""
+    """All pairs of values that can occur together in some case."""
     return {
         frozenset({(a, x), (b, y)})
         for choices in cases
@@ -28,7 +28,7 @@ def possible_pairs(cases: Sequence[Choices]) -> set[Pair]:
 
 
 def covered_pairs(cases: Sequence[Chosen]) -> set[Pair]:
-    """All that do."""
+    """All pairs of values that occur together in some case."""
     return {frozenset(pair) for chosen in cases for pair in combinations(chosen.items(), 2)}
 
 

@@ -1,4 +1,4 @@
-"""How far from fp32 does a run in bf16 or fp16 stray, in any layout? Not a test: minutes, run by hand.
+"""Measurement of how far bf16 and fp16 runs deviate from fp32, in any layout. Not a test: minutes, run by hand.
 
     python tests/support/precision_band.py --markdown
 
@@ -44,19 +44,19 @@ PRECISIONS = {"bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536 --hys
 
 
 class Distance(NamedTuple):
-    """Of a run's losses from fp32's, relative."""
+    """Largest and mean relative distance of a run's losses from those of fp32, and the run's last loss."""
 
     largest: float
     mean: float
     last_loss: float
 
     def is_within(self, rounding: float) -> bool:
-        """Whether it stays in the band."""
+        """Whether the distance stays in the band."""
         return self.largest <= LARGEST * rounding and self.mean <= MEAN * rounding
 
 
 def losses(flags: str) -> list[float]:
-    """Of every step of a run of its own."""
+    """Losses of every step of a run."""
     sizes = [int(word) for name, word in zip(flags.split(), flags.split()[1:], strict=False) if name in SIZES]
     world_size = 1
     for size in sizes:
@@ -72,7 +72,7 @@ SIZES = ("--dp", "--tp", "--pp", "--cp")
 
 
 def distance(of: Sequence[float], exact: Sequence[float]) -> Distance:
-    """How far apart two curves are."""
+    """The distance of a loss curve from another."""
     apart = [abs(a - b) / b for a, b in zip(of, exact, strict=True)]
     return Distance(max(apart), sum(apart) / len(apart), of[-1])
 

@@ -1,4 +1,4 @@
-"""Tests that start processes, told from the rest by what their functions use: for `pytest --fast`, without processes.
+"""Detection of tests that start processes, by what their functions use: `pytest --fast` leaves these tests out.
 
 A test starts processes if its function, a fixture of it, or a function of tests/ that one of these names, names in turn
 something that does: the ranks of ranks.py, the jobs of jobs.py, `subprocess`, `multiprocessing`, the launcher. What is

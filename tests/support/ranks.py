@@ -1,4 +1,4 @@
-"""How does a test run a function on many ranks? `run_ranks(4, function, *args)`, with real processes and real groups.
+"""Real ranks for tests: `run_ranks(4, function, *args)` runs a function in processes with real process groups.
 
 The ranks are processes kept over the whole session: forked, when first needed, from a server that has torch loaded and
 nothing computed. For each call they are given a fresh place to meet, and `function(place, *args)` does as it likes
@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
 
 
 def warm_context() -> ForkServerContext:
-    """Where processes are forked from a server that has torch loaded and nothing computed."""
+    """Multiprocessing context whose server has torch loaded and has computed nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run"])
     return context
@@ -96,7 +96,7 @@ class _Pool:
             raise
 
     def stop(self) -> None:
-        """End all workers."""
+        """End all worker processes of the session."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -149,7 +149,7 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
 
 
 def _stacks(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> str:
-    """Where each of `ranks` is, as it says itself."""
+    """Stack traces of `ranks`, each written by its own process."""
     for rank in ranks:
         os.kill(workers[rank].process.pid or 0, signal.SIGUSR2)
     time.sleep(0.3)

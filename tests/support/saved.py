@@ -1,4 +1,4 @@
-"""How many bytes wait for the backward? What saved-tensor hooks see, each storage once."""
+"""Measurement of the bytes saved for backward, by saved-tensor hooks, each storage once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ class Saved:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all saved storages."""
         return sum(self._storages.values())
 
 

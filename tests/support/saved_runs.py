@@ -1,4 +1,4 @@
-"""How does a test write checkpoints and look into them?"""
+"""Checkpoints for tests: written by short runs, and read back for inspection."""
 
 from collections.abc import Callable
 from pathlib import Path

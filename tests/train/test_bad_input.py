@@ -1,4 +1,4 @@
-"""What a user can do wrong gets a sentence with the value and the remedy, and status 2: no traceback, no hang."""
+"""Tests of user errors: a sentence with value and remedy, and status 2; no traceback, no hang."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a config asks for reaches the parts that do it: each setting shows in what a rank keeps, sends or launches."""
+"""Tests of the engine: each setting of a config shows in what a rank keeps, sends or launches."""
 
 from collections.abc import Callable, Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""fp16: the loss scale finds its height, an overflow on one rank alone skips the step on all, and a resume knows it."""
+"""Tests of fp16 training: the loss scale adapts, an overflow on one rank skips the step on all, resume restores it."""
 
 import json
 from pathlib import Path

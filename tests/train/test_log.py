@@ -1,4 +1,4 @@
-"""What a step's lines say when not all goes well. (The rest of them: in test_train.py.)"""
+"""Tests of the log lines of exceptional steps. (Others: in test_train.py.)"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Objectives are exchanged from outside the package, and report sums of their own."""
+"""Tests of objectives from outside the package, which report sums of their own."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class FocalLoss:
     names: tuple[str, ...] = (LOSS, "sure")
 
     def weight(self, batch: MicroBatch) -> int:
-        """Samples."""
+        """Number of samples of the batch."""
         return len(batch.tokens)
 
     def sums(self, token_losses: Tensor, batch: MicroBatch) -> Sums:

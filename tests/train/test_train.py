@@ -1,4 +1,4 @@
-"""The main job from end to end: what a run writes, how it stops, goes on, and refuses company."""
+"""Tests of the main job end to end: what a run writes, how it stops and resumes, and that two runs share no folder."""
 
 import json
 import os

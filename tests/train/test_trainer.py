@@ -1,4 +1,4 @@
-"""The training loop and its hooks: their order, their votes, their states, and what they are told of an error."""
+"""Tests of the training loop and its hooks: order, votes, states, and what hooks learn of an error."""
 
 import os
 import signal
@@ -116,7 +116,7 @@ def test_an_error_is_shown_to_every_hook_and_raised_again() -> None:
 
 
 class FailsAtTheEnd(Hook):
-    """Raises in `finish`."""
+    """A hook that raises in `finish`."""
 
     def finish(self, trainer: Trainer) -> None:
         fail()

@@ -1,4 +1,4 @@
-"""verify_layout: silent agreement where a layout is right, the first place where it is not."""
+"""Tests of verify_layout: agreement for a correct layout, the first difference for a wrong one."""
 
 import dataclasses
 import math

@@ -1,0 +1,98 @@
+"""Tests of the house style over the package: docstrings, names, and sizes of functions, constructors and files."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+PACKAGE = ROOT / "megatronish"
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py") if path.read_text().strip())
+
+FEWEST_WORDS = 4
+LONGEST_FUNCTION = 60  # lines, from `def` to the last one
+MOST_PARAMETERS = 7
+FEW_PARAMETERS_IN = ("train", "model", "data_parallel", "attention")
+P90_OF_FILES = 240  # lines
+LONGEST_ENGINE = 150  # lines of train/engine.py
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    """The syntax tree of a file of the package."""
+    return ast.parse((ROOT / file).read_text())
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Name and docstring of the module and of every class and function that has a docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, Documented) and (text := ast.get_docstring(node)) is not None:
+            yield getattr(node, "name", "the module"), text
+
+
+def num_parameters(definition: ast.ClassDef) -> int:
+    """Parameters of a class's constructor: of `__init__`, or the fields of a dataclass or NamedTuple."""
+    for node in definition.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            given = node.args
+            return len(given.posonlyargs) + len(given.args) - 1 + len(given.kwonlyargs)
+    is_record = any("dataclass" in ast.unparse(each) for each in definition.decorator_list)
+    is_record |= any(ast.unparse(base) == "NamedTuple" for base in definition.bases)
+    fields = [ast.unparse(node) for node in definition.body if isinstance(node, ast.AnnAssign)]
+    return sum("ClassVar[" not in field and "init=False" not in field for field in fields) if is_record else 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_module_docstring_says_what_the_module_is_and_asks_nothing(file: str) -> None:
+    text = ast.get_docstring(tree_of(file))
+    assert text is not None, f"{file} has no module docstring; say in a line what it is"
+    assert "?" not in text.splitlines()[0], f"{file} opens with a question; say what the module is"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_docstring_says_something(file: str) -> None:
+    for name, text in documented(tree_of(file)):
+        where = f"{file}, {name}: {text!r}"
+        assert len(text.split()) >= FEWEST_WORDS, f"{where} says nothing; write a sentence or leave it out"
+        assert "See the class" not in text, f"{where} says nothing; leave it out"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_function_fits_on_a_screen(file: str) -> None:
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= LONGEST_FUNCTION, f"{file}, {node.name} has {length} lines; at most {LONGEST_FUNCTION}"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if Path(file).parts[1] in FEW_PARAMETERS_IN])
+def test_a_constructor_has_few_parameters(file: str) -> None:
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.ClassDef):
+            count = num_parameters(node)
+            assert count <= MOST_PARAMETERS, f"{file}, {node.name} takes {count} parameters; group those that belong"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(file)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_files_can_be_read_in_a_sitting() -> None:
+    lengths = {file: len((ROOT / file).read_text().splitlines()) for file in FILES}
+    long = sorted(file for file, length in lengths.items() if length > P90_OF_FILES)
+    assert len(long) <= 0.1 * len(lengths), f"more than a tenth of the files has over {P90_OF_FILES} lines: {long}"
+
+
+def test_the_engine_is_the_step_and_no_more() -> None:
+    length = len((PACKAGE / "train" / "engine.py").read_text().splitlines())
+    assert length <= LONGEST_ENGINE, f"train/engine.py has {length} lines; at most {LONGEST_ENGINE}"
