@@ -49,7 +49,7 @@ class DataParallel(Protocol):
         ...
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient of this rank by `factor`."""
         ...
 
     def wait_for_offload(self) -> None:

@@ -116,7 +116,7 @@ class FullySharded:
         return {name: view for plan, flat in pairs for name, view in plan.views(flat, self._rows).items()}
 
     def zero(self) -> None:
-        """Begin a step."""
+        """Forget the gradients of the step before."""
         for total in self._sums:
             total.zero_()
 
@@ -149,7 +149,7 @@ class FullySharded:
         self._offloaded.start()
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient of this rank by `factor`."""
         for total in self._sums:
             total.mul_(factor)
         self._offloaded.scale(factor)

@@ -218,7 +218,7 @@ class GradientBuckets:
                 comm.all_reduce(bucket.part, axis)
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient of this rank by `factor`."""
         for part in self.parts:
             part.mul_(factor)
 

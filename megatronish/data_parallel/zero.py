@@ -79,7 +79,7 @@ class Zero:
         self._offloaded.start()
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient of this rank by `factor`."""
         self.buckets.scale(factor)
         self._offloaded.scale(factor)
 

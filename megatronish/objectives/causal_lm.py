@@ -12,7 +12,7 @@ class CausalLM:
     names: tuple[str, ...] = (LOSS,)
 
     def weight(self, batch: MicroBatch) -> int:
-        """Predictions that count."""
+        """Number of predictions of a micro-batch that count in the loss."""
         return batch.num_loss_tokens
 
     def sums(self, token_losses: Tensor, batch: MicroBatch) -> Sums:

@@ -46,12 +46,12 @@ Trainable = Callable[[str, Sharding], bool]
 
 
 def everything(_name: str, _sharding: Sharding) -> bool:
-    """All parameters learn."""
+    """Choice of an engine that trains the whole model."""
     return True
 
 
 def nothing(_name: str, _sharding: Sharding) -> bool:
-    """An engine that only evaluates: neither gradients nor masters nor optimizer states."""
+    """Choice of an engine that only evaluates: neither gradients nor masters nor optimizer states."""
     return False
 
 
