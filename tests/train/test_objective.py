@@ -46,8 +46,16 @@ def train(place: Place, flags: str) -> list[tuple[float, ...]]:
     batches = job.batches_of(job.datasets.train)
     seen: list[tuple[float, ...]] = []
     for step in range(2):
-        result = engine.step(batches(8 * step, 8), num_steps_done=step, learning_rate=0.1, weight_decay=0.0)
+        result = engine.step(
+            batches(8 * step, 8),
+            num_steps_done=step,
+            learning_rate=0.1,
+            weight_decay=0.0,
+            votes=lambda: {"rank": float(place.rank), "all": 1.0},
+        )
         assert result.loss == result.metrics[LOSS]
+        size = mesh.world.size  # votes are of ranks, and not of data ranks alone
+        assert result.votes == {"rank": size * (size - 1) / 2, "all": size}
         seen.append((result.metrics[LOSS], result.metrics["sure"], result.grad_norm))
     totals = engine.evaluate(batches(0, 8))
     return [*seen, (totals.sums[LOSS], totals.sums["sure"], totals.weight)]
