@@ -1,4 +1,4 @@
-"""Collectives and point-to-point transfers over one axis of the mesh. The only file that calls collectives.
+"""Collectives and point-to-point transfers over one axis of the mesh. The only file that calls those of a step.
 
 Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
 `Pending`: the caller computes while the bytes travel. `reduce_from`, `reduce_scatter_to_sequence` and `all_to_all` are

@@ -21,7 +21,10 @@ from megatronish.mesh import Axis, Domain
 from megatronish.streams import normal_rectangle
 
 Role = Literal["matrix", "embedding", "head", "vector", "router", "adapter"]
-"""What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone."""
+"""What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone.
+
+No layer of the package is a router or an adapter yet; one from outside may be.
+"""
 
 
 class Piece(NamedTuple):
@@ -139,8 +142,8 @@ class Sharding:
     def is_counted(self, domain: Domain) -> bool:
         """Whether this rank's elements count where every element shall count once over the model axes and stages.
 
-        Of ranks that hold copies the first one counts: of each model axis that does not cut the parameter, and of the
-        two stages that hold a tied embedding.
+        Of the ranks that hold a copy, the first one counts it: rank 0 of every model axis that does not cut the
+        parameter, and the first of the two stages that hold a tied embedding.
         """
         copies = [axis for name, axis in domain.model.items() if name not in self.cut_axes]
         copies += [domain.embedding] if self.tied else []

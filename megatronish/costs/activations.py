@@ -15,7 +15,7 @@ from megatronish.config.training import AttentionBackend
 from megatronish.layer_costs import DeviceType, LayerCost
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """Micro-batches of each chunk that wait: `live` for their backward, `deferred` for their weight gradients alone."""
 
     live: tuple[int, ...]
@@ -23,10 +23,10 @@ class Moment(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """What a pipeline stage holds: the layers of each of its chunks, and the moments of a step."""
+    """What a pipeline stage holds: the layers of each of its chunks, and the instants of a step."""
 
     layers: tuple[range, ...]
-    moments: frozenset[Moment]
+    instants: frozenset[Instant]
     is_first: bool
     is_last: bool
 
@@ -61,20 +61,20 @@ class Activations(NamedTuple):
     device: DeviceType
 
     def peak(self, stage: StageLoad, costs: Sequence[LayerCost], *, padded_vocab_size: int) -> tuple[int, int]:
-        """(activations, logits) in bytes a token, at the moment of a step that holds most; `costs` of all layers."""
+        """(activations, logits) in bytes a token, at the instant of a step that holds most; `costs` of all layers."""
         chunks = [self.of_chunk([costs[layer] for layer in layers]) for layers in stage.layers]
         # The final norm and the head stand in the last chunk: their two inputs, and the logits, whose gradient takes
         # their place.
         ends, logits = (size * self.element_bytes for size in (2 * self.hidden_size, padded_vocab_size))
         ends_cut = self.tp if self.sequence_parallel else 1
 
-        def held(moment: Moment) -> tuple[int, int]:
-            live = sum(count * chunk.live for count, chunk in zip(moment.live, chunks, strict=True))
-            waiting = sum(count * chunk.deferred for count, chunk in zip(moment.deferred, chunks, strict=True))
-            losses = moment.live[-1] + moment.deferred[-1] if stage.is_last else 0
+        def held(instant: Instant) -> tuple[int, int]:
+            live = sum(count * chunk.live for count, chunk in zip(instant.live, chunks, strict=True))
+            waiting = sum(count * chunk.deferred for count, chunk in zip(instant.deferred, chunks, strict=True))
+            losses = instant.live[-1] + instant.deferred[-1] if stage.is_last else 0
             return live + waiting + losses * ends // ends_cut, losses * logits // self.tp
 
-        activations, in_logits = max(map(held, stage.moments), key=sum)
+        activations, in_logits = max(map(held, stage.instants), key=sum)
         return activations + max(chunk.recomputed for chunk in chunks), in_logits
 
     def of_chunk(self, costs: Sequence[LayerCost]) -> ChunkBytes:

@@ -3,7 +3,7 @@
 Model state is exact but for the padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
 8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4, master weight and Adam 12, 18 in all. What ZeRO shares is
 divided by the ranks that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is
-called passing. Activations are those of activations.py. Not counted: buffers of communication, what one operation
+called temporary. Activations are those of activations.py. Not counted: buffers of communication, what one operation
 needs while it runs (with dropout of attention, several times the scores of one layer), and what the allocator and the
 device's own libraries keep (on CUDA, 1 to 2 GiB).
 """
@@ -24,7 +24,7 @@ from megatronish.layout import Layout
 class Memory(NamedTuple):
     """Bytes on one device, and on its `host`: the CPU's memory.
 
-    `passing` is what is whole for a part of a step: gradients of ZeRO-2 until they are exchanged, with ZeRO-3 the
+    `temporary` is what is whole for a part of a step: gradients of ZeRO-2 until they are exchanged, with ZeRO-3 the
     layers that were gathered and their gradients.
     """
 
@@ -33,7 +33,7 @@ class Memory(NamedTuple):
     optimizer: int
     activations: int = 0
     logits: int = 0
-    passing: int = 0
+    temporary: int = 0
     host: int = 0
 
     @property
@@ -91,10 +91,12 @@ def expected_memory(
         state = model_state(count, num_moments, zero, element_bytes=activations.element_bytes)
         in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
         table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
-        passing = _passing(
+        temporary = _temporary(
             of_layers, zero, count=count, table=table, tp=layout.tp, element_bytes=activations.element_bytes
         )
-        expected.append(state._replace(activations=tokens * in_activations, logits=tokens * in_logits, passing=passing))
+        expected.append(
+            state._replace(activations=tokens * in_activations, logits=tokens * in_logits, temporary=temporary)
+        )
     return expected
 
 
@@ -139,7 +141,7 @@ def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_byt
 BUCKETS_AT_ONCE = 3  # of ZeRO-2: two are exchanged while one fills
 
 
-def _passing(
+def _temporary(
     costs: Sequence[LayerCost], zero: ZeroSettings, *, count: int, table: int, tp: int, element_bytes: int
 ) -> int:
     """Bytes that are whole for a part of a step, on a rank of `count` parameters; `table` are those of an embedding."""
@@ -170,7 +172,7 @@ def format_bytes(size: float) -> str:
 
 def memory_table(stages: list[Memory]) -> str:
     """A row for each stage, a column for each kind of bytes; what few runs have is there where there is any."""
-    optional = {"passing", "host"}
+    optional = {"temporary", "host"}
     names = [name for name in Memory._fields if name not in optional or any(getattr(each, name) for each in stages)]
     names.insert(len(names) - names.count("host"), "total")
     rows = [[f"stage {i}", *(format_bytes(getattr(each, name)) for name in names)] for i, each in enumerate(stages)]

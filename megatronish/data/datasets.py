@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WHOLE = (0.0, 1.0)
 DATASETS: dict[str, OpenDataset] = {"pretrain": open_gpt_samples, "mock": open_mock_samples}
-"""Functions that open data sets, by kind. A new kind is one line here."""
+"""Functions that open data sets, by kind. A new kind is one line here, and a flag that `kind_of` reads."""
 
 
 def kind_of(data: DataConfig) -> str:

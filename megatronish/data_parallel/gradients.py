@@ -143,7 +143,7 @@ class GradientBuckets:
             self.mark_ready(self._name_of[parameter], self._source)
 
     def mark_ready(self, name: str, source: Source) -> None:
-        """Nothing more comes to the gradient of `name` from there. What is none of its sources changes nothing."""
+        """Nothing more comes to the gradient of `name` from there. Sources its bucket does not wait for are ignored."""
         bucket = self._bucket_of[name]
         if source in bucket.plan.sources:
             if (name, source) not in bucket.waiting_for:

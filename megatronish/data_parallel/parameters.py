@@ -21,7 +21,7 @@ from megatronish.sharding import Shard, Sharding, flat_pieces
 
 
 class FlatParameters:
-    """Parameters in flat buffers of `settings.dtype`, their values taken in fp32 from what they hold now.
+    """Parameters in flat buffers of `settings.dtype` (integers: of their own), with the values that they hold now.
 
     `shards` is what this rank keeps of each, `masters` the flat tensors these are views of. Unless
     `settings.overlap_gather`, `gather` waits for what it gathers.
@@ -42,11 +42,13 @@ class FlatParameters:
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
         for number, plan in enumerate(self.plans):
-            # The values of the bucket in fp32, rounded once into the buffer that the model computes with.
-            values = parameters[plan.names[0]].new_zeros(plan.size, dtype=torch.float32)
+            # The values of the bucket in fp32, rounded once into the buffer that the model computes with. Integers are
+            # a stored form (quantised weights) and stay what they are.
+            first = parameters[plan.names[0]]
+            values = first.new_zeros(plan.size, dtype=torch.float32 if first.is_floating_point() else first.dtype)
             for name, view in plan.views(values, parameters).items():
                 view.copy_(parameters[name].detach())
-            flat = values.to(settings.dtype)
+            flat = values.to(settings.dtype) if first.is_floating_point() else values
             learns = number < self._num_learning
             apart = learns and (settings.dtype != torch.float32 or settings.masters_on is not None)
             master = _away(plan.part(values), settings.masters_on) if apart else plan.part(flat)

@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 class BucketPlan:
     """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
 
-    `sharding` is that of any of them: they are alike in what follows from it.
+    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`.
     """
 
     names: tuple[str, ...]
@@ -90,17 +90,19 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
-    Parameters and parts begin at multiples of `alignment` elements.
+    Parameters and parts begin at multiples of `alignment` elements. Integers, which only a `Product` can read, lie in
+    buckets of their own.
     """
     order = list(domains)
 
-    def kind(name: str) -> tuple[int, bool, list[str], bool, list[str]]:
+    def kind(name: str) -> tuple[str, int, bool, list[str], bool, list[str]]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
-        sharding = shardings[name]
+        sharding, parameter = shardings[name], parameters[name]
+        integers = "" if parameter.is_floating_point() else str(parameter.dtype)
         domain = domains[sharding.domain]
         is_tied = sharding.tied and domain.embedding.size > 1
         partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
-        return order.index(domain.name), is_tied, partial_over, not sharding.cuts, sorted(sharding.cut_axes)
+        return integers, order.index(domain.name), is_tied, partial_over, not sharding.cuts, sorted(sharding.cut_axes)
 
     plans = []
     last_first = list(parameters)[::-1]

@@ -41,7 +41,7 @@ class Zero:
                 shardings,
                 domains,
                 bucket_size=settings.bucket_size,
-                alignment=settings.alignment,
+                alignment=settings.alignment if some is learning else 16,  # int8 has one byte
                 sources=sources,
             )
             for some in (learning, resting)
@@ -55,7 +55,8 @@ class Zero:
             for plan, part in zip(plans, self._offloaded.tensors, strict=True)
             for name, segment in plan.segments().items()
         }
-        self.counted = {name for plan in (*plans, *frozen) if plan.counted for name in plan.names} & self.shards.keys()
+        counted = {name for plan in (*plans, *frozen) if plan.counted for name in plan.names}
+        self.counted = {name for name in counted & self.shards.keys() if parameters[name].is_floating_point()}
         self.zero, self.begin_action = self.buckets.zero, self.buckets.begin_action
         self.weight_gradient_ready = self.buckets.weight_gradient_ready
         self.gather_parameters, self.gather_before = self.parameters.gather, self.parameters.gather_before

@@ -10,7 +10,7 @@ from megatronish.errors import UserError
 from megatronish.formats.hf.config import read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
 
-_MEGATRON = "latest_checkpointed_iteration.txt"  # LATEST of megatron/names.py, which needs torch
+_MEGATRON = "latest_checkpointed_iteration.txt"  # LATEST of formats/megatron/names.py, which needs torch
 
 
 def read_start(checkpoint: CheckpointConfig) -> Start | None:

@@ -18,7 +18,10 @@ LOSS = "loss"
 
 
 class Objective(Protocol):
-    """An objective. A new one is a file in this folder and a line in `OBJECTIVES` (table.py)."""
+    """An objective. A new one is a file in this folder and a line in `OBJECTIVES` (table.py).
+
+    `build_engine` takes one, and without one the first of the table: the second brings the flag that chooses.
+    """
 
     names: tuple[str, ...]
     """Names of the sums, `LOSS` first; the same for every micro-batch."""

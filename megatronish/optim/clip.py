@@ -19,7 +19,7 @@ def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, d
 
     The squares of a domain are summed over its own axes, then the sum over all domains over the pipeline stages. A
     parameter that several ranks hold (a norm's weight over tp, a tied embedding over pp, a replica over dp) is counted
-    by one of them.
+    by one of them (`Sharding.is_counted`).
     """
     squares = {name: [sum_of_squares(part).to(device) for part in parts] for name, parts in counted.items()}
     return float(_total(squares, domains, pp=pp, zero=torch.zeros((), dtype=torch.float64, device=device)).sqrt())

@@ -5,7 +5,7 @@ from functools import cache, cached_property
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
-from megatronish.costs.activations import Moment, StageLoad
+from megatronish.costs.activations import Instant, StageLoad
 from megatronish.costs.flops import layer_flops, logits_flops
 from megatronish.layer_specs import layer_specs
 from megatronish.schedule.plan import Action, Placement, StageChunk
@@ -72,21 +72,21 @@ class Stages:
         return self._positions[place] == len(self._positions) - 1
 
     def loads(self, num_microbatches: int) -> list[StageLoad]:
-        """The load of every stage: its layers, and the numbers of live activations at every moment of a step."""
+        """The load of every stage: its layers, and the numbers of live activations at every instant of a step."""
         return [self._load(stage, num_microbatches) for stage in range(self.num_stages)]
 
     def _load(self, stage: int, num_microbatches: int) -> StageLoad:
         places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
         live, deferred = [0] * self.num_chunks, [0] * self.num_chunks
-        moments = {Moment(tuple(live), tuple(deferred))}
+        instants = {Instant(tuple(live), tuple(deferred))}
         for action in self.actions(stage, num_microbatches):
             live[action.chunk] += (action.kind == "F") - (action.kind == "B")
             if self.schedule.has_weight_gradients:
                 deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
-            moments.add(Moment(tuple(live), tuple(deferred)))
+            instants.add(Instant(tuple(live), tuple(deferred)))
         return StageLoad(
             layers=tuple(self.layers_at(place) for place in places),
-            moments=frozenset(moments),
+            instants=frozenset(instants),
             is_first=any(map(self.is_first, places)),
             is_last=any(map(self.is_last, places)),
         )

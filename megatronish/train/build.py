@@ -1,11 +1,14 @@
 """Assembly of an engine, one function a step, in the order in which the parts are wrapped around each other.
 
-build_stage      the modules of this rank's stage (pipeline/stage.py)
-freeze           which parameters learn
-share            initial values, and what the data ranks make of parameters and gradients (ZeRO)
-split_backward   weight gradients deferred to W actions, where the schedule has them
-Optimizer        over the fp32 masters that this rank keeps
-build_executor   the loop over the actions of a plan
+build_stage         the modules of this rank's stage (pipeline/stage.py)
+freeze              which parameters learn
+make_data_parallel  initial values; parameters and gradients over the data ranks, as the ZeRO stage says
+split_backward      weight gradients deferred to W actions, where the schedule has them
+Optimizer           over the fp32 masters that this rank keeps
+build_executor      the loop over the actions of a plan
+
+What changes the modules of a stage (`linear.set_products` for another matrix product, adapters) belongs between
+build_stage and freeze.
 """
 
 from collections.abc import Callable
@@ -87,7 +90,7 @@ def build_engine(
         device=torch.device("meta") if settings.zero_stage == 3 else None,
     )
     learning = freeze(stage, trainable)
-    data_parallel = share(stage, mesh, settings, seed=training.seed if learning else None)
+    data_parallel = make_data_parallel(stage, mesh, settings, seed=training.seed if learning else None)
     weight_gradients = None
     if stages.schedule.has_weight_gradients:
         weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
@@ -131,8 +134,10 @@ def freeze(stage: ModelStage, trainable: Trainable) -> dict[str, Sharding]:
     return learning
 
 
-def share(stage: ModelStage, mesh: Mesh, settings: DataParallelSettings, *, seed: int | None) -> DataParallel:
-    """Initial values (`seed` None: none), and what the data ranks make of the stage."""
+def make_data_parallel(
+    stage: ModelStage, mesh: Mesh, settings: DataParallelSettings, *, seed: int | None
+) -> DataParallel:
+    """Fill in initial values (none where `seed` is None), and lay the stage out over the data ranks (ZeRO)."""
     model = stage.model
     data_parallel: DataParallel
     if settings.zero_stage == 3:

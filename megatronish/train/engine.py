@@ -65,9 +65,9 @@ class Engine:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, votes: Votes = no_votes
     ) -> StepResult:
-        """Leaves on the data ranks the gradient of the mean loss over all predictions of the step that count.
+        """Forward and backward: afterwards each data rank holds its part of the summed gradient of loss / weight.
 
-        Times the loss scale: `clip` takes it out again.
+        It is multiplied by the loss scale, which `clip` takes out again.
         """
         weight, scale = self._weight(micro_batches), self.rule.loss_scale.scale
         self.data_parallel.zero()

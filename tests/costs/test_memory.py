@@ -71,7 +71,7 @@ def test_what_zero_shares_is_divided_by_the_ranks_that_share_it(dp: int) -> None
         (memory,) = expect(layout=Layout(dp=dp), bf16=bf16, zero_stage=stage)
         assert sum(memory[:3]) == size * count
         assert memory.host == 0
-        assert (memory.passing > 0) == (stage >= 2)
+        assert (memory.temporary > 0) == (stage >= 2)
 
 
 def test_copies_and_context_parallelism_say_how_many_share() -> None:
@@ -97,10 +97,10 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
 def test_what_passes_is_a_few_buckets_or_layers() -> None:
     count, layer = 124_439_808 + (50304 - 50257) * 768, 12 * 768**2 + 13 * 768
     (buckets,) = expect(layout=Layout(dp=2), zero_stage=2)
-    assert buckets.passing == 4 * (2 * 8_000_000 + 50304 * 768)
-    assert expect(layout=Layout(dp=2), zero_stage=2, overlap_grad_reduce=False)[0].passing == 4 * count
+    assert buckets.temporary == 4 * (2 * 8_000_000 + 50304 * 768)
+    assert expect(layout=Layout(dp=2), zero_stage=2, overlap_grad_reduce=False)[0].temporary == 4 * count
     (layers,) = expect(layout=Layout(dp=2), zero_stage=3, bf16=True)
-    assert layers.passing == 2 * (2 * (count - 12 * layer) + 3 * layer)
+    assert layers.temporary == 2 * (2 * (count - 12 * layer) + 3 * layer)
 
 
 def test_activations_follow_the_formula_of_korthikanti() -> None:
@@ -214,9 +214,9 @@ def test_memory_draws_itself_as_a_table() -> None:
         "              parameters   gradients   optimizer activations      logits       total",
         "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     4.0 MiB",
     ]
-    shared = Memory(2**20, 2**20, 2**21, passing=2**10, host=2**22)
+    shared = Memory(2**20, 2**20, 2**21, temporary=2**10, host=2**22)
     assert memory_table([shared]).splitlines() == [
-        "              parameters   gradients   optimizer activations      logits     passing       total        host",
+        "              parameters   gradients   optimizer activations      logits   temporary       total        host",
         "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     1.0 KiB     4.0 MiB     4.0 MiB",
     ]
 
@@ -256,7 +256,7 @@ def test_zero_3_gathers_the_two_neighbours_that_are_largest() -> None:
     sizes = [spec.cost(MIXED).parameters.total for spec in MIXED.layers]
     (memory,) = expect(MIXED, Layout(dp=2), zero_stage=3)
     rest = num_parameters(MIXED, vocab_size=50304, seq_length=1024) - sum(sizes)
-    assert memory.passing == 4 * (2 * rest + 3 * max(sizes))
+    assert memory.temporary == 4 * (2 * rest + 3 * max(sizes))
 
 
 def test_recomputation_holds_the_largest_group_once() -> None:
