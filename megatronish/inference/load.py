@@ -120,7 +120,7 @@ def load_model(
     )
     model, shardings = built.model.to(dtype), built.shardings
     shards = {
-        name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains["dense"].model)))
+        name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains[shardings[name].domain].model)))
         for name, parameter in model.named_parameters()
     }
     load_tensors(found.checkpoint, model_tensors(shards, shardings, mesh.domains), mesh=mesh)

@@ -154,8 +154,15 @@ class GPT(nn.Module):
             x = self.embedding(context)
         for layers, again in self.execution.recompute.groups([str(n) for n in self.chunks[chunk].layers]):
             run = partial(self._through, layers, context)
-            x = recompute(run, x, how=self.execution.recompute) if again else run(x)
+            if again:
+                learns = x.requires_grad or self._learns(layers)
+                x = recompute(run, x, how=self.execution.recompute, learns=learns)
+            else:
+                x = run(x)
         return x
+
+    def _learns(self, layers: Sequence[str]) -> bool:
+        return any(parameter.requires_grad for layer in layers for parameter in self.layers[layer].parameters())
 
     def _through(self, layers: Sequence[str], context: Context, x: Tensor) -> Tensor:
         for layer in layers:

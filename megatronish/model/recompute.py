@@ -38,10 +38,18 @@ class Recompute:
         return [(layers[first : first + size], True) for first in range(0, len(layers), size)]
 
 
-def recompute(run: Callable[..., Tensor], *inputs: Tensor, how: Recompute | None = None) -> Tensor:
-    """run(*inputs), of which only the inputs are saved for the backward. `how` says where they are saved."""
-    if not torch.is_grad_enabled():
+def recompute(
+    run: Callable[..., Tensor], *inputs: Tensor, how: Recompute | None = None, learns: bool = False
+) -> Tensor:
+    """run(*inputs), of which only the inputs are saved for the backward. `how` says where they are saved.
+
+    `learns` says that `run` has parameters that learn: then there is a backward even where all before it is frozen.
+    """
+    if not torch.is_grad_enabled() or not (learns or any(x.requires_grad for x in inputs)):
         return run(*inputs)
+    if not any(x.requires_grad for x in inputs):
+        # Autograd sees the inputs and not the parameters: without a gradient to compute it would make no node.
+        inputs = tuple(x.detach().requires_grad_() for x in inputs)
     return _Recompute.apply(run, how or Recompute(), *inputs)
 
 

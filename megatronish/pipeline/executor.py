@@ -42,11 +42,11 @@ class SavedForward(NamedTuple):
     """A forward's input, the graph edge of its output, and the gradient of a loss, saved for its backward.
 
     The values of the output are not saved: they are freed as soon as they have been sent, unless the graph itself saves
-    them. (Megatron-LM empties the output's storage for the same purpose.)
+    them. (Megatron-LM empties the output's storage for the same purpose.) Without an edge nothing up to here learns.
     """
 
     x: Tensor | None
-    output: GradientEdge
+    output: GradientEdge | None
     loss_gradient: Tensor | None
 
 
@@ -169,7 +169,8 @@ class Executor:
             totals[name] += value
         if loss_scale is not None:
             loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None
-            self._forwards[_place_in(action)] = SavedForward(x, get_gradient_edge(y), loss_gradient)
+            edge = get_gradient_edge(y) if y.requires_grad else None
+            self._forwards[_place_in(action)] = SavedForward(x, edge, loss_gradient)
         return y.detach()
 
     def _backward(self, action: Action, dy: Tensor | None) -> Tensor | None:
@@ -177,7 +178,8 @@ class Executor:
         if self.weight_gradients is not None:
             self.weight_gradients.fill(chunk=action.chunk, micro_batch=action.micro_batch)
         x, output, loss_gradient = self._forwards.pop(_place_in(action))
-        torch.autograd.backward((output,), (dy if loss_gradient is None else loss_gradient,))
+        if output is not None:
+            torch.autograd.backward((output,), (dy if loss_gradient is None else loss_gradient,))
         return None if x is None else x.grad
 
     def _post(self, action: Action, shape: Shape) -> None:

@@ -69,8 +69,8 @@ def build_engine(
 ) -> Engine:
     """This rank's share of a training run.
 
-    Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision. Where
-    nothing is trainable they are for a checkpoint to fill.
+    Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision. Those of
+    an engine that only evaluates (`trainable=nothing`) are for a checkpoint to fill.
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
@@ -90,7 +90,7 @@ def build_engine(
         device=torch.device("meta") if settings.zero_stage == 3 else None,
     )
     learning = freeze(stage, trainable)
-    data_parallel = make_data_parallel(stage, mesh, settings, seed=training.seed if learning else None)
+    data_parallel = make_data_parallel(stage, mesh, settings, seed=None if trainable is nothing else training.seed)
     weight_gradients = None
     if stages.schedule.has_weight_gradients:
         weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
