@@ -80,14 +80,13 @@ class Engine:
             observers=self.observers,
         )
         self.data_parallel.finish_reduction()
-        cast = votes()
-        totals = self._reduce(sums, cast)
+        totals, counted_votes = self._reduce(sums, votes())
         metrics = {name: totals[name] / max(weight, 1) for name in self.objective.names}
         counted, mesh = self.data_parallel.counted_gradients(), self.mesh
         grad_norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device) / scale
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1)
         skipped = self.rule.skips(grad_norm)
-        return StepResult(metrics, grad_norm, weight, scale, skipped, {name: totals[name] for name in cast})
+        return StepResult(metrics, grad_norm, weight, scale, skipped, counted_votes)
 
     def clip(self, grad_norm: float) -> None:
         """Take the loss scale out of the gradient, and shorten it if it is too long."""
@@ -99,8 +98,8 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
-        totals = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {})
-        return Totals({name: totals[name] for name in self.objective.names}, self._weight(micro_batches))
+        totals, _ = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {})
+        return Totals(totals, self._weight(micro_batches))
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, on its device."""
@@ -117,7 +116,9 @@ class Engine:
         weight = torch.tensor(sum(self.objective.weight(batch) for batch in micro_batches))
         return int(comm.all_reduce(weight, self.mesh.dp))
 
-    def _reduce(self, sums: Mapping[str, Tensor], votes: Mapping[str, float]) -> dict[str, float]:
+    def _reduce(
+        self, sums: Mapping[str, Tensor], votes: Mapping[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """The objective's sums and the votes over all ranks: one all-reduce of one vector.
 
         Sums differ over data ranks and stages. tp ranks hold the same ones, so the first of them speaks.
@@ -129,7 +130,8 @@ class Engine:
                 vector[place] = sums.get(name, 0.0)
         if votes:
             vector[len(names) :] = torch.tensor(list(votes.values()), dtype=torch.float64)
-        return dict(zip((*names, *votes), comm.all_reduce(vector, mesh.world).tolist(), strict=True))
+        found = comm.all_reduce(vector, mesh.world).tolist()
+        return dict(zip(names, found[: len(names)], strict=True)), dict(zip(votes, found[len(names) :], strict=True))
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

@@ -156,7 +156,9 @@ class Trainer:
     def _votes(self) -> dict[str, float]:
         """Votes of this rank's hooks for the step that is being computed."""
         step = self.progress.step + 1
-        return {name: vote for hook in self.hooks for name, vote in hook.votes(step).items()}
+        votes = [vote for hook in self.hooks for vote in hook.votes(step).items()]
+        assert len(dict(votes)) == len(votes), f"two hooks cast votes of one name: {[name for name, _ in votes]}"
+        return dict(votes)
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """States of the hooks that keep something, by name."""

@@ -238,7 +238,7 @@ def test_a_load_is_what_the_actions_leave_waiting(schedule: str) -> None:
             count = {(kind, chunk): sum(d[:2] == (kind, chunk) for d in done) for kind in "FBW" for chunk in (0, 1)}
             live = tuple(count["F", chunk] - count["B", chunk] for chunk in (0, 1))
             due = tuple(count["B", chunk] - count["W", chunk] for chunk in (0, 1)) if schedule == "zb-v" else (0, 0)
-            assert (live, due) in load.moments
+            assert (live, due) in load.instants
         assert load.layers == tuple(stages.layers_at(StageChunk(stage, chunk)) for chunk in (0, 1))
         assert stage > 0 or len(load.all_layers) == 5
         assert (load.is_first, load.is_last) == (stage == 0, stage == (0 if schedule == "zb-v" else 3))
