@@ -18,7 +18,7 @@ def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, d
     """The 2-norm of all elements.
 
     The squares of a domain are summed over its own axes, then the sum over all domains over the pipeline stages. Of the
-    ranks that hold a parameter (a norm's weight over tp, a tied embedding over pp) one counts it: `Sharding.is_counted`.
+    ranks that hold a parameter (a norm's weight over tp, a tied embedding over pp) one counts: `Sharding.is_counted`.
     Replicas on data ranks count it too, each in a sum of its own: `Domain.counting_axes` leaves their axis out.
     """
     squares = {name: [sum_of_squares(part).to(device) for part in parts] for name, parts in counted.items()}
