@@ -1,8 +1,10 @@
 """Collectives and point-to-point transfers over one axis of the mesh. The only file that calls those of a step.
 
 Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
-`Pending`: the caller computes while the bytes travel. `reduce_from`, `reduce_scatter_to_sequence` and `all_to_all` are
-differentiable: each calls one collective forward and the transposed one backward, and waits for it.
+`Pending`: the caller computes while the bytes travel. `reduce_from`, `reduce_scatter_to_sequence`,
+`gather_whole_sequence`, `split_sequence`, `all_to_all` and `all_to_all_rows` are differentiable: each calls one
+collective forward and the transposed one backward (of the two that cut and join what all ranks hold alike, one of
+both), and waits for it.
 
 Every function takes the `Axis` that it works on. On an axis of size one it returns its input and sends nothing; this
 shortcut is here and nowhere else. Sequence-parallel shapes cut the sequence, dim 0, over tp.
@@ -123,6 +125,43 @@ def _exchange(x: Tensor, axis: Axis) -> Tensor:
     return exchanged
 
 
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return start_all_to_all_rows(x, axis, sent=sent, received=received).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return start_all_to_all_rows(grads[0], ctx.axis, sent=ctx.received, received=ctx.sent).wait(), None, None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    """All-gather forward; backward a reduce-scatter, or this rank's piece where every rank has the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sums: bool) -> Tensor:
+        ctx.axis, ctx.sums = axis, sums
+        return start_all_gather(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.sums:
+            return start_reduce_scatter(grads[0], ctx.axis).wait(), None, None
+        return piece_of(grads[0], ctx.axis), None, None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return piece_of(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return start_all_gather(grads[0], ctx.axis).wait(), None
+
+
 def reduce_from(x: Tensor, tp: Axis) -> Tensor:
     """[S, B, D] -> [S, B, D], in place: all-reduce over tp forward, identity backward.
 
@@ -146,6 +185,41 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     transpose.
     """
     return x if axis.size == 1 else _AllToAll.apply(x, axis)
+
+
+def start_all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: list[int]) -> Pending:
+    """All-to-all of unequal pieces, [sum(sent), ...] -> [sum(received), ...]. Not differentiable.
+
+    The first `sent[0]` rows go to rank 0 of the axis, and so on; `received[i]` rows come from rank i. Either may be 0.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    arriving = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(arriving, x, received, sent, group=axis.group, async_op=True)
+    return Pending(arriving, work, source=x)
+
+
+def all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: list[int]) -> Tensor:
+    """All-to-all of unequal pieces forward, [sum(sent), ...] -> [sum(received), ...], and of their gradients backward.
+
+    The backward is the same exchange with the sizes swapped, known already: no rank asks for them again.
+    """
+    return x if axis.size == 1 else _AllToAllRows.apply(x, axis, sent, received)
+
+
+def gather_whole_sequence(x: Tensor, tp: Axis, *, sums: bool) -> Tensor:
+    """[s, ...] -> [size * s, ...]: all-gather forward.
+
+    Backward with `sums`: a reduce-scatter, where each rank uses the whole for a part of the loss. Without: this rank's
+    piece, where all ranks go on alike from the whole.
+    """
+    return x if tp.size == 1 else _GatherSequence.apply(x, tp, sums)
+
+
+def split_sequence(x: Tensor, tp: Axis) -> Tensor:
+    """[size * s, ...] -> [s, ...]: this rank's piece of what all ranks hold alike; all-gather of the gradient backward."""
+    return x if tp.size == 1 else _SplitSequence.apply(x, tp)
 
 
 def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:

@@ -1,0 +1,169 @@
+"""Router of a mixture of experts: which experts each token chooses, with which weights, and the terms that balance them.
+
+Logits, scores and the choice are in fp32 whatever the model's precision: in bf16 one token in 25 has a tie at its last
+place (64 experts, 8 chosen). Scores follow the field's formulas:
+
+    softmax, after the choice     w = softmax of the K chosen logits                      (Mixtral, gpt-oss)
+    softmax, before the choice    w = the K chosen of softmax(logits)                     (OLMoE, Qwen2-MoE)
+    sigmoid                       s = sigmoid(logits), chosen by s + bias, w = s / sum s  (DeepSeek-V3, arXiv:2412.19437)
+
+With groups, the experts of a token come from the `group_topk` groups whose K / group_topk best scores add up to most.
+
+Every number that balances the load is a sum over tokens or sequences, divided by a count that is known before the step,
+so no layout changes it (the field's per-micro-batch and per-rank means are changed by it):
+
+    sequence loss   coefficient / (samples of the step) * sum over sequences of sum_i f_i P_i,
+                    f_i = E / (K S) * choices of expert i, P_i = 1 / S * sum of its normalised scores  (same paper, eq. 17)
+    z-loss          coefficient / (tokens of the step) * sum of logsumexp(logits)^2         (ST-MoE, arXiv:2202.08906)
+    bias            after the step, bias_i += rate * sign(mean choices - choices of i)      (arXiv:2408.15664)
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatronish import comm
+from megatronish.mesh import Axis
+from megatronish.sharding import Init, Sharding
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+
+
+class RouterSettings(NamedTuple):
+    """How a router scores and chooses; the same for all layers of a model."""
+
+    num_experts: int
+    num_chosen: int
+    score_function: ScoreFunction = "softmax"
+    before_choice: bool = False
+    """Softmax over all experts before the choice instead of over the chosen ones."""
+    normalised: bool = False
+    """With `before_choice`: the chosen weights are divided by their sum."""
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float = 1.0
+    has_bias: bool = False
+
+
+class Routing(NamedTuple):
+    """Choices of T tokens: `choices` [T, K] int64, their `weights` [T, K] fp32, and what balancing reads.
+
+    `logits` [T, E] and `scores` [T, E] (which sum to 1 for each token) are fp32 with their graph.
+    """
+
+    choices: Tensor
+    weights: Tensor
+    logits: Tensor
+    scores: Tensor
+
+
+class Router(nn.Module):
+    """Router of one layer: a matrix [E, D] whose product with each token scores the experts.
+
+    Each tp rank routes tokens of its own, so the gradient is partial over tp (`partial_over`).
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, hidden_size: int, settings: RouterSettings, *, init_std: float) -> None:
+        super().__init__()
+        self.settings, self.hidden_size, self.init_std = settings, hidden_size, init_std
+        self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
+        bias = torch.zeros(settings.num_experts, dtype=torch.float32) if settings.has_bias else None
+        self.register_buffer("bias", bias)
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Whole on every rank; each rank of tp sees a part of the tokens."""
+        shape = (self.settings.num_experts, self.hidden_size)
+        return {
+            "weight": Sharding(shape, partial_over=frozenset({"tp"}), role="router", init=Init(self.init_std))
+        }
+
+    def forward(self, x: Tensor, chosen: Tensor | None = None) -> Routing:
+        """[T, D] -> the routing of T tokens; `chosen` [T, K] replays the choices of an earlier forward."""
+        settings = self.settings
+        logits = x.float() @ self.weight.float().t()
+        if settings.score_function == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1)
+        if chosen is None:
+            chosen = self.choose(scores.detach())
+        if settings.score_function == "sigmoid":
+            weights = scores.gather(1, chosen)
+            if settings.num_chosen > 1:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        elif settings.before_choice:
+            weights = scores.gather(1, chosen)
+            if settings.normalised:
+                weights = weights / weights.sum(-1, keepdim=True)
+        else:
+            weights = logits.gather(1, chosen).softmax(-1)
+        return Routing(chosen, weights * settings.scaling_factor, logits, scores)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """[T, E] -> [T, K]: the experts of the highest scores, the bias added, in the order of their scores."""
+        settings = self.settings
+        if self.bias is not None:
+            scores = scores + self.bias
+        if settings.num_groups is not None and settings.group_topk is not None:
+            scores = scores.masked_fill(~_in_best_groups(scores, settings), -torch.inf)
+        return scores.topk(settings.num_chosen, dim=-1).indices
+
+
+def _in_best_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
+    """[T, E] -> bool [T, E]: whether an expert is in one of the groups that a token may choose from."""
+    assert settings.num_groups is not None and settings.group_topk is not None
+    by_group = scores.unflatten(1, (settings.num_groups, -1))
+    best = by_group.topk(settings.num_chosen // settings.group_topk, dim=-1).values.sum(-1)  # [T, groups]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(settings.group_topk, dim=-1).indices, True)
+    return kept.unsqueeze(-1).expand_as(by_group).flatten(1)
+
+
+def sequence_loss(routing: Routing, *, num_sequences: int, num_chosen: int, seq_length: int, over: tuple[Axis, ...]) -> Tensor:
+    """This rank's part of the sum over its sequences of sum_i f_i P_i; tokens [T] are [s, B], sequence before sample.
+
+    The choices of a sequence are summed over the axes that cut it. The scores are not: the parts of all ranks add up to
+    the loss, and the gradient of each part is right.
+    """
+    num_experts = routing.scores.shape[-1]
+    chosen = torch.zeros(
+        routing.choices.shape[0] // num_sequences, num_sequences, num_experts, dtype=torch.int64, device=routing.choices.device
+    )
+    chosen.scatter_(2, routing.choices.view(-1, num_sequences, num_chosen), 1)
+    counts = chosen.sum(0)  # [B, E]
+    for axis in over:
+        counts = comm.all_reduce(counts, axis)
+    frequency = counts * (num_experts / (num_chosen * seq_length))
+    mean_scores = routing.scores.view(-1, num_sequences, num_experts).sum(0) / seq_length
+    return (frequency * mean_scores).sum()
+
+
+def z_loss(routing: Routing) -> Tensor:
+    """Sum over this rank's tokens of logsumexp(logits)^2."""
+    return routing.logits.logsumexp(-1).square().sum()
+
+
+class _AttachLoss(torch.autograd.Function):
+    """Identity on x, whose backward gives the scalar `loss` a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, gradient: float) -> Tensor:
+        ctx.gradient = gradient
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.full_like(loss, ctx.gradient), None
+
+
+def attach_loss(x: Tensor, loss: Tensor, *, gradient: float) -> Tensor:
+    """x unchanged; in the backward the scalar `loss` starts with `gradient`, as if it had been added to the loss.
+
+    A pipeline stage needs no other stage for it: the factor is known before the step.
+    """
+    return _AttachLoss.apply(x, loss, gradient)

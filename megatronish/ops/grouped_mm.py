@@ -1,0 +1,84 @@
+"""Grouped matrix products: rows sorted by group, and one weight for each group (the experts of a rank).
+
+    forward            y_e  = x_e W_e^T       x [N, in], W [E, out, in]  -> [N, out]
+    input gradient     dx_e = dy_e W_e        dy [N, out]                -> [N, in]
+    weight gradient    dW_e = dy_e^T x_e                                 -> [E, out, in]
+
+`torch.nn.functional.grouped_mm` computes each in one call where it can: it takes neither fp64 nor strides that are no
+multiple of 16 bytes, and on CUDA its fast path is bf16 on SM 80 and later. Elsewhere a loop over the groups that have
+rows computes the same. A group without rows has a zero weight gradient.
+"""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """Rows of each group: `sizes` on the host, `ends` int32 [E] (the running sums) on the device of the rows."""
+
+    sizes: tuple[int, ...]
+    ends: Tensor
+
+    @classmethod
+    def of(cls, sizes: tuple[int, ...], device: torch.device) -> "Groups":
+        """Groups of rows that lie one after the other."""
+        return cls(sizes, torch.tensor(list(accumulate(sizes)), dtype=torch.int32).to(device, non_blocking=True))
+
+    def slices(self) -> list[tuple[int, slice]]:
+        """(number of the group, its rows) of every group that has rows."""
+        ends = list(accumulate(self.sizes))
+        return [(e, slice(end - size, end)) for e, (size, end) in enumerate(zip(self.sizes, ends, strict=True)) if size]
+
+
+def grouped_mm(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """[N, in], [E, out, in] -> [N, out]; N is the sum of the groups' sizes."""
+    if _fits(x, weight):
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.ends)
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    for e, rows in groups.slices():
+        torch.mm(x[rows], weight[e].t(), out=y[rows])
+    return y
+
+
+def grouped_input_gradient(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """[N, out], [E, out, in] -> [N, in]."""
+    if _fits(dy, weight):
+        return F.grouped_mm(dy, weight, offs=groups.ends)
+    dx = dy.new_empty(dy.shape[0], weight.shape[2])
+    for e, rows in groups.slices():
+        torch.mm(dy[rows], weight[e], out=dx[rows])
+    return dx
+
+
+def grouped_weight_gradient(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+    """[N, out], [N, in] -> [E, out, in]."""
+    if _fits(dy, x):
+        return F.grouped_mm(dy.t(), x, offs=groups.ends)
+    dweight = dy.new_zeros(len(groups.sizes), dy.shape[1], x.shape[1])
+    for e, rows in groups.slices():
+        torch.mm(dy[rows].t(), x[rows], out=dweight[e])
+    return dweight
+
+
+def add_grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Groups) -> None:
+    """Add dy_e^T x_e to an fp32 sum [E, out, in] in place, group by group: no [E, out, in] in between in fp32."""
+    if dy.dtype != total.dtype:
+        total.add_(grouped_weight_gradient(dy, x, groups))
+        return
+    for e, rows in groups.slices():
+        total[e].addmm_(dy[rows].t(), x[rows])
+
+
+def _fits(rows: Tensor, other: Tensor) -> bool:
+    """Whether torch's operator takes both: their last dims are multiples of 16 bytes, and the dtype is allowed."""
+    if rows.shape[0] == 0 or rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if rows.device.type == "cuda" and (rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (8, 0)):
+        return False
+    element = rows.element_size()
+    sizes = (rows.shape[-1], *other.shape[-2:]) if other.dim() == 3 else (rows.shape[-1], other.shape[-1])
+    return all(size * element % 16 == 0 for size in sizes)
