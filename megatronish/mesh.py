@@ -45,9 +45,9 @@ class Domain:
     """Reduction domain: the groups of ranks that sum the gradients of some parameters. A `Sharding` names its domain.
 
     The ranks of `shard` share what ZeRO shards (one rank without ZeRO), those of `replicate` hold copies of it;
-    together they are all data ranks of the domain. `model` has the axes that may cut a parameter, by name. `embedding`
-    joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard` as torch's
-    `fully_shard` wants it, with ZeRO-3.
+    together they are all data ranks of the domain (dp x cp). `model` has the axes that may cut a parameter, by name.
+    `embedding` joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard`
+    as torch's `fully_shard` wants it, with ZeRO-3.
     """
 
     name: str = "dense"
@@ -59,7 +59,11 @@ class Domain:
 
     @property
     def counting_axes(self) -> tuple[Axis, ...]:
-        """Axes over which the elements that ranks count differ: those of its shards and cuts."""
+        """Axes over which a count is summed: `shard`, whose parts are disjoint, and every model axis.
+
+        Of the copies that model ranks hold `Sharding.is_counted` leaves one. `replicate` is no such axis: its ranks
+        hold the same and would count it again.
+        """
         return self.shard, *self.model.values()
 
     @property

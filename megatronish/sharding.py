@@ -6,7 +6,11 @@ keyed by the parameter's full name, never by the Parameter object (wrappers repl
 
     pieces        the rectangles of the global tensor that a rank holds
     sums_over     the axes over which a gradient is summed besides those of the data ranks
-    is_counted    the one rule for norms, checkpoints and Muon: of ranks that hold the same elements, one counts them
+    is_counted    of the model ranks and stages that hold the same elements, the one that counts them (norms, Muon,
+                  checkpoints)
+
+Data ranks are no part of `is_counted`: shards are disjoint, and replicas are left out by `Domain.counting_axes` (norms)
+or take turns (checkpoints). The whole rule stands in `global_norm` (optim/global_norm.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -142,12 +146,13 @@ class Sharding:
     def is_counted(self, domain: Domain) -> bool:
         """Whether this rank's elements count where every element shall count once over the model axes and stages.
 
-        Of the ranks that hold a copy, the first one counts it: rank 0 of every model axis that does not cut the
-        parameter, and the first of the two stages that hold a tied embedding.
+        Of the model ranks that hold the same elements, the first counts them: rank 0 of every model axis that does not
+        cut the parameter, and the first of the two stages that hold a tied embedding. Replicas on data ranks are not
+        told apart here: see `Domain.counting_axes`.
         """
-        copies = [axis for name, axis in domain.model.items() if name not in self.cut_axes]
-        copies += [domain.embedding] if self.tied else []
-        return all(axis.is_first for axis in copies)
+        uncut = [axis for name, axis in domain.model.items() if name not in self.cut_axes]
+        uncut += [domain.embedding] if self.tied else []
+        return all(axis.is_first for axis in uncut)
 
 
 def _runs(size: int, sections: tuple[int, ...], axis: Axis) -> Iterator[tuple[int, int, int]]:

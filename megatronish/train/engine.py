@@ -17,7 +17,7 @@ from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Objective
-from megatronish.optim.clip import global_norm
+from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stage import ModelStage

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.mesh import Axis, dense_domain
 from megatronish.optim.adam import FusedAdamChoice, adamw, find_fused_adam
-from megatronish.optim.clip import global_norm, num_zeros
+from megatronish.optim.global_norm import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer, optimizer_line
 from megatronish.sharding import Shard, Sharding
 

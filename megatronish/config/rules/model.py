@@ -83,6 +83,8 @@ RULES = (
     ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
     ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
     ConfigRule(("max_position_embeddings", "seq_length", "position_embedding_type"), _positions),
-    ConfigRule(("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"), _rope_head),
+    ConfigRule(
+        ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"), _rope_head
+    ),
     ConfigRule(("rope_scaling_type", "position_embedding_type", *_SCALING), _rope_scaling),
 )
