@@ -77,3 +77,23 @@ class Layout:
     def __str__(self) -> str:
         names = ("dp", "tp", "pp", "cp") if self.cp > 1 else ("dp", "tp", "pp")
         return " x ".join(f"{name} {getattr(self, name)}" for name in names)
+
+
+def expert_groups(layout: Layout, *, ep: int, etp: int) -> dict[str, list[list[int]]]:
+    """Process groups of the experts, which are laid over the ranks of each stage once more.
+
+    The dp cp tp ranks of a stage, in their order, are a grid (edp, ep, etp), etp fastest, as in Megatron-LM: "etp" ranks
+    hold parts of the same experts, "ep" ranks different experts, "edp" ranks copies. ValueError where the grid does not
+    fit.
+    """
+    width = layout.dp * layout.cp * layout.tp
+    if width % (ep * etp):
+        raise ValueError(f"ep={ep} x etp={etp} must divide the {width} ranks of a stage")
+    groups: dict[str, list[list[int]]] = {"edp": [], "ep": [], "etp": []}
+    for stage in range(layout.pp):
+        ranks = list(range(stage * width, (stage + 1) * width))
+        groups["etp"] += [ranks[i : i + etp] for i in range(0, width, etp)]
+        for first in range(0, width, ep * etp):
+            groups["ep"] += [ranks[first + i : first + ep * etp : etp] for i in range(etp)]
+        groups["edp"] += [ranks[i :: ep * etp] for i in range(ep * etp)]
+    return groups

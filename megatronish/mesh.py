@@ -234,15 +234,25 @@ def leave() -> None:
 
 
 @dataclass(frozen=True)
+class ExpertParallel:
+    """Expert parallelism of a layer: ranks of `ep` hold different experts, ranks of `etp` parts of the same ones."""
+
+    ep: Axis = Axis("ep")
+    etp: Axis = Axis("etp")
+
+
+@dataclass(frozen=True)
 class TensorParallel:
     """Tensor parallelism of a layer: the axis over which its weights are cut.
 
     With `sequence`, activations between a row-parallel and the next column-parallel layer are cut over the same axis
     along the sequence (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). One rank cuts nothing.
+    `experts` are the axes over which the experts of a layer lie, which are laid over the same ranks.
     """
 
     axis: Axis = Axis("tp")
     sequence: bool = False
+    experts: ExpertParallel = ExpertParallel()
 
     @property
     def size(self) -> int:

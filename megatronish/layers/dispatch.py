@@ -18,12 +18,24 @@ from megatronish.mesh import Axis
 from megatronish.ops.grouped_mm import Groups
 
 
+class RouteSizes(NamedTuple):
+    """Rows that travel: `arriving` int64 [ep, E / ep] from each rank for each local expert; `sent`, `received` by rank.
+
+    `of_experts` are the rows of each local expert. A recomputation keeps them, so that nothing is exchanged again.
+    """
+
+    arriving: Tensor
+    sent: list[int]
+    received: list[int]
+    of_experts: tuple[int, ...]
+
+
 class Route(NamedTuple):
     """Route of N = T K rows to the experts and back. N' rows arrive on this rank.
 
     `order` [N] lists the choices (token t's k-th is t K + k) sorted by expert, `inverse` [N] is its inverse.
     `local_order` [N'] sorts what arrives by local expert, `local_inverse` [N'] is its inverse; both None where ep has
-    one rank. `sent` and `received` are rows to and from each ep rank, `groups` the rows of each local expert.
+    one rank. `groups` are the rows of each local expert.
     """
 
     num_choices: int
@@ -31,38 +43,43 @@ class Route(NamedTuple):
     inverse: Tensor
     local_order: Tensor | None
     local_inverse: Tensor | None
-    sent: list[int]
-    received: list[int]
+    sizes: RouteSizes
     groups: Groups
 
 
-def make_route(choices: Tensor, *, num_experts: int, ep: Axis) -> Route:
-    """Route of the choices [T, K] of this rank's tokens; every rank of ep calls it at the same time."""
+def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes | None = None) -> Route:
+    """Route of the choices [T, K] of this rank's tokens; every rank of ep calls it at the same time.
+
+    `sizes` are those of an earlier route of the same choices.
+    """
     flat = choices.reshape(-1)
     # int16 sorts three times as fast as int64.
     order = flat.to(torch.int16 if num_experts <= 2**15 else torch.int32).argsort(stable=True)
     inverse = _inverse(order)
-    counts = torch.bincount(flat, minlength=num_experts)  # [E] int64
-    # [E] -> [ep, E / ep]: what each rank sends to each expert of this one.
-    arriving = comm.all_to_all(counts, ep).view(ep.size, -1)
-    both = torch.stack([counts.view(ep.size, -1), arriving]).tolist()  # the host waits here, once
-    sent, received = ([sum(of_rank) for of_rank in of_ranks] for of_ranks in both)
-    sizes = tuple(sum(of_expert) for of_expert in zip(*both[1], strict=True))
+    if sizes is None:
+        sizes = _exchange_counts(torch.bincount(flat, minlength=num_experts), ep)
     local_order = local_inverse = None
     if ep.size > 1:
         local = torch.arange(num_experts // ep.size, device=flat.device, dtype=torch.int16).repeat(ep.size)
-        expert_of_row = local.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+        expert_of_row = local.repeat_interleave(sizes.arriving.reshape(-1), output_size=sum(sizes.received))
         local_order = expert_of_row.argsort(stable=True)
         local_inverse = _inverse(local_order)
-    return Route(
-        choices.shape[1], order, inverse, local_order, local_inverse, sent, received, Groups.of(sizes, flat.device)
-    )
+    groups = Groups.of(sizes.of_experts, flat.device)
+    return Route(choices.shape[1], order, inverse, local_order, local_inverse, sizes, groups)
+
+
+def _exchange_counts(counts: Tensor, ep: Axis) -> RouteSizes:
+    """int64 [E], rows for each expert -> what each rank of ep sends to each expert of this one."""
+    arriving = comm.all_to_all(counts, ep).view(ep.size, -1)
+    leaving, coming = torch.stack([counts.view(ep.size, -1), arriving]).tolist()  # the host waits here, once
+    sent, received = ([sum(of_rank) for of_rank in of_ranks] for of_ranks in (leaving, coming))
+    return RouteSizes(arriving, sent, received, tuple(sum(of_expert) for of_expert in zip(*coming, strict=True)))
 
 
 def dispatch(x: Tensor, route: Route, *, ep: Axis) -> Tensor:
     """[T, D] -> [N', D]: a row for each choice, on the rank of the chosen expert, sorted by local expert."""
     rows = _TakeTokens.apply(x, route.order, route.inverse, route.num_choices)
-    rows = comm.all_to_all_rows(rows, ep, sent=route.sent, received=route.received)
+    rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.sent, received=route.sizes.received)
     if route.local_order is None:
         return rows
     return _Permute.apply(rows, route.local_order, route.local_inverse)
@@ -72,7 +89,7 @@ def combine(rows: Tensor, weights: Tensor, route: Route, *, ep: Axis) -> Tensor:
     """[N', D], [T, K] -> [T, D]: the rows of a token on its own rank, times its weights, added in the order it chose."""
     if route.local_order is not None:
         rows = _Permute.apply(rows, route.local_inverse, route.local_order)
-    rows = comm.all_to_all_rows(rows, ep, sent=route.received, received=route.sent)
+    rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.received, received=route.sizes.sent)
     rows = _Permute.apply(rows, route.inverse, route.order).view(*weights.shape, -1)
     return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 

@@ -76,9 +76,7 @@ class Router(nn.Module):
     def shardings(self) -> dict[str, Sharding]:
         """Whole on every rank; each rank of tp sees a part of the tokens."""
         shape = (self.settings.num_experts, self.hidden_size)
-        return {
-            "weight": Sharding(shape, partial_over=frozenset({"tp"}), role="router", init=Init(self.init_std))
-        }
+        return {"weight": Sharding(shape, partial_over=frozenset({"tp"}), role="router", init=Init(self.init_std))}
 
     def forward(self, x: Tensor, chosen: Tensor | None = None) -> Routing:
         """[T, D] -> the routing of T tokens; `chosen` [T, K] replays the choices of an earlier forward."""
@@ -122,7 +120,9 @@ def _in_best_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
     return kept.unsqueeze(-1).expand_as(by_group).flatten(1)
 
 
-def sequence_loss(routing: Routing, *, num_sequences: int, num_chosen: int, seq_length: int, over: tuple[Axis, ...]) -> Tensor:
+def sequence_loss(
+    routing: Routing, *, num_sequences: int, num_chosen: int, seq_length: int, over: tuple[Axis, ...]
+) -> Tensor:
     """This rank's part of the sum over its sequences of sum_i f_i P_i; tokens [T] are [s, B], sequence before sample.
 
     The choices of a sequence are summed over the axes that cut it. The scores are not: the parts of all ranks add up to
@@ -130,7 +130,11 @@ def sequence_loss(routing: Routing, *, num_sequences: int, num_chosen: int, seq_
     """
     num_experts = routing.scores.shape[-1]
     chosen = torch.zeros(
-        routing.choices.shape[0] // num_sequences, num_sequences, num_experts, dtype=torch.int64, device=routing.choices.device
+        routing.choices.shape[0] // num_sequences,
+        num_sequences,
+        num_experts,
+        dtype=torch.int64,
+        device=routing.choices.device,
     )
     chosen.scatter_(2, routing.choices.view(-1, num_sequences, num_chosen), 1)
     counts = chosen.sum(0)  # [B, E]

@@ -77,7 +77,9 @@ def _fits(rows: Tensor, other: Tensor) -> bool:
     """Whether torch's operator takes both: their last dims are multiples of 16 bytes, and the dtype is allowed."""
     if rows.shape[0] == 0 or rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if rows.device.type == "cuda" and (rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (8, 0)):
+    if rows.device.type == "cuda" and (
+        rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (8, 0)
+    ):
         return False
     element = rows.element_size()
     sizes = (rows.shape[-1], *other.shape[-2:]) if other.dim() == 3 else (rows.shape[-1], other.shape[-1])

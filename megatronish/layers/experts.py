@@ -1,0 +1,132 @@
+"""Experts of one layer, stacked: gated or plain MLPs of one shape, cut over ep by expert and over etp by feature.
+
+Gate and up-projection of expert e are `gate_up[e, 0]` and `gate_up[e, 1]`: with a dim of their own, what a rank holds is
+one rectangle of the global tensor, however it is cut. The rows of all local experts lie sorted by expert, and each
+product over them is one grouped product.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatronish import comm
+from megatronish.config.model import Activation
+from megatronish.layers.dispatch import Route, combine, dispatch
+from megatronish.layers.linear import ALONE, LinearLayer, linear
+from megatronish.layers.product import Product
+from megatronish.mesh import ExpertParallel
+from megatronish.ops.grouped_mm import (
+    Groups,
+    add_grouped_weight_gradient,
+    grouped_input_gradient,
+    grouped_mm,
+    grouped_weight_gradient,
+)
+from megatronish.sharding import Cut, Init, Sharding
+
+DOMAIN = "experts"
+
+
+class GroupedProduct(Product):
+    """Product of rows sorted by expert with one weight for each expert: made for one forward, used by its backward.
+
+    The weight is [E, ..., out, in], `shape`; dims between are flattened into the outputs.
+    """
+
+    def __init__(self, groups: Groups, shape: torch.Size) -> None:
+        self.groups, self.shape = groups, shape
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[N, in], [E, ..., out, in] -> [N, out]."""
+        assert bias is None, "experts have no biases"
+        return grouped_mm(x, _matrices(weight), self.groups)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """[N, out], [E, ..., out, in] -> [N, in]."""
+        return grouped_input_gradient(dy, _matrices(weight), self.groups)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """[N, out], [N, in] -> [E, ..., out, in]."""
+        return grouped_weight_gradient(dy, x, self.groups).view(self.shape)
+
+    def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
+        """Add the gradient of every expert to the fp32 sum [E, ..., out, in]."""
+        add_grouped_weight_gradient(_matrices(total), dy, x, self.groups)
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    """[E, 2, F, D] -> [E, 2 F, D], a view; [E, D, F] as it is."""
+    return weight.flatten(1, -2)
+
+
+class StackedLinear(LinearLayer):
+    """One weight for each of E / ep experts, [E / ep, ..., out, in]; `cuts` says what etp cuts."""
+
+    def __init__(self, shape: tuple[int, ...], *, parallel: ExpertParallel, cut_dim: int, init_std: float) -> None:
+        super().__init__()
+        self.shape, self.cut_dim, self.init_std = shape, cut_dim, init_std
+        local = list(shape)
+        local[0] //= parallel.ep.size
+        local[cut_dim] //= parallel.etp.size
+        self.weight = nn.Parameter(torch.empty(local))
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Cut over ep by expert and over etp by feature; the gradient is summed over the experts' own data ranks."""
+        cuts = (Cut(0, "ep"), Cut(self.cut_dim, "etp"))
+        return {"weight": Sharding(self.shape, cuts, domain=DOMAIN, init=Init(self.init_std))}
+
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """[N, in] -> [N, out], each row with the weight of its group."""
+        product = GroupedProduct(groups, self.weight.shape)
+        return linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=self.weight_gradients)
+
+
+class Experts(nn.Module):
+    """E experts of one layer, of which this rank holds E / ep, each cut over etp."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: Activation,
+        parallel: ExpertParallel,
+        init_std: float,
+        output_std: float,
+    ) -> None:
+        super().__init__()
+        assert num_experts % parallel.ep.size == 0 and ffn_size % parallel.etp.size == 0
+        self.activation, self.parallel = activation, parallel
+        gates = (2,) if activation == "swiglu" else (1,)
+        shape = (num_experts, *gates, ffn_size, hidden_size)
+        self.gate_up = StackedLinear(shape, parallel=parallel, cut_dim=2, init_std=init_std)
+        down = (num_experts, hidden_size, ffn_size)
+        self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std)
+
+    def forward(self, x: Tensor, weights: Tensor, route: Route) -> Tensor:
+        """[T, D], [T, K] -> [T, D]: this rank's tokens through the experts that they chose.
+
+        `route` is that of the tokens of all etp ranks: [etp T, K] choices.
+        """
+        ep, etp = self.parallel.ep, self.parallel.etp
+        # Ranks of etp hold parts of the same experts: each computes its part for the tokens of all of them.
+        x = comm.gather_whole_sequence(x, etp, sums=True)
+        weights = comm.gather_whole_sequence(weights, etp, sums=True)
+        rows = dispatch(x, route, ep=ep)  # [N', D]
+        rows = self.down(self.activate(self.gate_up(rows, route.groups)), route.groups)
+        y = combine(rows, weights, route, ep=ep)  # [etp T, D], one term of the sum over etp
+        return comm.reduce_scatter_to_sequence(y, etp)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """[N, F / etp] (gated: [N, 2 F / etp], gate before up) -> [N, F / etp]."""
+        match self.activation:
+            case "swiglu":
+                gate, up = x.chunk(2, dim=-1)
+                return F.silu(gate) * up
+            case "squared_relu":
+                return F.relu(x).square()
+            case "gelu_tanh":
+                return F.gelu(x, approximate="tanh")
+            case _:
+                return F.gelu(x)

@@ -1,0 +1,128 @@
+"""Tests of routed experts on ranks: outputs and gradients are those of a loop over tokens, however they are cut."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor
+
+from megatronish import comm
+from megatronish.launch.place import Place
+from megatronish.layers.dispatch import combine, dispatch, make_route
+from megatronish.layers.experts import Experts
+from megatronish.layers.router import Router, RouterSettings
+from megatronish.layout import Layout, expert_groups
+from megatronish.mesh import ExpertParallel, Mesh, leave, new_axis
+
+E, K, D, F_SIZE, T = 8, 3, 12, 20, 30
+
+
+def weights() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Router [E, D], gate and up [E, 2, F, D], down [E, D, F], tokens [8 T, D]."""
+    made = torch.Generator().manual_seed(3)
+    sizes = ((E, D), (E, 2, F_SIZE, D), (E, D, F_SIZE), (8 * T, D))
+    return tuple(torch.randn(size, generator=made, dtype=torch.float64) for size in sizes)  # type: ignore[return-value]
+
+
+class Seen(NamedTuple):
+    """Output of this rank's tokens, their gradient, and the summed gradient of this rank's part of each weight."""
+
+    y: Tensor
+    dx: Tensor
+    dgate_up: Tensor
+    ddown: Tensor
+    place: tuple[int, int]
+
+
+def by_token(x: Tensor, settings: RouterSettings) -> tuple[Tensor, list[Tensor]]:
+    """The same, token by token and expert by expert, with autograd's gradients of router, gate_up, down and x."""
+    router, gate_up, down, _ = (each.clone().requires_grad_() for each in weights())
+    x = x.clone().requires_grad_()
+    outputs = []
+    for token in x:
+        logits = router @ token
+        if settings.before_choice:
+            probabilities = logits.softmax(-1)
+            chosen = probabilities.topk(K).indices
+            weight = probabilities[chosen]
+        else:
+            chosen = logits.topk(K).indices
+            weight = logits[chosen].softmax(-1)
+        y = torch.zeros(D, dtype=x.dtype)
+        for w, e in zip(weight, chosen, strict=True):
+            y = y + w * (down[e] @ (F.silu(gate_up[e, 0] @ token) * (gate_up[e, 1] @ token)))
+        outputs.append(y)
+    whole = torch.stack(outputs)
+    whole.square().sum().backward()
+    return whole.detach(), [each.grad for each in (router, gate_up, down, x)]  # type: ignore[misc]
+
+
+def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: list[int]) -> Seen:
+    size = place.world_size
+    if size > 1:
+        Mesh.start(Layout(dp=size), rank=place.rank, init_method=place.rendezvous)
+    groups = expert_groups(Layout(dp=size), ep=ep, etp=etp)
+    axis = {name: new_axis(name, groups[name], rank=place.rank) for name in ("ep", "etp")}
+    parallel = ExpertParallel(axis["ep"], axis["etp"])
+    settings = RouterSettings(E, K, before_choice=before_choice)
+    router_weight, gate_up, down, tokens = weights()
+    router = Router(D, settings, init_std=1.0).double()
+    experts = Experts(E, D, F_SIZE, activation="swiglu", parallel=parallel, init_std=1.0, output_std=1.0).double()
+    router.weight.data.copy_(router_weight)
+    first, part = parallel.ep.rank * E // ep, parallel.etp.rank * F_SIZE // etp
+    local, features = slice(first, first + E // ep), slice(part, part + F_SIZE // etp)
+    experts.gate_up.weight.data.copy_(gate_up[local, :, features])
+    experts.down.weight.data.copy_(down[local, :, features])
+    begin = sum(num_tokens[: place.rank])
+    x = tokens[begin : begin + num_tokens[place.rank]].clone().requires_grad_()
+    routing = router(x)
+    choices = comm.start_all_gather(routing.choices, parallel.etp).wait()
+    route = make_route(choices, num_experts=E, ep=parallel.ep)
+    y = experts(x, routing.weights.double(), route)
+    y.square().sum().backward()
+    assert x.grad is not None and experts.gate_up.weight.grad is not None and experts.down.weight.grad is not None
+    seen = Seen(
+        y.detach(), x.grad, experts.gate_up.weight.grad, experts.down.weight.grad, (parallel.ep.rank, parallel.etp.rank)
+    )
+    leave()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "num_tokens"),
+    [
+        (1, 1, [30]),
+        (2, 1, [30, 17]),
+        (2, 1, [0, 25]),
+        (1, 2, [14, 14]),
+        (2, 2, [9, 9, 12, 12]),
+        (4, 1, [5, 0, 21, 3]),
+    ],
+)
+@pytest.mark.parametrize("before_choice", [False, True])
+def test_experts_on_ranks_are_a_loop_over_tokens(ep: int, etp: int, num_tokens: list[int], before_choice: bool) -> None:
+    ranks = run_ranks(len(num_tokens), on_a_rank, ep, etp, before_choice, num_tokens)
+    x = weights()[-1][: sum(num_tokens)]
+    y, (_, dgate_up, ddown, dx) = by_token(x, RouterSettings(E, K, before_choice=before_choice))
+    # The router computes in fp32, so do the weights of choices: the rest is fp64.
+    assert torch.allclose(torch.cat([seen.y for seen in ranks]), y, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(torch.cat([seen.dx for seen in ranks]), dx, rtol=1e-4, atol=1e-3)
+    for seen in ranks:
+        e, t = seen.place
+        local, features = slice(e * E // ep, (e + 1) * E // ep), slice(t * F_SIZE // etp, (t + 1) * F_SIZE // etp)
+        assert torch.allclose(seen.dgate_up, dgate_up[local, :, features], rtol=1e-4, atol=1e-3)
+        assert torch.allclose(seen.ddown, ddown[local, :, features], rtol=1e-4, atol=1e-3)
+
+
+def test_a_token_travels_as_a_row_for_each_choice_and_comes_back() -> None:
+    alone = ExpertParallel()
+    choices = torch.tensor([[3, 1], [0, 3], [1, 2]])
+    x = torch.arange(6, dtype=torch.float32).view(3, 2)
+    route = make_route(choices, num_experts=4, ep=alone.ep)
+    rows = dispatch(x, route, ep=alone.ep)
+    assert route.groups.sizes == (1, 2, 1, 2)
+    assert rows[:, 0].tolist() == [2, 0, 4, 4, 0, 2]
+    same = combine(rows, torch.full((3, 2), 0.5), route, ep=alone.ep)
+    assert torch.equal(same, x)
