@@ -218,7 +218,7 @@ def gather_whole_sequence(x: Tensor, tp: Axis, *, sums: bool) -> Tensor:
 
 
 def split_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """[size * s, ...] -> [s, ...]: this rank's piece of what all ranks hold alike; all-gather of the gradient backward."""
+    """[size * s, ...] -> [s, ...]: this rank's piece of what all ranks hold alike. Backward is an all-gather."""
     return x if tp.size == 1 else _SplitSequence.apply(x, tp)
 
 

@@ -21,6 +21,16 @@ class Coordinates(NamedTuple):
     tp: int
 
 
+class ExpertLayout(NamedTuple):
+    """Sizes of the grid of experts: `ep` ranks hold different experts, `etp` ranks parts of the same ones.
+
+    The rest of a stage's ranks, edp of them for each, hold copies.
+    """
+
+    ep: int = 1
+    etp: int = 1
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh's axes, outermost first."""
@@ -74,26 +84,24 @@ class Layout:
             )
         return groups
 
+    def expert_groups(self, experts: ExpertLayout) -> dict[str, list[list[int]]]:
+        """Process groups of the experts, which are laid over the dp cp tp ranks of each stage once more.
+
+        These ranks, in their order, are a grid (edp, ep, etp), etp fastest, as in Megatron-LM. ValueError where the
+        grid does not fit.
+        """
+        width, ep, etp = self.dp * self.cp * self.tp, experts.ep, experts.etp
+        if width % (ep * etp):
+            raise ValueError(f"ep={ep} x etp={etp} must divide the {width} ranks of a stage")
+        groups: dict[str, list[list[int]]] = {"edp": [], "ep": [], "etp": []}
+        for stage in range(self.pp):
+            ranks = list(range(stage * width, (stage + 1) * width))
+            groups["etp"] += [ranks[i : i + etp] for i in range(0, width, etp)]
+            groups["edp"] += [ranks[i :: ep * etp] for i in range(ep * etp)]
+            for first in range(0, width, ep * etp):
+                groups["ep"] += [ranks[first + i : first + ep * etp : etp] for i in range(etp)]
+        return groups
+
     def __str__(self) -> str:
         names = ("dp", "tp", "pp", "cp") if self.cp > 1 else ("dp", "tp", "pp")
         return " x ".join(f"{name} {getattr(self, name)}" for name in names)
-
-
-def expert_groups(layout: Layout, *, ep: int, etp: int) -> dict[str, list[list[int]]]:
-    """Process groups of the experts, which are laid over the ranks of each stage once more.
-
-    The dp cp tp ranks of a stage, in their order, are a grid (edp, ep, etp), etp fastest, as in Megatron-LM: "etp" ranks
-    hold parts of the same experts, "ep" ranks different experts, "edp" ranks copies. ValueError where the grid does not
-    fit.
-    """
-    width = layout.dp * layout.cp * layout.tp
-    if width % (ep * etp):
-        raise ValueError(f"ep={ep} x etp={etp} must divide the {width} ranks of a stage")
-    groups: dict[str, list[list[int]]] = {"edp": [], "ep": [], "etp": []}
-    for stage in range(layout.pp):
-        ranks = list(range(stage * width, (stage + 1) * width))
-        groups["etp"] += [ranks[i : i + etp] for i in range(0, width, etp)]
-        for first in range(0, width, ep * etp):
-            groups["ep"] += [ranks[first + i : first + ep * etp : etp] for i in range(etp)]
-        groups["edp"] += [ranks[i :: ep * etp] for i in range(ep * etp)]
-    return groups

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatronish.config.parallel import ParallelConfig
 from megatronish.launch.place import Place
-from megatronish.layout import Coordinates, Layout
+from megatronish.layout import Coordinates, ExpertLayout, Layout
 from megatronish.schedule.schedules import SCHEDULES
 
 
@@ -78,6 +78,14 @@ def dense_domain(tp: Axis) -> dict[str, Domain]:
 
 
 @dataclass(frozen=True)
+class ExpertParallel:
+    """Expert parallelism of a layer: ranks of `ep` hold different experts, ranks of `etp` parts of the same ones."""
+
+    ep: Axis = Axis("ep")
+    etp: Axis = Axis("etp")
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The axes of this process.
 
@@ -102,6 +110,7 @@ class Mesh:
     embedding_axis: Axis
     p2p_axes: dict[tuple[str, bool], Axis]
     domains: dict[str, Domain]
+    experts: ExpertParallel
 
     @classmethod
     def of(
@@ -111,6 +120,7 @@ class Mesh:
         *,
         device: torch.device | None = None,
         backend: str = "gloo",
+        has_experts: bool = False,
     ) -> "Mesh":
         """The mesh of a config on the rank at `place`, by default the only one."""
         place = place or Place()
@@ -126,6 +136,7 @@ class Mesh:
             zero_stage=parallel.zero,
             copies=parallel.num_distributed_optimizer_instances,
             embedding_stages=(placement[0].stage, placement[-1].stage),
+            experts=parallel.expert_layout if has_experts else None,
         )
 
     @classmethod
@@ -141,11 +152,13 @@ class Mesh:
         zero_stage: int = 0,
         copies: int = 1,
         embedding_stages: tuple[int, int] = (0, -1),
+        experts: ExpertLayout | None = None,
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
         `init_method` is `env://` or `file://PATH`, as torch.distributed has it. `copies` is the number of groups that
-        shard what ZeRO shards. `embedding_stages` hold the first and the last position of the model.
+        shard what ZeRO shards. `embedding_stages` hold the first and the last position of the model. `experts` is
+        the grid of a model with experts, on the same ranks.
         """
         layout = layout or Layout()
         device = device or torch.device("cpu")
@@ -162,10 +175,14 @@ class Mesh:
         tp = axis("tp", layout.groups("tp"))
         data = axis("data", layout.groups("dp", "cp"))
         embedding = axis("embedding", [pair for pair in ends if pair[0] != pair[1]])
-        dense = _dense_domain(layout, data, zero_stage, copies, axis)
-        device_mesh = (
-            DeviceMesh.from_group(dense.shard.group, device.type) if dense.shard.group and zero_stage == 3 else None
-        )
+        domain = partial(_domain, zero_stage=zero_stage, copies=copies, axis=axis, device=device)
+        dense = domain("dense", layout.groups("dp", "cp"))
+        domains = {"dense": replace(dense, model={"tp": tp}, embedding=embedding)}
+        expert_axes = {}
+        if experts is not None:
+            groups = layout.expert_groups(experts)
+            expert_axes = {name: axis(name, groups[name]) for name in ("ep", "etp")}
+            domains["experts"] = replace(domain("experts", groups["edp"]), model=expert_axes)
         return cls(
             layout=layout,
             coordinates=layout.coordinates(rank),
@@ -181,7 +198,8 @@ class Mesh:
             p2p_axes={
                 (kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind in "FB" for up in (True, False)
             },
-            domains={"dense": replace(dense, model={"tp": tp}, embedding=embedding, device_mesh=device_mesh)},
+            domains=domains,
+            experts=ExpertParallel(**expert_axes),
         )
 
     @property
@@ -215,30 +233,30 @@ def new_axis(
     return mine
 
 
-def _dense_domain(layout: Layout, data: Axis, zero_stage: int, copies: int, axis: partial[Axis]) -> Domain:
-    """Data ranks in `copies` groups of neighbours that shard what ZeRO shards; without ZeRO all hold copies."""
+def _domain(
+    name: str,
+    groups: Sequence[Sequence[int]],
+    *,
+    zero_stage: int,
+    copies: int,
+    axis: partial[Axis],
+    device: torch.device,
+) -> Domain:
+    """Data ranks `groups` of a domain; with ZeRO, in `copies` groups of neighbours that shard what ZeRO shards."""
     if zero_stage == 0:
-        return Domain(replicate=data)
-    groups = layout.groups("dp", "cp")
-    size = layout.dp * layout.cp // copies
+        return Domain(name, replicate=axis("replicate", groups))
+    size = len(groups[0]) // copies
     shards = [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
     replicas = [ranks[i::size] for ranks in groups for i in range(size)]
     shard = axis("shard", shards, at_least=1 if zero_stage == 3 else 2)
-    return Domain(shard=shard, replicate=axis("replicate", replicas))
+    device_mesh = DeviceMesh.from_group(shard.group, device.type) if shard.group and zero_stage == 3 else None
+    return Domain(name, shard=shard, replicate=axis("replicate", replicas), device_mesh=device_mesh)
 
 
 def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class ExpertParallel:
-    """Expert parallelism of a layer: ranks of `ep` hold different experts, ranks of `etp` parts of the same ones."""
-
-    ep: Axis = Axis("ep")
-    etp: Axis = Axis("etp")
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ KNOWN: dict[str, Known] = {
     "account-for-loss-in-pipeline-split": _refused(_SPLIT),
     "microbatch-group-size-per-virtual-pipeline-stage": _refused("it is the number of stages here; leave it out", 1),
     "hierarchical-context-parallel-sizes": _refused("use --cp-comm-type p2p or a2a alone, and leave it out", 2),
-    "expert-model-parallel-size": _refused("experts are not there yet; use 1, or leave it out", 1, ("1",)),
     "data-parallel-sharding-strategy": _refused(
         "use --zero-stage 0, 1, 2 or 3 (no_shard, optim, optim_grads, optim_grads_params)", 1, ("no_shard",)
     ),

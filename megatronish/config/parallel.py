@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatronish.config.marks import NamedIn, at_least, at_most, greater_than
-from megatronish.layout import Layout
+from megatronish.layout import ExpertLayout, Layout
 from megatronish.schedule.schedules import SCHEDULES
 
 _SCHEDULE_NAMES = f"{{None,{','.join(SCHEDULES)}}}"  # as --help shows them
@@ -24,6 +24,12 @@ class ParallelConfig:
     """dp: copies of the model. Derived: all ranks / (tp pp cp), or 1 on a plain start."""
     context_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--cp"]), at_least(1), at_most(100_000)] = 1
     """cp: ranks that share one sequence."""
+    expert_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--ep"]), at_least(1), at_most(100_000)] = 1
+    """ep: ranks that share the experts of a layer out. They are taken from the ranks of dp, cp and tp."""
+    expert_tensor_parallel_size: Annotated[
+        int | None, tyro.conf.arg(aliases=["--etp"]), at_least(1), at_most(100_000)
+    ] = None
+    """etp: ranks that share every expert. Derived: tp."""
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     """How attention sees the whole sequence: p2p sends keys and values round a ring, a2a trades sequence for heads."""
     sequence_parallel: bool = False
@@ -75,6 +81,13 @@ class ParallelConfig:
             dp=self.data_parallel_size or 1,
             cp=self.context_parallel_size,
             tp=self.tensor_model_parallel_size,
+        )
+
+    @property
+    def expert_layout(self) -> ExpertLayout:
+        """Sizes of the grid of experts."""
+        return ExpertLayout(
+            self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         )
 
     @property

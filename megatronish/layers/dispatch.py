@@ -1,9 +1,9 @@
 """Dispatch of tokens to experts over ep: one sort, one exchange of counts, one all-to-all of rows each way.
 
-A token that has chosen K experts travels as K rows. Rows are sorted by expert, so they are sorted by ep rank too: expert
-e is on ep rank e // (E / ep). What arrives is sorted by source and then by expert; a second sort brings the rows of each
-local expert together. The way back undoes both sorts. Sorting, copying and adding are gathers by a permutation, forward
-and backward: no atomic additions, so the same layout gives the same bits.
+A token that has chosen K experts travels as K rows. Rows are sorted by expert, so they are sorted by ep rank too:
+expert e is on ep rank e // (E / ep). What arrives is sorted by source and then by expert; a second sort brings the rows
+of each local expert together. The way back undoes both sorts. Sorting, copying and adding are gathers by a permutation,
+forward and backward: no atomic additions, so the same layout gives the same bits.
 
 Counts travel first, and the host reads both split sizes at once: the one synchronisation of a layer.
 """
@@ -86,11 +86,11 @@ def dispatch(x: Tensor, route: Route, *, ep: Axis) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor, route: Route, *, ep: Axis) -> Tensor:
-    """[N', D], [T, K] -> [T, D]: the rows of a token on its own rank, times its weights, added in the order it chose."""
+    """[N', D], [T, K] -> [T, D]: the rows of a token on its own rank, weighted and added in the order it chose."""
     if route.local_order is not None:
         rows = _Permute.apply(rows, route.local_inverse, route.local_order)
     rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.received, received=route.sizes.sent)
-    rows = _Permute.apply(rows, route.inverse, route.order).view(*weights.shape, -1)
+    rows = _Permute.apply(rows, route.inverse, route.order).view(*weights.shape, rows.shape[-1])
     return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
 
@@ -113,7 +113,8 @@ class _TakeTokens(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (inverse,) = ctx.saved_tensors
         dy = grads[0][inverse]
-        return dy.view(-1, ctx.num_choices, dy.shape[-1]).sum(1), None, None, None
+        tokens = dy.shape[0] // ctx.num_choices
+        return dy.view(tokens, ctx.num_choices, dy.shape[-1]).sum(1), None, None, None
 
 
 class _Permute(torch.autograd.Function):

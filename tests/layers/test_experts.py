@@ -13,8 +13,8 @@ from megatronish.launch.place import Place
 from megatronish.layers.dispatch import combine, dispatch, make_route
 from megatronish.layers.experts import Experts
 from megatronish.layers.router import Router, RouterSettings
-from megatronish.layout import Layout, expert_groups
-from megatronish.mesh import ExpertParallel, Mesh, leave, new_axis
+from megatronish.layout import ExpertLayout, Layout
+from megatronish.mesh import ExpertParallel, Mesh, leave
 
 E, K, D, F_SIZE, T = 8, 3, 12, 20, 30
 
@@ -61,11 +61,8 @@ def by_token(x: Tensor, settings: RouterSettings) -> tuple[Tensor, list[Tensor]]
 
 def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: list[int]) -> Seen:
     size = place.world_size
-    if size > 1:
-        Mesh.start(Layout(dp=size), rank=place.rank, init_method=place.rendezvous)
-    groups = expert_groups(Layout(dp=size), ep=ep, etp=etp)
-    axis = {name: new_axis(name, groups[name], rank=place.rank) for name in ("ep", "etp")}
-    parallel = ExpertParallel(axis["ep"], axis["etp"])
+    mesh = Mesh.start(Layout(dp=size), rank=place.rank, init_method=place.rendezvous, experts=ExpertLayout(ep, etp))
+    parallel = mesh.experts
     settings = RouterSettings(E, K, before_choice=before_choice)
     router_weight, gate_up, down, tokens = weights()
     router = Router(D, settings, init_std=1.0).double()
