@@ -77,11 +77,42 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """Mixture of experts in the place of an MLP: E experts of F features, of which a token passes K, and shared ones.
+
+    `shared` are experts that every token passes, as one MLP; with `shared_gate` their output has a gate.
+    """
+
+    num_experts: int
+    num_chosen: int
+    ffn_size: int
+    activation: Activation = "swiglu"
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Kept besides the inputs of linear layers: the activation's input, SwiGLU's gate, and the rows sent back."""
+        gates = 2 if self.activation == "swiglu" else 1
+        copies, used = self.num_experts, self.num_chosen
+        cost = LayerCost(
+            linears=(
+                LinearShape(model.hidden_size, self.num_experts, "none"),
+                LinearShape(model.hidden_size, gates * self.ffn_size, "column", copies=copies, used=used),
+                LinearShape(self.ffn_size, model.hidden_size, "row", copies=copies, used=used),
+            ),
+            kept=Count(split=used * self.ffn_size * (gates + (gates == 2)), whole=used * model.hidden_size),
+        )
+        if self.shared_gate:
+            cost += LayerCost(linears=(LinearShape(model.hidden_size, 1, "none"),))
+        return cost if self.shared is None else cost + self.shared.cost(model)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Transformer layer: norm, attention, norm, MLP, with dropout on the output of each sublayer."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LayerSpec":

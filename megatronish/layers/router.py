@@ -44,6 +44,23 @@ class RouterSettings(NamedTuple):
     group_topk: int | None = None
     scaling_factor: float = 1.0
     has_bias: bool = False
+    """A bias that the choices of each step move towards balance."""
+    bias_rate: float = 1e-3
+    counts_before: bool = False
+    """The global-batch loss: scores are weighed by the choices of the step before."""
+
+
+class Balance(NamedTuple):
+    """Factors of the balancing losses in a step: of each sequence's loss, and of each token's z-loss.
+
+    `gradient` is the loss scale over the number of sequences of the step: what a loss per sequence starts backward with.
+    """
+
+    gradient: float
+    seq_length: int
+    sequence_coefficient: float = 0.0
+    global_coefficient: float = 0.0
+    z_coefficient: float = 0.0
 
 
 class Routing(NamedTuple):
@@ -61,17 +78,18 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Router of one layer: a matrix [E, D] whose product with each token scores the experts.
 
-    Each tp rank routes tokens of its own, so the gradient is partial over tp (`partial_over`).
+    Each tp rank routes tokens of its own, so the gradient is partial over tp (`partial_over`). `state` are fp32 tensors
+    [E] that no gradient changes and every checkpoint holds: "bias", which is added for the choice alone, and "load",
+    the choices of the step before. They are no buffers, which the precision of the model would round.
     """
-
-    bias: Tensor | None
 
     def __init__(self, hidden_size: int, settings: RouterSettings, *, init_std: float) -> None:
         super().__init__()
         self.settings, self.hidden_size, self.init_std = settings, hidden_size, init_std
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
-        bias = torch.zeros(settings.num_experts, dtype=torch.float32) if settings.has_bias else None
-        self.register_buffer("bias", bias)
+        names = [*(["bias"] if settings.has_bias else []), *(["load"] if settings.counts_before else [])]
+        with torch.device("cpu"):  # a model may be built on another device, "meta" included
+            self.state = {name: torch.zeros(settings.num_experts) for name in names}
 
     def shardings(self) -> dict[str, Sharding]:
         """Whole on every rank; each rank of tp sees a part of the tokens."""
@@ -104,11 +122,26 @@ class Router(nn.Module):
     def choose(self, scores: Tensor) -> Tensor:
         """[T, E] -> [T, K]: the experts of the highest scores, the bias added, in the order of their scores."""
         settings = self.settings
-        if self.bias is not None:
-            scores = scores + self.bias
+        if "bias" in self.state:
+            scores = scores + self.on_device("bias", scores.device)
         if settings.num_groups is not None and settings.group_topk is not None:
             scores = scores.masked_fill(~_in_best_groups(scores, settings), -torch.inf)
         return scores.topk(settings.num_chosen, dim=-1).indices
+
+    def on_device(self, name: str, device: torch.device) -> Tensor:
+        """[E] of the state, on the device of the tokens from its first use on."""
+        self.state[name] = self.state[name].to(device)
+        return self.state[name]
+
+    @torch.no_grad()
+    def end_step(self, counts: Tensor) -> None:
+        """Move the state by the choices of a step, int64 [E], summed over all ranks and micro-batches."""
+        if "bias" in self.state:
+            # The mean may be no integer: num_experts * count is compared with the sum, exactly.
+            difference = counts.sum() - counts.numel() * counts
+            self.state["bias"] += self.settings.bias_rate * difference.sign().to(self.state["bias"])
+        if "load" in self.state:
+            self.state["load"].copy_(counts)
 
 
 def _in_best_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
@@ -120,29 +153,34 @@ def _in_best_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
     return kept.unsqueeze(-1).expand_as(by_group).flatten(1)
 
 
-def sequence_loss(
-    routing: Routing, *, num_sequences: int, num_chosen: int, seq_length: int, over: tuple[Axis, ...]
-) -> Tensor:
-    """This rank's part of the sum over its sequences of sum_i f_i P_i; tokens [T] are [s, B], sequence before sample.
-
-    The choices of a sequence are summed over the axes that cut it. The scores are not: the parts of all ranks add up to
-    the loss, and the gradient of each part is right.
-    """
-    num_experts = routing.scores.shape[-1]
+def choices_of_sequences(routing: Routing, num_sequences: int) -> Tensor:
+    """int64 [B, E], choices of each expert by this rank's tokens of each sequence; tokens [T] are [s, B]."""
+    num_tokens, num_experts = routing.scores.shape
     chosen = torch.zeros(
-        routing.choices.shape[0] // num_sequences,
-        num_sequences,
-        num_experts,
-        dtype=torch.int64,
-        device=routing.choices.device,
+        num_tokens // num_sequences, num_sequences, num_experts, dtype=torch.int64, device=routing.choices.device
     )
-    chosen.scatter_(2, routing.choices.view(-1, num_sequences, num_chosen), 1)
-    counts = chosen.sum(0)  # [B, E]
-    for axis in over:
-        counts = comm.all_reduce(counts, axis)
+    return chosen.scatter_(2, routing.choices.view(*chosen.shape[:2], -1), 1).sum(0)
+
+
+def sequence_loss(routing: Routing, counts: Tensor, *, seq_length: int) -> Tensor:
+    """This rank's part of the sum over its sequences of sum_i f_i P_i; tokens [T] are [s, B].
+
+    `counts` [B, E] are the choices of whole sequences, summed over the ranks that hold parts of them. The scores are
+    not summed: the parts of all ranks add up to the loss, and the gradient of each part is right.
+    """
+    (num_sequences, num_experts), num_chosen = counts.shape, routing.choices.shape[1]
     frequency = counts * (num_experts / (num_chosen * seq_length))
     mean_scores = routing.scores.view(-1, num_sequences, num_experts).sum(0) / seq_length
     return (frequency * mean_scores).sum()
+
+
+def global_loss(routing: Routing, load: Tensor, *, seq_length: int) -> Tensor:
+    """This rank's part of sum_i f_i P_i with the frequencies f of the whole step before, by its choices `load` [E].
+
+    The choices of the step itself are known only when its last forward is over.
+    """
+    frequency = load * (load.numel() / load.sum().clamp(min=1))
+    return (frequency * routing.scores.sum(0)).sum() / seq_length
 
 
 def z_loss(routing: Routing) -> Tensor:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,10 +11,36 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
+from megatronish.layers.dispatch import RouteSizes
 from megatronish.layers.dropout import Dropout
+from megatronish.layers.router import Balance
 from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.rope import RotaryEmbedding, Rotation
+
+
+class RecordedRouting(NamedTuple):
+    """Choices of this rank's tokens, [T, K] int16, and the sizes of their route: all that a recomputation needs."""
+
+    choices: Tensor
+    sizes: RouteSizes
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the routers of one forward count and lose, by name and layer; a forward that is recomputed adds once.
+
+    `balance` has the factors of the balancing losses, `axes` cut a sequence (cp, and tp where each rank has tokens of
+    its own).
+    """
+
+    balance: Balance
+    axes: tuple[Axis, ...]
+    sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+    def add(self, name: str, layer: int, value: Tensor) -> None:
+        """Take in a sum of this rank's tokens."""
+        self.sums.setdefault(name, {})[layer] = value.detach()
 
 
 @dataclass(frozen=True)
@@ -31,6 +58,9 @@ class Context:
     causal_mask: AttentionMask
     dropout: Dropout | None
     cache: KeyValueCache | None = None
+    routings: dict[int, RecordedRouting] = field(default_factory=dict)
+    """Choices of experts by layer, recorded by the first forward: a recomputation replays them."""
+    tally: Tally | None = None
     _masks: dict[int | None, AttentionMask] = field(default_factory=dict)
 
     def mask(self, window_size: int | None) -> AttentionMask:
@@ -60,6 +90,7 @@ def make_context(
     rotary: RotaryEmbedding | None,
     dropout: Dropout | None,
     cache: KeyValueCache | None = None,
+    tally: Tally | None = None,
 ) -> Context:
     """Context of a micro-batch, of which this rank holds [B, S/cp]; without `dropout` in evaluation."""
     assert cache is None or (dropout is None and cp.size == 1 and not tp.cuts_sequence), "a cache holds whole sequences"
@@ -76,4 +107,5 @@ def make_context(
         ),
         dropout=dropout,
         cache=cache,
+        tally=tally,
     )

@@ -6,8 +6,6 @@ context of the forward: a second forward (recomputation) replays the choices, it
 counts and losses are recorded once.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +14,18 @@ from megatronish.config.model import ModelConfig
 from megatronish.layer_specs import ExpertsSpec
 from megatronish.layers.dispatch import make_route
 from megatronish.layers.experts import Experts
-from megatronish.layers.router import Router, attach_loss, sequence_loss, z_loss
+from megatronish.layers.router import (
+    Router,
+    RouterSettings,
+    Routing,
+    attach_loss,
+    choices_of_sequences,
+    global_loss,
+    sequence_loss,
+    z_loss,
+)
 from megatronish.mesh import TensorParallel
-from megatronish.model.context import Context
+from megatronish.model.context import Context, RecordedRouting, Tally
 from megatronish.model.mlp import MLP
 from megatronish.sharding import Init, Sharding
 
@@ -41,6 +48,23 @@ class SharedGate(nn.Module):
         return (x @ self.weight.t()).sigmoid()
 
 
+def router_settings(config: ModelConfig, spec: ExpertsSpec) -> RouterSettings:
+    """How the router of a layer scores and chooses, as the options of the config say."""
+    return RouterSettings(
+        spec.num_experts,
+        spec.num_chosen,
+        score_function=config.moe_router_score_function,
+        before_choice=config.moe_router_pre_softmax,
+        normalised=config.moe_router_norm_topk_prob,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
+        has_bias=config.moe_router_enable_expert_bias,
+        bias_rate=config.moe_router_bias_update_rate,
+        counts_before="global_aux_loss" in config.moe_router_load_balancing_type,
+    )
+
+
 class MixtureOfExperts(nn.Module):
     """Router, experts and shared experts of one layer, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D])."""
 
@@ -49,9 +73,9 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.tp, std = spec, layer, tp, config.init_method_std
-        self.router = Router(config.hidden_size, spec.router, init_std=std)
+        self.router = Router(config.hidden_size, router_settings(config, spec), init_std=std)
         self.experts = Experts(
-            spec.router.num_experts,
+            spec.num_experts,
             config.hidden_size,
             spec.ffn_size,
             activation=spec.activation,
@@ -71,35 +95,22 @@ class MixtureOfExperts(nn.Module):
         tokens = own.flatten(0, 1)
 
         # 2. Choices: new ones, or those of the first forward where this is a recomputation.
-        recorded = context.routings.get(self.layer)
+        recorded, parallel = context.routings.get(self.layer), self.tp.experts
         routing = self.router(tokens, None if recorded is None else recorded.choices.long())
-        parallel, num_experts = self.tp.experts, self.spec.router.num_experts
         choices = comm.start_all_gather(routing.choices, parallel.etp).wait()
-        sizes = None if recorded is None else recorded.sizes
-        route = make_route(choices, num_experts=num_experts, ep=parallel.ep, sizes=sizes)
+        route = make_route(
+            choices,
+            num_experts=self.spec.num_experts,
+            ep=parallel.ep,
+            sizes=None if recorded is None else recorded.sizes,
+        )
         if recorded is None:
-            context.record(self.layer, routing, route)
+            context.routings[self.layer] = RecordedRouting(routing.choices.to(torch.int16), route.sizes)
 
         # 3. Balancing losses: their gradients start here, in the forward that has a graph.
         weights = routing.weights
-        if context.balance is not None:
-            balance = context.balance
-            if balance.sequence_coefficient:
-                loss = sequence_loss(
-                    routing,
-                    num_sequences=x.shape[1],
-                    num_chosen=self.spec.router.num_chosen,
-                    seq_length=balance.seq_length,
-                    over=context.sequence_axes,
-                )
-                gradient = balance.gradient * balance.sequence_coefficient
-                weights = attach_loss(weights, loss, gradient=gradient)
-                context.add("load_balancing_loss", self.layer, loss, is_first=recorded is None)
-            if balance.z_coefficient:
-                loss = z_loss(routing)
-                gradient = balance.gradient * balance.z_coefficient / balance.seq_length
-                weights = attach_loss(weights, loss, gradient=gradient)
-                context.add("z_loss", self.layer, loss, is_first=recorded is None)
+        if context.tally is not None:
+            weights = self.balanced(routing, context.tally, num_sequences=x.shape[1], is_first=recorded is None)
 
         # 4. The experts, and the shared experts as a dense MLP beside them.
         y = self.experts(tokens, weights, route).view_as(own)
@@ -109,3 +120,26 @@ class MixtureOfExperts(nn.Module):
             shared = self.shared(x)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
         return y
+
+    def balanced(self, routing: Routing, tally: Tally, *, num_sequences: int, is_first: bool) -> Tensor:
+        """The weights [T, K], to which the balancing losses are attached; the first forward counts them."""
+        balance, weights = tally.balance, routing.weights
+        counts = choices_of_sequences(routing, num_sequences)
+        if is_first:
+            tally.add("tokens_per_expert", self.layer, counts.sum(0))
+        losses: dict[str, tuple[Tensor, float]] = {}
+        if balance.sequence_coefficient:
+            for axis in tally.axes:
+                counts = comm.all_reduce(counts, axis)
+            loss = sequence_loss(routing, counts, seq_length=balance.seq_length)
+            losses["load_balancing_loss"] = loss, balance.sequence_coefficient
+        if balance.global_coefficient:
+            loss = global_loss(routing, self.router.on_device("load", weights.device), seq_length=balance.seq_length)
+            losses["global_load_balancing_loss"] = loss, balance.global_coefficient
+        if balance.z_coefficient:
+            losses["z_loss"] = z_loss(routing) / balance.seq_length, balance.z_coefficient
+        for name, (loss, coefficient) in losses.items():
+            weights = attach_loss(weights, loss, gradient=balance.gradient * coefficient)
+            if is_first:
+                tally.add(name, self.layer, loss)
+        return weights
