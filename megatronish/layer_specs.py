@@ -10,6 +10,7 @@ a module, and a test that holds one to the other (tests/costs/test_layer_costs.p
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatronish.config.experts import has_experts
 from megatronish.config.model import Activation, ModelConfig
 from megatronish.layer_costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
 
@@ -115,8 +116,8 @@ class LayerSpec:
     mlp: MLPSpec | ExpertsSpec
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "LayerSpec":
-        """The layer that the options of a config describe."""
+    def of(cls, model: ModelConfig, layer: int = 0) -> "LayerSpec":
+        """The layer of this number that the options of a config describe."""
         return cls(
             AttentionSpec(
                 num_heads=model.num_attention_heads,
@@ -127,7 +128,7 @@ class LayerSpec:
                 qkv_bias=model.qkv_bias,
                 out_bias=model.linear_bias,
             ),
-            MLPSpec(ffn_size=model.ffn_size, activation=model.activation, bias=model.linear_bias),
+            _experts(model) if model.num_experts and has_experts(model.moe_layer_freq, layer) else _mlp(model),
         )
 
     def cost(self, model: ModelConfig) -> LayerCost:
@@ -135,6 +136,23 @@ class LayerSpec:
         norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
         masks = Count(whole=2 * model.hidden_size if model.hidden_dropout else 0)
         return LayerCost(norms=(norm, norm), mask_bytes=masks) + self.attention.cost(model) + self.mlp.cost(model)
+
+
+def _mlp(model: ModelConfig) -> MLPSpec:
+    return MLPSpec(ffn_size=model.ffn_size, activation=model.activation, bias=model.linear_bias)
+
+
+def _experts(model: ModelConfig) -> ExpertsSpec:
+    assert model.num_experts is not None
+    shared = model.moe_shared_expert_intermediate_size
+    return ExpertsSpec(
+        model.num_experts,
+        model.moe_router_topk,
+        model.expert_ffn_size,
+        activation=model.activation,
+        shared=None if shared is None else MLPSpec(shared, model.activation, bias=False),
+        shared_gate=model.moe_shared_expert_gate,
+    )
 
 
 @dataclass(frozen=True)
@@ -155,4 +173,6 @@ def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
     """Every layer of a model, first layer first: those that are given, or one as the options say, over and over."""
     if isinstance(model, MixedModelConfig):
         return model.layers
-    return (LayerSpec.of(model),) * model.num_layers
+    if model.num_experts is None:
+        return (LayerSpec.of(model),) * model.num_layers
+    return tuple(LayerSpec.of(model, layer) for layer in range(model.num_layers))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megatronish.config.experts import ExpertOptions
 from megatronish.config.marks import REQUIRED, TRAINING_ONLY, at_least, at_most, fraction, greater_than
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
@@ -10,8 +11,8 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Architecture of a GPT. Sizes of 0 mean "not given"; None means "derived from the others"."""
+class DenseOptions:
+    """Options that every layer has. Sizes of 0 mean "not given"; None means "derived from the others"."""
 
     num_layers: Annotated[int, REQUIRED, at_least(1), at_most(100_000)] = 0
     """Transformer layers in all."""
@@ -136,3 +137,13 @@ class ModelConfig:
         """Vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ModelConfig(ExpertOptions, DenseOptions):
+    """Architecture of a GPT: the options of every layer, then those of layers with experts."""
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size

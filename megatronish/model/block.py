@@ -7,11 +7,12 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
-from megatronish.layer_specs import layer_specs
+from megatronish.layer_specs import ExpertsSpec, layer_specs
 from megatronish.layers.norm import Norm
 from megatronish.mesh import TensorParallel
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
+from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.mlp import MLP
 
 
@@ -44,11 +45,15 @@ class TransformerBlock(nn.Module):
         self.attention_norm = make_norm()
         self.attention = Attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
         self.mlp_norm = make_norm()
-        self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
+        self.mlp: MLP | MixtureOfExperts
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp = MixtureOfExperts(config, spec.mlp, layer=layer, tp=tp, output_std=output_std)
+        else:
+            self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout."""
         drop = partial(context.drop, layer=self.layer, rate=self.config.hidden_dropout)
         attended = drop(self.attention(self.attention_norm(x), context), site="attention_output")
         normalised, x = self.mlp_norm.of_sum(x, attended)
-        return x + drop(self.mlp(normalised), site="mlp_output")
+        return x + drop(self.mlp(normalised, context), site="mlp_output")

@@ -7,6 +7,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.layer_specs import MLPSpec
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.mesh import TensorParallel
+from megatronish.model.context import Context
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 
 
@@ -29,7 +30,7 @@ class MLP(nn.Module):
         )
         self.fc2 = RowParallelLinear(spec.ffn_size, config.hidden_size, tp=tp, bias=spec.bias, init_std=output_std)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, _context: Context | None = None) -> Tensor:
         """[S, B, D] -> [S, B, D]: fc1, activation, fc2."""
         # A fused activation adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
         fused = self.activation != "squared_relu" and is_fused(x)

@@ -45,7 +45,7 @@ def build_stage(
             config,
             vocab_size=vocab_size,
             num_positions=num_positions,
-            tp=TensorParallel(mesh.tp, sequence_parallel),
+            tp=TensorParallel(mesh.tp, sequence_parallel, mesh.experts),
             chunks=[
                 ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
             ],

@@ -53,7 +53,8 @@ def start_mesh(config: Config, place: Place) -> Mesh:
     parallel = config.parallel
     device = choose_device(parallel.device, place)
     backend = choose_backend(parallel.distributed_backend, device)
-    return Mesh.of(parallel, place, device=device, backend=backend)
+    has_experts = config.model.num_experts is not None
+    return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts)
 
 
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
