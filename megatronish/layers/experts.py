@@ -1,7 +1,7 @@
 """Experts of one layer, stacked: gated or plain MLPs of one shape, cut over ep by expert and over etp by feature.
 
-Gate and up-projection of expert e are `gate_up[e, 0]` and `gate_up[e, 1]`: with a dim of their own, what a rank holds is
-one rectangle of the global tensor, however it is cut. The rows of all local experts lie sorted by expert, and each
+Gate and up-projection of expert e are `gate_up[e, 0]` and `gate_up[e, 1]`: with a dim of their own, what a rank holds
+is one rectangle of the global tensor, however it is cut. The rows of all local experts lie sorted by expert, and each
 product over them is one grouped product.
 """
 

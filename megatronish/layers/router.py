@@ -1,11 +1,11 @@
-"""Router of a mixture of experts: which experts each token chooses, with which weights, and the terms that balance them.
+"""Router of a mixture of experts: the experts that each token chooses, their weights, and what balances the load.
 
 Logits, scores and the choice are in fp32 whatever the model's precision: in bf16 one token in 25 has a tie at its last
 place (64 experts, 8 chosen). Scores follow the field's formulas:
 
     softmax, after the choice     w = softmax of the K chosen logits                      (Mixtral, gpt-oss)
     softmax, before the choice    w = the K chosen of softmax(logits)                     (OLMoE, Qwen2-MoE)
-    sigmoid                       s = sigmoid(logits), chosen by s + bias, w = s / sum s  (DeepSeek-V3, arXiv:2412.19437)
+    sigmoid                      s = sigmoid(logits), chosen by s + bias, w = s / sum s (DeepSeek-V3, arXiv:2412.19437)
 
 With groups, the experts of a token come from the `group_topk` groups whose K / group_topk best scores add up to most.
 

@@ -42,6 +42,16 @@ class Tally:
         """Take in a sum of this rank's tokens."""
         self.sums.setdefault(name, {})[layer] = value.detach()
 
+    def stacked(self, num_layers: int) -> dict[str, Tensor]:
+        """[num_layers, ...] of each name, zeros for layers that are elsewhere or have no experts."""
+        found = {}
+        for name, values in self.sums.items():
+            some = next(iter(values.values()))
+            found[name] = some.new_zeros(num_layers, *some.shape)
+            for layer, value in values.items():
+                found[name][layer] = value
+        return found
+
 
 @dataclass(frozen=True)
 class Context:

@@ -19,11 +19,13 @@ from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbeddi
 from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm
 from megatronish.layers.output import OutputLayer, TiedOutputLayer
+from megatronish.layers.router import Router
 from megatronish.mesh import TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock, TransformerBlock
-from megatronish.model.context import Context, make_context
+from megatronish.model.context import Context, Tally, make_context
 from megatronish.model.execution import Execution
+from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import RotaryEmbedding
 
@@ -120,13 +122,21 @@ class GPT(nn.Module):
         padded = config.padded_vocab_size(self.vocab_size, tp.size)
         return OutputLayer(config.hidden_size, self.vocab_size, padded, tp=tp, init_std=config.init_method_std)
 
-    def forward(self, x: Tensor | None, batch: MicroBatch, *, step: int | None, chunk: int = 0) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | None,
+        batch: MicroBatch,
+        *,
+        step: int | None,
+        chunk: int = 0,
+        tally: Tally | None = None,
+    ) -> Tensor:
         """x [S, B, D] from the chunk before (None for the first) -> [S, B, D], or token losses [S/cp, B] of the last.
 
         Losses are in fp32, one for each position, whether it counts or not (`batch.loss_mask`). They are the same on
         all ranks of tp. `step` None means evaluation. Under sequence parallelism x is [S/tp, B, D].
         """
-        x = self.hidden(x, batch, step=step, chunk=chunk)
+        x = self.hidden(x, batch, step=step, chunk=chunk, tally=tally)
         if not self.chunks[chunk].is_last:
             return x
         labels = batch.labels.t().contiguous()
@@ -140,8 +150,12 @@ class GPT(nn.Module):
         step: int | None,
         chunk: int = 0,
         cache: KeyValueCache | None = None,
+        tally: Tally | None = None,
     ) -> Tensor:
-        """[S, B, D] -> [S, B, D], before the final norm; with a `cache`, of the tokens that follow those in it."""
+        """[S, B, D] -> [S, B, D], before the final norm; with a `cache`, of the tokens that follow those in it.
+
+        Routers add what they count to the `tally`.
+        """
         context = make_context(
             batch,
             tp=self.tp,
@@ -149,6 +163,7 @@ class GPT(nn.Module):
             rotary=self.rotary,
             dropout=None if step is None else Dropout(self.execution.dropout_seed, step, batch.sample_ids),
             cache=cache,
+            tally=tally,
         )
         if x is None:
             x = self.embedding(context)
@@ -172,6 +187,17 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
         return self.head(self.final_norm(x))
+
+    def tally(self, batch: MicroBatch) -> Tally | None:
+        """An empty tally for a forward that balances experts; None for any other."""
+        if batch.balance is None:
+            return None
+        return Tally(batch.balance, (self.execution.cp, self.tp.axis))
+
+    def routers(self) -> dict[int, Router]:
+        """Routers of this rank's layers, by the number of the layer."""
+        found = {int(number): getattr(layer, "mlp", None) for number, layer in self.layers.items()}
+        return {number: mlp.router for number, mlp in found.items() if isinstance(mlp, MixtureOfExperts)}
 
     def by_first_use(self) -> list[tuple[nn.Module, list[str]]]:
         """Modules in the order of a forward, each with the parameters that no module before it uses."""

@@ -24,7 +24,7 @@ class ChunkOutput(NamedTuple):
     """Output of a chunk's forward.
 
     `x` [S, B, D] is the input of the next position. At the end of the model it is the scalar that backward starts from;
-    without backward it is any tensor for `on_model_output`, logits for example. `sums` are scalars without a graph, to
+    without backward it is any tensor for `on_model_output`, logits for example. `sums` are tensors without a graph, to
     be added up over micro-batches.
     """
 
@@ -102,7 +102,7 @@ class Executor:
         on_model_output: Callable[[int, Tensor], None] = _drop,
         observers: Sequence[Observer] = (),
     ) -> dict[str, Tensor]:
-        """Execute the actions; return the sums of this rank's chunks over the micro-batches, fp32 scalars by name.
+        """Execute the actions; return the sums of this rank's chunks over the micro-batches by name, fp32 or integers.
 
         Backward starts from `loss_scale` times the output of the last position. `step` None means evaluation.
         `begin_action` is called before each action, with whether it is the last one of its kind in its chunk.
@@ -165,7 +165,8 @@ class Executor:
         y, sums = self.chunks[action.chunk](x, micro_batch, step=step)
         for name, value in sums.items():
             if name not in totals:
-                totals[name] = torch.zeros((), dtype=torch.float32, device=self.boundary.device)
+                dtype = torch.float32 if value.is_floating_point() else value.dtype
+                totals[name] = torch.zeros(value.shape, dtype=dtype, device=self.boundary.device)
             totals[name] += value
         if loss_scale is not None:
             loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None

@@ -189,8 +189,10 @@ def run_chunk(
     model: GPT, objective: Objective, chunk: int, x: torch.Tensor | None, batch: MicroBatch, *, step: int | None
 ) -> ChunkOutput:
     """The forward of a chunk; where it ends the model, of the objective too."""
-    y = model(x, batch, step=step, chunk=chunk)
+    tally = model.tally(batch)
+    y = model(x, batch, step=step, chunk=chunk, tally=tally)
+    counted = {} if tally is None else tally.stacked(model.config.num_layers)
     if not model.chunks[chunk].is_last:
-        return ChunkOutput(y, {})
+        return ChunkOutput(y, counted)
     sums = objective.sums(y, batch)
-    return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()})
+    return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()} | counted)

@@ -6,7 +6,8 @@ reduces, clips and updates. build.py puts one together; the trainer, the tests a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stage import ModelStage
 from megatronish.schedule.plan import Action
-from megatronish.train.results import StepResult, Totals, Votes, no_votes
+from megatronish.train.balancing import Balancing
+from megatronish.train.results import StepResult, StepSums, Totals, Votes, no_votes
 from megatronish.train.update_rule import UpdateRule
 
 
@@ -38,6 +40,10 @@ class Engine:
     executor: Executor
     rule: UpdateRule
     observers: list[Observer] = field(default_factory=list, init=False)
+    balancing: Balancing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.balancing = Balancing(self.stage.model)
 
     def step(
         self,
@@ -59,6 +65,7 @@ class Engine:
             self.data_parallel.wait_for_offload()
             self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
             self.data_parallel.gather_parameters()
+            self.balancing.end_step(result.expert_load)
         self.rule.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
         return result
 
@@ -73,20 +80,23 @@ class Engine:
         self.data_parallel.zero()
         sums = self.executor.run(
             self._actions(len(micro_batches)),
-            self._local(micro_batches),
+            self._local(micro_batches, loss_scale=scale),
             step=num_steps_done,
             loss_scale=scale / max(weight, 1),
             begin_action=self.data_parallel.begin_action,
             observers=self.observers,
         )
         self.data_parallel.finish_reduction()
-        totals, counted_votes = self._reduce(sums, votes())
-        metrics = {name: totals[name] / max(weight, 1) for name in self.objective.names}
+        totals = self._reduce(sums, votes(), model_sums=self.balancing.shapes)
+        metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
+        num_sequences = self._num_sequences(micro_batches)
+        metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
         counted, mesh = self.data_parallel.counted_gradients(), self.mesh
         grad_norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device) / scale
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1)
         skipped = self.rule.skips(grad_norm)
-        return StepResult(metrics, grad_norm, weight, scale, skipped, counted_votes)
+        load = self.balancing.load(totals.model)
+        return StepResult(metrics, grad_norm, weight, scale, skipped, totals.votes, load)
 
     def clip(self, grad_norm: float) -> None:
         """Take the loss scale out of the gradient, and shorten it if it is too long."""
@@ -98,12 +108,21 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
-        totals, _ = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {})
-        return Totals(totals, self._weight(micro_batches))
+        totals = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {})
+        return Totals(totals.objective, self._weight(micro_batches))
 
-    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """What this cp rank holds of whole sequences, on its device."""
+    def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Sequences of the step, over all data ranks."""
+        return self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
+
+    def _local(self, micro_batches: Sequence[MicroBatch], *, loss_scale: float | None = None) -> list[MicroBatch]:
+        """What this cp rank holds of whole sequences, on its device; without a `loss_scale` in evaluation."""
         cp, found = self.mesh.cp, list(micro_batches)
+        if loss_scale is not None:
+            balance = self.balancing.factors(
+                num_sequences=self._num_sequences(found), seq_length=found[0].tokens.shape[1], loss_scale=loss_scale
+            )
+            found = [replace(each, balance=balance, counted=each.num_loss_tokens) for each in found]
         if cp.size > 1:
             found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
         return [each.to(self.mesh.device) for each in found]
@@ -117,21 +136,30 @@ class Engine:
         return int(comm.all_reduce(weight, self.mesh.dp))
 
     def _reduce(
-        self, sums: Mapping[str, Tensor], votes: Mapping[str, float]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """The objective's sums and the votes over all ranks: one all-reduce of one vector.
+        self,
+        sums: Mapping[str, Tensor],
+        votes: Mapping[str, float],
+        *,
+        model_sums: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> StepSums:
+        """The objective's sums, those of the model's layers and the votes over all ranks: one all-reduce of one vector.
 
-        Sums differ over data ranks and stages. tp ranks hold the same ones, so the first of them speaks.
+        Sums differ over data ranks and stages. tp ranks hold the same sums of the objective, so the first of them
+        speaks; what layers count (`model_sums`, by shape) each rank counts of its own tokens.
         """
-        mesh, names = self.mesh, self.objective.names
-        vector = torch.zeros(len(names) + len(votes), dtype=torch.float64, device=mesh.device)
-        if mesh.tp.is_first:
-            for place, name in enumerate(names):
-                vector[place] = sums.get(name, 0.0)
-        if votes:
-            vector[len(names) :] = torch.tensor(list(votes.values()), dtype=torch.float64)
-        found = comm.all_reduce(vector, mesh.world).tolist()
-        return dict(zip(names, found[: len(names)], strict=True)), dict(zip(votes, found[len(names) :], strict=True))
+        device, names = self.mesh.device, self.objective.names
+        of_objective = [sums.get(name, 0.0) if self.mesh.tp.is_first else 0.0 for name in names]
+        parts = [torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in of_objective])]
+        for name, shape in model_sums.items():
+            parts.append(sums[name].double().flatten() if name in sums else parts[0].new_zeros(math.prod(shape)))
+        parts.append(torch.tensor(list(votes.values()), dtype=torch.float64).to(device))
+        found = comm.all_reduce(torch.cat(parts), self.mesh.world).cpu()
+        pieces = iter(found.split([part.numel() for part in parts]))
+        return StepSums(
+            dict(zip(names, next(pieces).tolist(), strict=True)),
+            {name: next(pieces).view(shape) for name, shape in model_sums.items()},
+            dict(zip(votes, next(pieces).tolist(), strict=True)),
+        )
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

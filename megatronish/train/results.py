@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from torch import Tensor
+
 from megatronish.errors import RunError
 from megatronish.objectives.objective import LOSS
+from megatronish.train.balancing import ExpertLoad
 
 Votes = Callable[[], Mapping[str, float]]
 """Numbers of a rank that are to be summed over all ranks with those of a step, by name."""
@@ -33,6 +36,8 @@ class StepResult(NamedTuple):
     loss_scale: float = 1.0
     skipped: bool = False
     votes: Mapping[str, float] = MappingProxyType({})
+    expert_load: ExpertLoad | None = None
+    """Choices of the experts of each layer; None for a dense model."""
 
     @property
     def loss(self) -> float:
@@ -45,3 +50,11 @@ class Totals(NamedTuple):
 
     sums: Mapping[str, float]
     weight: int
+
+
+class StepSums(NamedTuple):
+    """Sums of a step over all ranks: the objective's, those of the model's layers, and the votes of hooks."""
+
+    objective: Mapping[str, float]
+    model: Mapping[str, Tensor]
+    votes: Mapping[str, float]

@@ -1,0 +1,99 @@
+"""Balancing of experts over a step: the factors of its losses, the sums that ranks add up, the state that they move."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatronish.config.model import ModelConfig
+from megatronish.layer_specs import ExpertsSpec, layer_specs
+from megatronish.layers.router import Balance
+from megatronish.model.gpt import GPT
+
+TOKENS = "tokens_per_expert"
+
+
+class ExpertLoad(NamedTuple):
+    """Choices of each expert in a step, int64 [num_layers, E]; rows of dense layers are zero."""
+
+    tokens: Tensor
+    layers: tuple[int, ...]
+
+    @property
+    def largest(self) -> float:
+        """Largest load of an expert over the mean of its layer, of the layer where it is largest."""
+        rows = self.tokens[list(self.layers)].double()
+        return float((rows.amax(1) / rows.mean(1).clamp(min=1e-9)).amax())
+
+    @property
+    def num_idle(self) -> int:
+        """Experts without a token."""
+        return int((self.tokens[list(self.layers)] == 0).sum())
+
+
+@dataclass
+class Balancing:
+    """Balancing of the experts of a model, of which this rank holds some layers; of a dense model it does nothing."""
+
+    model: GPT
+
+    def __post_init__(self) -> None:
+        config = self.config
+        specs = enumerate(layer_specs(config))
+        self.layers = tuple(number for number, spec in specs if isinstance(spec.mlp, ExpertsSpec))
+        self.losses: dict[str, float] = {}
+        if self.layers:
+            kind, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+            self.losses = {
+                "load_balancing_loss": coefficient if kind == "seq_aux_loss" else 0.0,
+                "global_load_balancing_loss": coefficient if kind == "global_aux_loss" else 0.0,
+                "z_loss": config.moe_z_loss_coeff,
+            }
+        self.losses = {name: value for name, value in self.losses.items() if value}
+
+    @property
+    def config(self) -> ModelConfig:
+        """Options of the model."""
+        return self.model.config
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the sums of a step by name, the same on every rank, whatever layers it holds."""
+        if not self.layers:
+            return {}
+        num_layers, num_experts = self.config.num_layers, self.config.num_experts
+        assert num_experts is not None
+        return {TOKENS: (num_layers, num_experts), **dict.fromkeys(self.losses, (num_layers,))}
+
+    def factors(self, *, num_sequences: int, seq_length: int, loss_scale: float) -> Balance | None:
+        """Factors of the losses in a step of so many sequences over all data ranks."""
+        if not self.layers:
+            return None
+        return Balance(
+            loss_scale / num_sequences,
+            seq_length,
+            self.losses.get("load_balancing_loss", 0.0),
+            self.losses.get("global_load_balancing_loss", 0.0),
+            self.losses.get("z_loss", 0.0),
+        )
+
+    def metrics(self, sums: Mapping[str, Tensor], *, num_sequences: int) -> dict[str, float]:
+        """Means of the losses over sequences and layers, without their coefficients, and how uneven the load is."""
+        if not self.layers:
+            return {}
+        found = {name: float(sums[name].sum()) / num_sequences / len(self.layers) for name in self.losses}
+        load = self.load(sums)
+        assert load is not None
+        return found | {"largest_expert_load": load.largest, "num_idle_experts": float(load.num_idle)}
+
+    def load(self, sums: Mapping[str, Tensor]) -> ExpertLoad | None:
+        """Choices of each expert; None for a dense model."""
+        return ExpertLoad(sums[TOKENS].to(torch.int64), self.layers) if self.layers else None
+
+    def end_step(self, load: ExpertLoad | None) -> None:
+        """Let the routers of this rank move their state by the choices of a step that counts."""
+        if load is not None:
+            for layer, router in self.model.routers().items():
+                router.end_step(load.tokens[layer])

@@ -1,0 +1,93 @@
+"""Experts in every layout train the model that one process trains: losses, norms, gradients, counts and biases."""
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from engines import NO_DROPOUT, world_size_of
+from jobs import tiny
+from ranks import run_ranks
+from torch import Tensor
+
+from megatronish.config.read import read_config
+from megatronish.launch.place import Place
+from megatronish.train.build import build_engine
+from megatronish.train.job import TrainingJob
+from megatronish.train.run import start_mesh
+
+STEPS = 3
+MODELS = {
+    "softmax": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 16 --swiglu --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
+    "sigmoid": "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --swiglu --disable-bias-linear --moe-router-score-function "
+    "sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 --moe-router-num-groups 4 --moe-router-group-topk 3 "
+    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq ([0]*1+[1]*3)",
+}
+COMMON = f"--num-layers 4 --num-attention-heads 4 --optimizer sgd --lr 1e-2 --global-batch-size 8 {NO_DROPOUT}"
+
+
+class Trained(NamedTuple):
+    """What a rank saw of some steps; gradients are whole, of the parameters that this rank counts."""
+
+    metrics: list[dict[str, float]]
+    tokens: list[Tensor]
+    biases: dict[int, Tensor]
+    norms: dict[str, float]
+
+
+def train(place: Place, flags: str) -> Trained:
+    config, _ = read_config(tiny(Path("never-written"), flags))
+    mesh = start_mesh(config, place)
+    job = TrainingJob.open(config, mesh)
+    engine = build_engine(config, mesh, vocab_size=job.vocab_size)
+    batches = job.batches_of(job.datasets.train)
+    metrics, tokens = [], []
+    for step in range(STEPS):
+        result = engine.step(batches(8 * step, 8), num_steps_done=step, learning_rate=1e-2, weight_decay=0.1)
+        metrics.append({**result.metrics, "grad_norm": result.grad_norm})
+        assert result.expert_load is not None
+        tokens.append(result.expert_load.tokens)
+    biases = {layer: router.state["bias"] for layer, router in engine.stage.model.routers().items() if router.state}
+    norms = {name: float(shard.master.double().square().sum()) for name, shard in engine.data_parallel.shards.items()}
+    return Trained(metrics, tokens, biases, norms)
+
+
+@cache
+def alone(flags: str) -> Trained:
+    (found,) = run_ranks(1, train, flags)
+    return found
+
+
+LAYOUTS = [
+    "--micro-batch-size 2",
+    "--dp 2 --ep 2",
+    "--tp 2 --etp 2",
+    "--tp 2 --etp 1 --ep 2",
+    "--tp 2 --etp 1 --ep 2 --sequence-parallel",
+    "--tp 2 --etp 2 --sequence-parallel",
+    "--cp 2 --ep 2",
+    "--cp 2 --ep 2 --cp-comm-type a2a",
+    "--dp 2 --tp 2 --ep 2 --etp 2 --sequence-parallel",
+    "--dp 2 --tp 2 --ep 4 --etp 1",
+    "--dp 4 --ep 2 --zero-stage 1",
+    "--dp 4 --ep 2 --zero-stage 2",
+    "--pp 2 --dp 2 --ep 2",
+    "--pp 2 --tp 2 --ep 2 --etp 1 --sequence-parallel --pipeline-schedule zb-h1",
+    "--pp 2 --dp 2 --ep 2 --recompute-granularity full",
+    "--cp 2 --tp 2 --ep 4 --etp 1 --sequence-parallel",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_experts_train_the_same_in_every_layout(model: str, layout: str) -> None:
+    flags = f"{COMMON} {MODELS[model]}"
+    expected = alone(flags)
+    flags = f"{flags} {layout}"
+    for found in run_ranks(world_size_of(flags), train, flags):
+        for step, (mine, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+            assert torch.equal(found.tokens[step], expected.tokens[step]), step
+            assert mine == pytest.approx(theirs, rel=1e-5), step
+        for layer, bias in found.biases.items():
+            assert torch.equal(bias, expected.biases[layer])
