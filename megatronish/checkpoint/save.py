@@ -21,7 +21,7 @@ from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.errors import RunError
 from megatronish.mesh import Domain, Mesh
 from megatronish.optim.optimizer import Optimizer
-from megatronish.sharding import Shard, Sharding
+from megatronish.sharding import Piece, Shard, Sharding
 
 
 def model_tensors(
@@ -30,6 +30,20 @@ def model_tensors(
     """Parameters as global tensors. Of the ranks that hold replicas of a shard, each writes some of the tensors."""
     masters = {name: shard.master for name, shard in shards.items()}
     return _global_tensors("model", masters, shards, shardings, domains)
+
+
+def state_tensors(states: Mapping[str, Tensor], domain: Domain) -> dict[str, GlobalTensor]:
+    """State of the model that no gradient changes (the biases of routers): whole on every rank, written by one."""
+    writes = all(axis.is_first for axis in (*domain.counting_axes, domain.replicate))
+    return {
+        f"model.{name}": GlobalTensor(tuple(each.shape), (_whole(each),), each, writes=writes)
+        for name, each in states.items()
+    }
+
+
+def _whole(tensor: Tensor) -> Piece:
+    zeros = (0,) * tensor.dim()
+    return Piece(zeros, zeros, tuple(tensor.shape))
 
 
 def optimizer_tensors(

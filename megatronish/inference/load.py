@@ -8,7 +8,7 @@ import torch
 
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.load import load_tensors
-from megatronish.checkpoint.save import model_tensors
+from megatronish.checkpoint.save import model_tensors, state_tensors
 from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
@@ -123,7 +123,8 @@ def load_model(
         name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains[shardings[name].domain].model)))
         for name, parameter in model.named_parameters()
     }
-    load_tensors(found.checkpoint, model_tensors(shards, shardings, mesh.domains), mesh=mesh)
+    tensors = model_tensors(shards, shardings, mesh.domains) | state_tensors(model.state(), mesh.domains["dense"])
+    load_tensors(found.checkpoint, tensors, mesh=mesh)
     return LoadedModel(model.requires_grad_(False).eval(), description, found.step)
 
 

@@ -199,6 +199,14 @@ class GPT(nn.Module):
         found = {int(number): getattr(layer, "mlp", None) for number, layer in self.layers.items()}
         return {number: mlp.router for number, mlp in found.items() if isinstance(mlp, MixtureOfExperts)}
 
+    def state(self) -> dict[str, Tensor]:
+        """State of this rank's routers that no gradient changes, fp32, by name."""
+        return {
+            f"layers.{number}.mlp.router.{name}": tensor
+            for number, router in self.routers().items()
+            for name, tensor in router.state.items()
+        }
+
     def by_first_use(self) -> list[tuple[nn.Module, list[str]]]:
         """Modules in the order of a forward, each with the parameters that no module before it uses."""
         names = {parameter: name for name, parameter in self.named_parameters()}

@@ -16,6 +16,7 @@ a round has MOST_AT_ONCE elements, or R times the largest matrix where that is m
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -30,10 +31,13 @@ MOST_AT_ONCE = 2**25
 
 
 class Matrix(NamedTuple):
-    """A parameter that is one matrix, or one section of a fused parameter, by its offset in the parameter."""
+    """A parameter that is one matrix, one section of a fused parameter, or one of a stack (an expert's).
+
+    `offset` is that of its first element in the parameter, of all dims.
+    """
 
     name: str
-    offset: tuple[int, int]
+    offset: tuple[int, ...]
     shape: tuple[int, int]
 
     @property
@@ -41,22 +45,51 @@ class Matrix(NamedTuple):
         """Elements of the matrix: rows times columns."""
         return self.shape[0] * self.shape[1]
 
-    def place_of(self, piece: Piece | FlatPiece) -> tuple[slice, slice] | None:
-        """Rows and columns of this matrix that a piece of the parameter covers; None if it lies in another matrix."""
-        row, column = (there - here for there, here in zip(piece.global_offset, self.offset, strict=True))
+    def part_of(self, piece: Piece | FlatPiece) -> tuple[Piece | FlatPiece, tuple[slice, slice]] | None:
+        """What a piece of the parameter has of this matrix, and its rows and columns; None if it has nothing."""
+        stack = len(self.offset) - 2
+        *index, row, column = (there - here for there, here in zip(self.offset, piece.global_offset, strict=True))
+        # 1. Of a stack of matrices a piece may hold several: the one at `index` of the piece.
+        if not all(0 <= place < size for place, size in zip(index, piece.sizes, strict=False)):
+            return None
+        # 2. Where the piece begins inside the matrix.
+        row, column = -row, -column
         if not (0 <= row < self.shape[0] and 0 <= column < self.shape[1]):
             return None
-        rows, columns = piece.sizes
+        rows, columns = piece.sizes[stack:]
         assert row + rows <= self.shape[0] and column + columns <= self.shape[1], f"{piece} reaches into two matrices"
-        return slice(row, row + rows), slice(column, column + columns)
+        return _at(piece, tuple(index)), (slice(row, row + rows), slice(column, column + columns))
+
+
+def _at(piece: Piece | FlatPiece, index: tuple[int, ...]) -> Piece | FlatPiece:
+    """The matrix at this index of a piece's first dims; the piece itself where it is no stack."""
+    if not index:
+        return piece
+    stack = len(index)
+    offset = (
+        *(start + place for start, place in zip(piece.global_offset, index, strict=False)),
+        *piece.global_offset[stack:],
+    )
+    sizes = (*(1 for _ in index), *piece.sizes[stack:])
+    if isinstance(piece, FlatPiece):
+        number = 0
+        for place, size in zip(index, piece.sizes, strict=False):
+            number = number * size + place
+        return FlatPiece(offset, piece.start + number * piece.sizes[-2] * piece.sizes[-1], sizes)
+    local = (
+        *(start + place for start, place in zip(piece.local_offset, index, strict=False)),
+        *piece.local_offset[stack:],
+    )
+    return Piece(offset, local, sizes)
 
 
 def matrices_of(name: str, sharding: Sharding) -> Iterator[Matrix]:
-    """The matrices of a parameter: one for each section of a fused one (q, k, v; gate, up), else the whole."""
-    rows, columns = sharding.shape
+    """The matrices of a parameter: one for each section of a fused one (q, k, v; gate, up), or each of a stack."""
+    *stack, rows, columns = sharding.shape
     cut = next((cut for cut in sharding.cuts if cut.sections), None)
     if cut is None:
-        yield Matrix(name, (0, 0), (rows, columns))
+        for index in product(*(range(size) for size in stack)):
+            yield Matrix(name, (*index, 0, 0), (rows, columns))
         return
     start = 0
     for section in cut.sections:
@@ -123,9 +156,9 @@ class MatrixDistribution:
         self.rounds = list(deal(matrices, num_ranks=self._num_ranks, most=most))
         self._pieces = {
             matrix: [
-                (piece, place)
+                part
                 for piece in (masters.shards[matrix.name].pieces if matrix.name in masters.parameters else ())
-                if (place := matrix.place_of(piece)) is not None
+                if (part := matrix.part_of(piece)) is not None
             ]
             for matrix in matrices
         }
@@ -133,10 +166,10 @@ class MatrixDistribution:
         self._contributes = {name: sharding.is_counted(domain) for name, sharding in masters.shardings.items()}
 
     def pieces(self, slot: Slot, buffer: Tensor) -> Iterator[tuple[Piece | FlatPiece, Tensor]]:
-        """This rank's pieces of a matrix, each with the view [rows, columns] of its place in the buffer."""
+        """This rank's pieces of a matrix, each with the view [..., rows, columns] of its place in the buffer."""
         matrix = slot.view(buffer[slot.owner])
         for piece, place in self._pieces[slot.matrix]:
-            yield piece, matrix[place]
+            yield piece, matrix[place][(None,) * (len(piece.sizes) - 2)]
 
     def contributes(self, slot: Slot) -> bool:
         """Whether this rank's pieces of the matrix go into the sum, and not a copy on another rank."""

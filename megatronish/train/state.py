@@ -7,7 +7,7 @@ import torch
 
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
-from megatronish.checkpoint.save import model_tensors, optimizer_tensors
+from megatronish.checkpoint.save import model_tensors, optimizer_tensors, state_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.train.engine import Engine
 
@@ -21,6 +21,7 @@ def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTenso
     """Tensors of this rank as a checkpoint has them, by name."""
     where = (engine.stage.shardings, engine.mesh.domains)
     tensors = model_tensors(engine.data_parallel.shards, *where)
+    tensors |= state_tensors(engine.stage.model.state(), engine.mesh.domains["dense"])
     return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
 
 

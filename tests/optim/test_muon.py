@@ -197,7 +197,7 @@ def test_the_sections_of_a_parameter_are_its_matrices() -> None:
 
 def test_a_piece_in_two_matrices_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="reaches into two matrices"):
-        Matrix("w", (8, 0), (4, 8)).place_of(Piece((10, 0), (0, 0), (4, 8)))
+        Matrix("w", (8, 0), (4, 8)).part_of(Piece((10, 0), (0, 0), (4, 8)))
 
 
 # Many ranks

@@ -11,11 +11,14 @@ from jobs import tiny
 from ranks import run_ranks
 from torch import Tensor
 
+from megatronish.checkpoint.load import load_tensors
+from megatronish.checkpoint.save import save_checkpoint
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.train.build import build_engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
+from megatronish.train.state import tensors_of
 
 STEPS = 3
 MODELS = {
@@ -91,3 +94,45 @@ def test_experts_train_the_same_in_every_layout(model: str, layout: str) -> None
             assert mine == pytest.approx(theirs, rel=1e-5), step
         for layer, bias in found.biases.items():
             assert torch.equal(bias, expected.biases[layer])
+
+
+def save_or_load(place: Place, flags: str, folder: Path, saves: bool) -> tuple[list[dict[str, float]], list[Tensor]]:
+    """Two steps, then a checkpoint; or a checkpoint, and two steps after it."""
+    config, _ = read_config(tiny(Path("never-written"), flags))
+    mesh = start_mesh(config, place)
+    job = TrainingJob.open(config, mesh)
+    engine = build_engine(config, mesh, vocab_size=job.vocab_size)
+    batches = job.batches_of(job.datasets.train)
+    seen, tokens = [], []
+    if not saves:
+        load_tensors(folder / "step_00000002", tensors_of(engine, with_optimizer=True), mesh=mesh)
+        engine.data_parallel.gather_parameters(frozen=True)
+        engine.optimizer.num_steps = 2
+    for step in range(4):
+        if saves and step == 2:
+            save_checkpoint(folder, step=2, tensors=tensors_of(engine, with_optimizer=True), state={}, mesh=mesh)
+        if not saves and step < 2:
+            continue
+        result = engine.step(batches(8 * step, 8), num_steps_done=step, learning_rate=1e-2, weight_decay=0.1)
+        seen.append({**result.metrics, "grad_norm": result.grad_norm})
+        assert result.expert_load is not None
+        tokens.append(result.expert_load.tokens)
+    return seen[-2:], tokens[-2:]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ("--dp 2 --ep 2", "--dp 4 --ep 4 --zero-stage 1"),
+        ("--tp 2 --dp 2 --etp 2 --ep 2 --zero-stage 2", "--pp 2 --dp 2 --ep 1"),
+        ("--dp 4 --ep 2 --zero-stage 1", "--cp 2 --ep 2"),
+    ],
+)
+def test_a_checkpoint_of_experts_loads_in_any_layout(tmp_path: Path, saving: str, loading: str, optimizer: str) -> None:
+    flags = f"{COMMON} {MODELS['sigmoid']}".replace("--optimizer sgd", f"--optimizer {optimizer}")
+    expected, tokens = run_ranks(world_size_of(saving), save_or_load, f"{flags} {saving}", tmp_path, True)[0]
+    for found, counts in run_ranks(world_size_of(loading), save_or_load, f"{flags} {loading}", tmp_path, False):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+        assert all(map(torch.equal, counts, tokens))
