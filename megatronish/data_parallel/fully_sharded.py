@@ -51,11 +51,13 @@ class FullySharded:
         device: torch.device,
         seed: int | None,
     ) -> None:
-        (self._domain,) = (domains[name] for name in {each.domain for each in shardings.values()})
         self.domains, self.reduce_dtype = domains, settings.reduce_dtype
-        # Units, from the last to the first: every layer, and what is left of the stage around them.
+        domain_of = {name: domains[sharding.domain] for name, sharding in shardings.items()}
+        # Units: what has data ranks of its own (experts), every layer, and what is left of the stage around them.
+        for module, domain in _of_other_domains(stage, domain_of):
+            _fully_shard([module], domain.device_mesh, settings)
         self._stage, *layers = _fully_shard(
-            [stage, *(layer for chunk in chunks for layer in chunk)], self._domain.device_mesh, settings
+            [stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"].device_mesh, settings
         )
         waiting = iter(layers)
         self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
@@ -67,7 +69,7 @@ class FullySharded:
         kept = {name: parameter for name, parameter in _sharded(stage) if _rows(parameter).numel()}
         self._rows = {name: _rows(parameter) for name, parameter in kept.items()}
         pieces = {
-            name: _pieces(parameter, shardings[name].pieces(self._domain.model), self._domain.shard)
+            name: _pieces(parameter, shardings[name].pieces(domain_of[name].model), domain_of[name].shard)
             for name, parameter in kept.items()
         }
         for name, rows in self._rows.items():
@@ -104,7 +106,7 @@ class FullySharded:
         return plan_buckets(
             {name: self._rows[name] for name in names},
             shardings,
-            {self._domain.name: self._domain.unsharded},
+            {name: domain.unsharded for name, domain in self.domains.items()},
             bucket_size=settings.bucket_size,
             alignment=1,
             sources=dict.fromkeys(names, frozenset()),
@@ -138,11 +140,14 @@ class FullySharded:
 
     def finish_reduction(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
-        replicate = self._domain.replicate
-        if replicate.size > 1:
-            sums = [comm.start_all_reduce(total.to(self.reduce_dtype), replicate) for total in self._sums]
-            for total, pending in zip(self._sums, sums, strict=True):
-                total.copy_(pending.wait())
+        # The plans have domains that nobody shards or replicates any more: the replicas are those of the mesh's.
+        under_way = [
+            (total, comm.start_all_reduce(total.to(self.reduce_dtype), replicate))
+            for plan, total in zip(self._plans, self._sums, strict=True)
+            if (replicate := self.domains[plan.domain.name].replicate).size > 1
+        ]
+        for total, pending in under_way:
+            total.copy_(pending.wait())
         for plan, total in zip(self._plans, self._sums, strict=True):
             for axis in plan.sums_over:
                 comm.all_reduce(total, axis)
@@ -156,8 +161,11 @@ class FullySharded:
 
     def counted_gradients(self) -> dict[str, list[Tensor]]:
         """Flat tensors with the gradients that this rank counts, and zeros, by domain."""
-        counted = [total for plan, total in zip(self._plans, self._sums, strict=True) if plan.counted]
-        return {name: counted if name == self._domain.name else [] for name in self.domains}
+        found: dict[str, list[Tensor]] = {name: [] for name in self.domains}
+        for plan, total in zip(self._plans, self._sums, strict=True):
+            if plan.counted:
+                found[plan.domain.name].append(total)
+        return found
 
     def wait_for_offload(self) -> None:
         """Returns once the gradients are where the optimizer reads them."""
@@ -170,6 +178,16 @@ class FullySharded:
 
     def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
         """A forward waits for what it gathers in any case."""
+
+
+def _of_other_domains(stage: nn.Module, domain_of: Mapping[str, Domain]) -> Iterator[tuple[nn.Module, Domain]]:
+    """The largest modules all of whose parameters are of one domain other than the dense one."""
+    found: list[str] = []
+    for path, module in stage.named_modules():
+        names = {domain_of[f"{path}.{name}".lstrip(".")].name for name, _ in module.named_parameters()}
+        if len(names) == 1 and names != {"dense"} and not any(path.startswith(f"{other}.") for other in found):
+            found.append(path)
+            yield module, next(domain for domain in domain_of.values() if domain.name in names)
 
 
 def _fully_shard(
