@@ -31,9 +31,10 @@ class RouteSizes(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Route of N = T K rows to the experts and back. N' rows arrive on this rank.
+    """Route of N rows to the experts and back, N = T K or fewer where choices are dropped. N' rows arrive on this rank.
 
-    `order` [N] lists the choices (token t's k-th is t K + k) sorted by expert, `inverse` [N] is its inverse.
+    `order` [T K] lists the choices (token t's k-th is t K + k) sorted by expert, dropped ones last; `inverse` [T K] is
+    its inverse.
     `local_order` [N'] sorts what arrives by local expert, `local_inverse` [N'] is its inverse; both None where ep has
     one rank. `groups` are the rows of each local expert.
     """
@@ -50,14 +51,14 @@ class Route(NamedTuple):
 def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes | None = None) -> Route:
     """Route of the choices [T, K] of this rank's tokens; every rank of ep calls it at the same time.
 
-    `sizes` are those of an earlier route of the same choices.
+    A choice of `num_experts` is dropped: it goes nowhere. `sizes` are those of an earlier route of the same choices.
     """
     flat = choices.reshape(-1)
     # int16 sorts three times as fast as int64.
     order = flat.to(torch.int16 if num_experts <= 2**15 else torch.int32).argsort(stable=True)
     inverse = _inverse(order)
     if sizes is None:
-        sizes = _exchange_counts(torch.bincount(flat, minlength=num_experts), ep)
+        sizes = _exchange_counts(torch.bincount(flat, minlength=num_experts)[:num_experts], ep)
     local_order = local_inverse = None
     if ep.size > 1:
         local = torch.arange(num_experts // ep.size, device=flat.device, dtype=torch.int16).repeat(ep.size)
@@ -78,7 +79,7 @@ def _exchange_counts(counts: Tensor, ep: Axis) -> RouteSizes:
 
 def dispatch(x: Tensor, route: Route, *, ep: Axis) -> Tensor:
     """[T, D] -> [N', D]: a row for each choice, on the rank of the chosen expert, sorted by local expert."""
-    rows = _TakeTokens.apply(x, route.order, route.inverse, route.num_choices)
+    rows = _TakeTokens.apply(x, route.order, route.inverse, route.num_choices, sum(route.sizes.sent))
     rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.sent, received=route.sizes.received)
     if route.local_order is None:
         return rows
@@ -90,6 +91,8 @@ def combine(rows: Tensor, weights: Tensor, route: Route, *, ep: Axis) -> Tensor:
     if route.local_order is not None:
         rows = _Permute.apply(rows, route.local_inverse, route.local_order)
     rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.received, received=route.sizes.sent)
+    if num_dropped := weights.numel() - rows.shape[0]:
+        rows = torch.cat([rows, rows.new_zeros(num_dropped, rows.shape[1])])
     rows = _Permute.apply(rows, route.inverse, route.order).view(*weights.shape, rows.shape[-1])
     return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
@@ -101,20 +104,22 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class _TakeTokens(torch.autograd.Function):
-    """[T, D] -> [T K, D], the token of each choice; backward gathers and adds K rows a token, in a fixed order."""
+    """[T, D] -> [N, D], the token of each choice; backward gathers and adds K rows a token, in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, num_choices: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, num_choices: int, num_rows: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.num_choices = num_choices
-        return x[order // num_choices]
+        return x[order[:num_rows] // num_choices]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (inverse,) = ctx.saved_tensors
-        dy = grads[0][inverse]
-        tokens = dy.shape[0] // ctx.num_choices
-        return dy.view(tokens, ctx.num_choices, dy.shape[-1]).sum(1), None, None, None
+        dy = grads[0]
+        if num_dropped := inverse.numel() - dy.shape[0]:
+            dy = torch.cat([dy, dy.new_zeros(num_dropped, dy.shape[1])])
+        dy, tokens = dy[inverse], inverse.numel() // ctx.num_choices
+        return dy.view(tokens, ctx.num_choices, dy.shape[-1]).sum(1), None, None, None, None
 
 
 class _Permute(torch.autograd.Function):

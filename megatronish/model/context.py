@@ -20,9 +20,13 @@ from megatronish.model.rope import RotaryEmbedding, Rotation
 
 
 class RecordedRouting(NamedTuple):
-    """Choices of this rank's tokens, [T, K] int16, and the sizes of their route: all that a recomputation needs."""
+    """Choices of this rank's tokens, [T, K] int16, which are kept, and the sizes of their route.
+
+    It is all that a recomputation needs.
+    """
 
     choices: Tensor
+    kept: Tensor | None
     sizes: RouteSizes
 
 
@@ -68,6 +72,7 @@ class Context:
     causal_mask: AttentionMask
     dropout: Dropout | None
     cache: KeyValueCache | None = None
+    cp: Axis = field(default_factory=partial(Axis, "cp"))
     routings: dict[int, RecordedRouting] = field(default_factory=dict)
     """Choices of experts by layer, recorded by the first forward: a recomputation replays them."""
     tally: Tally | None = None
@@ -117,5 +122,6 @@ def make_context(
         ),
         dropout=dropout,
         cache=cache,
+        cp=cp,
         tally=tally,
     )

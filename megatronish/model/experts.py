@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatronish import comm
 from megatronish.config.model import ModelConfig
 from megatronish.layer_specs import ExpertsSpec
+from megatronish.layers.capacity import Capacity, kept_choices
 from megatronish.layers.dispatch import make_route
 from megatronish.layers.experts import Experts
 from megatronish.layers.router import (
@@ -73,6 +74,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.tp, std = spec, layer, tp, config.init_method_std
+        self.capacity_factor = config.moe_expert_capacity_factor
         self.router = Router(config.hidden_size, router_settings(config, spec), init_std=std)
         self.experts = Experts(
             spec.num_experts,
@@ -97,7 +99,9 @@ class MixtureOfExperts(nn.Module):
         # 2. Choices: new ones, or those of the first forward where this is a recomputation.
         recorded, parallel = context.routings.get(self.layer), self.tp.experts
         routing = self.router(tokens, None if recorded is None else recorded.choices.long())
-        choices = comm.start_all_gather(routing.choices, parallel.etp).wait()
+        kept = self.kept(routing, context) if recorded is None else recorded.kept
+        choices = routing.choices if kept is None else routing.choices.masked_fill(~kept, self.spec.num_experts)
+        choices = comm.start_all_gather(choices, parallel.etp).wait()
         route = make_route(
             choices,
             num_experts=self.spec.num_experts,
@@ -105,12 +109,16 @@ class MixtureOfExperts(nn.Module):
             sizes=None if recorded is None else recorded.sizes,
         )
         if recorded is None:
-            context.routings[self.layer] = RecordedRouting(routing.choices.to(torch.int16), route.sizes)
+            context.routings[self.layer] = RecordedRouting(routing.choices.to(torch.int16), kept, route.sizes)
 
         # 3. Balancing losses: their gradients start here, in the forward that has a graph.
         weights = routing.weights
         if context.tally is not None:
             weights = self.balanced(routing, context.tally, num_sequences=x.shape[1], is_first=recorded is None)
+            if kept is not None and recorded is None:
+                context.tally.add("dropped_choices", self.layer, (~kept).sum())
+        if kept is not None:
+            weights = weights * kept  # after normalising: what is dropped is lost, and not given to others
 
         # 4. The experts, and the shared experts as a dense MLP beside them.
         y = self.experts(tokens, weights, route).view_as(own)
@@ -120,6 +128,25 @@ class MixtureOfExperts(nn.Module):
             shared = self.shared(x)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
         return y
+
+    def kept(self, routing: Routing, context: Context) -> Tensor | None:
+        """bool [T, K], whether each choice is within the capacity of its expert; None without a limit."""
+        if self.capacity_factor is None:
+            return None
+        positions = context.positions
+        if not self.tp.cuts_sequence:
+            positions = comm.piece_of(positions, self.tp.axis)
+        spec, cp = self.spec, context.cp
+        capacity = Capacity.of(
+            self.capacity_factor,
+            num_chosen=spec.num_chosen,
+            num_experts=spec.num_experts,
+            seq_length=context.causal_mask.seq_length,
+            cp=cp,
+            tp=self.tp.axis,
+        )
+        choices = routing.choices.unflatten(0, (len(positions), -1))
+        return kept_choices(choices, positions, capacity, num_experts=spec.num_experts).flatten(0, 1)
 
     def balanced(self, routing: Routing, tally: Tally, *, num_sequences: int, is_first: bool) -> Tensor:
         """The weights [T, K], to which the balancing losses are attached; the first forward counts them."""

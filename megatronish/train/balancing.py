@@ -12,7 +12,7 @@ from megatronish.layer_specs import ExpertsSpec, layer_specs
 from megatronish.layers.router import Balance
 from megatronish.model.gpt import GPT
 
-TOKENS = "tokens_per_expert"
+TOKENS, DROPPED = "tokens_per_expert", "dropped_choices"
 
 
 class ExpertLoad(NamedTuple):
@@ -65,7 +65,8 @@ class Balancing:
             return {}
         num_layers, num_experts = self.config.num_layers, self.config.num_experts
         assert num_experts is not None
-        return {TOKENS: (num_layers, num_experts), **dict.fromkeys(self.losses, (num_layers,))}
+        dropped = [] if self.config.moe_expert_capacity_factor is None else [DROPPED]
+        return {TOKENS: (num_layers, num_experts), **dict.fromkeys((*self.losses, *dropped), (num_layers,))}
 
     def factors(self, *, num_sequences: int, seq_length: int, loss_scale: float) -> Balance | None:
         """Factors of the losses in a step of so many sequences over all data ranks."""
@@ -86,6 +87,8 @@ class Balancing:
         found = {name: float(sums[name].sum()) / num_sequences / len(self.layers) for name in self.losses}
         load = self.load(sums)
         assert load is not None
+        if DROPPED in sums:
+            found["dropped_share"] = float(sums[DROPPED].sum() / sums[TOKENS].sum())
         return found | {"largest_expert_load": load.largest, "num_idle_experts": float(load.num_idle)}
 
     def load(self, sums: Mapping[str, Tensor]) -> ExpertLoad | None:

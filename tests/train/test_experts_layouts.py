@@ -22,12 +22,14 @@ from megatronish.train.state import tensors_of
 
 STEPS = 3
 MODELS = {
-    "softmax": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 16 --swiglu --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
-    "sigmoid": "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --swiglu --disable-bias-linear --moe-router-score-function "
+    "softmax": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --swiglu --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
+    "capacity": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-expert-capacity-factor 0.75 "
+    "--moe-router-pre-softmax --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
+    "sigmoid": "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 24 --swiglu --disable-bias-linear --moe-router-score-function "
     "sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 --moe-router-num-groups 4 --moe-router-group-topk 3 "
-    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq ([0]*1+[1]*3)",
+    "--moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate --moe-layer-freq ([0]*1+[1]*3)",
 }
-COMMON = f"--num-layers 4 --num-attention-heads 4 --optimizer sgd --lr 1e-2 --global-batch-size 8 {NO_DROPOUT}"
+COMMON = f"--num-layers 4 --num-attention-heads 12 --seq-length 24 --optimizer sgd --lr 1e-2 --global-batch-size 8 {NO_DROPOUT}"
 
 
 class Trained(NamedTuple):
@@ -51,7 +53,9 @@ def train(place: Place, flags: str) -> Trained:
         metrics.append({**result.metrics, "grad_norm": result.grad_norm})
         assert result.expert_load is not None
         tokens.append(result.expert_load.tokens)
-    biases = {layer: router.state["bias"] for layer, router in engine.stage.model.routers().items() if router.state}
+    biases = {
+        layer: router.state["bias"] for layer, router in engine.stage.model.routers().items() if "bias" in router.state
+    }
     norms = {name: float(shard.master.double().square().sum()) for name, shard in engine.data_parallel.shards.items()}
     return Trained(metrics, tokens, biases, norms)
 
@@ -82,6 +86,8 @@ LAYOUTS = [
     "--pp 2 --tp 2 --ep 2 --etp 1 --sequence-parallel --pipeline-schedule zb-h1",
     "--pp 2 --dp 2 --ep 2 --recompute-granularity full",
     "--cp 2 --tp 2 --ep 4 --etp 1 --sequence-parallel",
+    "--cp 2 --tp 3 --ep 2 --etp 3 --sequence-parallel",
+    "--cp 2 --tp 3 --ep 2 --etp 1 --sequence-parallel",
 ]
 
 
