@@ -33,6 +33,8 @@ OTHERS: list[dict[str, Any]] = [
     {"attention_backend": "flash", "swiglu": True, "num_query_groups": 2, "group_query_attention": True},
     {"tokenizer_type": "huggingface", "vocab_file": "a", "load_hf": "b", "finetune": True, "keep_every": 3},
     {"multiple_validation_sets": True, "data_path": (), "train_data_path": ("a",), "save_interval": 2},
+    {"num_experts": 8, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
+    {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_layer_freq": "([0]*1+[1]*7)"},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
 ]
 

@@ -1,0 +1,157 @@
+"""Rules on experts: how many, which layers, how they are chosen, and how they lie over the ranks."""
+
+from megatronish.config.config import Config
+from megatronish.config.experts import parse_frequency
+from megatronish.config.fields import one_of
+from megatronish.config.rules.rule import MESH, ConfigRule, divide
+
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def _needs_experts(config: Config) -> str | None:
+    """Complaint about expert parallelism of a model without experts."""
+    ep = config.parallel.expert_model_parallel_size
+    if config.model.num_experts is not None or ep == 1:
+        return None
+    return f"{_EP}={ep} shares experts out, and the model has none; add --num-experts {2 * ep}, or leave --ep out"
+
+
+def _experts_over_ep(config: Config) -> str | None:
+    number, ep = config.model.num_experts, config.parallel.expert_model_parallel_size
+    return None if number is None else divide("num_experts", number, _EP, ep)
+
+
+def _width_over_etp(config: Config) -> str | None:
+    if config.model.num_experts is None:
+        return None
+    etp = config.parallel.expert_layout.etp
+    if (width := config.model.expert_ffn_size) % etp == 0:
+        return None
+    sizes = [size for size in range(1, etp) if width % size == 0]
+    return f"moe_ffn_hidden_size={width} must be divisible by {_ETP}={etp}; use --etp {one_of(sizes)}"
+
+
+def _grid(config: Config) -> str | None:
+    """Complaint about a grid of experts that does not fit the ranks of a stage."""
+    if config.model.num_experts is None:
+        return None
+    layout, (ep, etp) = config.layout, config.parallel.expert_layout
+    width = layout.dp * layout.cp * layout.tp
+    if layout.tp % etp:
+        sizes = [size for size in range(1, layout.tp + 1) if layout.tp % size == 0]
+        return f"{_ETP}={etp} must divide tensor_model_parallel_size={layout.tp}; use --etp {one_of(sizes)}"
+    if width % (ep * etp) == 0:
+        return None
+    sizes = [size for size in range(1, width + 1) if width % (size * etp) == 0]
+    return (
+        f"{_EP}={ep} x {_ETP}={etp} must divide the ranks of a stage, data_parallel_size={layout.dp} x "
+        f"context_parallel_size={layout.cp} x tensor_model_parallel_size={layout.tp} = {width}; "
+        f"use --ep {one_of(sizes)}, or --etp 1"
+    )
+
+
+def _copies(config: Config) -> str | None:
+    """Complaint about copies of shards (HSDP) that the experts' own data ranks cannot form."""
+    copies = config.parallel.num_distributed_optimizer_instances
+    if config.model.num_experts is None or copies == 1:
+        return None
+    layout, (ep, etp) = config.layout, config.parallel.expert_layout
+    edp = layout.dp * layout.cp * layout.tp // (ep * etp)
+    if edp % copies == 0:
+        return None
+    return (
+        f"num_distributed_optimizer_instances={copies} must divide the {edp} ranks that hold copies of an expert; "
+        f"use {one_of(size for size in range(1, edp + 1) if edp % size == 0)}, or a smaller --ep"
+    )
+
+
+def _sequence_over_tp(config: Config) -> str | None:
+    """Complaint about tokens that tp ranks cannot share out for the router."""
+    layout, length = config.layout, config.training.seq_length
+    if config.model.num_experts is None or length % (layout.cp * layout.tp) == 0:
+        return None
+    return (
+        f"seq_length={length} must be divisible by context_parallel_size={layout.cp} x "
+        f"tensor_model_parallel_size={layout.tp}, as each rank routes a part of the tokens; "
+        f"use --seq-length {-(-length // (layout.cp * layout.tp)) * layout.cp * layout.tp}"
+    )
+
+
+def _layers(config: Config) -> str | None:
+    model = config.model
+    if model.num_experts is None:
+        return None
+    try:
+        pattern = parse_frequency(model.moe_layer_freq)
+    except ValueError as error:
+        return f"moe_layer_freq={error}"
+    if isinstance(pattern, int):
+        return (
+            None if pattern >= 1 else f"moe_layer_freq={pattern} must be at least 1; use 1 for experts in every layer"
+        )
+    if len(pattern) != model.num_layers or not set(pattern) <= {0, 1}:
+        return (
+            f"moe_layer_freq={model.moe_layer_freq} must have num_layers={model.num_layers} entries of 0 or 1; "
+            f"use ([0]*1+[1]*{model.num_layers - 1}) for a first dense layer"
+        )
+    if not any(pattern):
+        return f"moe_layer_freq={model.moe_layer_freq} has no layer with experts; leave --num-experts out"
+    return None
+
+
+def _chosen(config: Config) -> str | None:
+    model = config.model
+    if model.num_experts is None:
+        return None
+    chosen, groups, kept = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    if chosen > model.num_experts:
+        return f"moe_router_topk={chosen} must be at most num_experts={model.num_experts}; choose fewer"
+    if groups is None and kept is None:
+        return None
+    if groups is None or kept is None:
+        return "moe_router_num_groups and moe_router_group_topk belong together; add the other"
+    if model.num_experts % groups:
+        return divide("num_experts", model.num_experts, "moe_router_num_groups", groups)
+    if kept > groups or chosen % kept or chosen // kept > model.num_experts // groups:
+        return (
+            f"moe_router_group_topk={kept} of moe_router_num_groups={groups} must divide moe_router_topk={chosen}, and "
+            f"these groups must have {chosen} experts; use --moe-router-group-topk 1, or fewer groups"
+        )
+    return None
+
+
+def _idle_choices(config: Config) -> str | None:
+    """Complaint about options of one kind of score with another."""
+    model = config.model
+    if model.num_experts is None:
+        return None
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        return "moe_router_enable_expert_bias is added to sigmoid scores; add --moe-router-score-function sigmoid"
+    if model.moe_router_norm_topk_prob and not model.moe_router_pre_softmax:
+        return "moe_router_norm_topk_prob belongs to --moe-router-pre-softmax; without it the weights sum to 1 anyway"
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        return "moe_shared_expert_gate gates shared experts; add --moe-shared-expert-intermediate-size"
+    return None
+
+
+_GRID = (*MESH, _EP, _ETP, "num_experts")
+
+RULES = (
+    ConfigRule((_EP, "num_experts"), _needs_experts),
+    ConfigRule((_EP, "num_experts"), _experts_over_ep),
+    ConfigRule(
+        (_ETP, _EP, "tensor_model_parallel_size", "num_experts", "moe_ffn_hidden_size", "ffn_hidden_size")
+        + ("hidden_size", "swiglu"),
+        _width_over_etp,
+    ),
+    ConfigRule(_GRID, _grid),
+    ConfigRule((*_GRID, "num_distributed_optimizer_instances"), _copies),
+    ConfigRule((*MESH, "num_experts", "seq_length"), _sequence_over_tp),
+    ConfigRule(("num_experts", "moe_layer_freq", "num_layers"), _layers),
+    ConfigRule(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _chosen),
+    ConfigRule(
+        ("num_experts", "moe_router_enable_expert_bias", "moe_router_score_function", "moe_router_norm_topk_prob")
+        + ("moe_router_pre_softmax", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+        _idle_choices,
+    ),
+)
