@@ -9,6 +9,7 @@ import json
 import sys
 import sysconfig
 import tokenize
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,6 +17,7 @@ from pydoc_data.topics import topics
 import tyro
 from tqdm import tqdm
 
+from megatronish.commands.ending import exit_status
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile
 
@@ -26,7 +28,7 @@ SKIPPED_FILES = ("_sysconfigdata", "topics.py")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CorpusArguments:
     """Collect the source and documentation text of this Python's standard library as JSON lines."""
 
     output: Path
@@ -57,8 +59,14 @@ def read(name: str, path: Path | None) -> str:
         return ""
 
 
-def main(arguments: Arguments) -> None:
-    """Run the tool; the exit status."""
+def main(argv: Sequence[str], *, program: str = "megatronish collect-corpus") -> int:
+    """Run the command; the exit status."""
+    arguments = tyro.cli(CorpusArguments, args=argv, prog=program)
+    return exit_status(lambda: collect(arguments), prefix="error: ")
+
+
+def collect(arguments: CorpusArguments) -> int:
+    """Write the corpus; the exit status."""
     found = sources(Path(sysconfig.get_path("stdlib")))
     texts, num_bytes = 0, 0
     bar = tqdm(total=arguments.max_bytes, unit="B", unit_scale=True, desc="collecting", disable=None)
@@ -74,12 +82,4 @@ def main(arguments: Arguments) -> None:
         if not texts:
             raise UserError(f"no text fits --max-bytes {arguments.max_bytes}; for example 6000000")
     print(f"{arguments.output}: {texts:,} texts | {num_bytes:,} bytes of Python {sys.version.split()[0]}'s library")
-
-
-if __name__ == "__main__":
-    try:
-        main(tyro.cli(Arguments))
-    except UserError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    return 0

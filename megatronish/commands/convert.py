@@ -1,22 +1,19 @@
-#!/usr/bin/env python
 """Converter of models between Hugging Face, Megatron-LM and megatronish, one tensor at a time."""
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
-from megatronish.errors import RunError, UserError
-from megatronish.formats.convert import convert
+from megatronish.commands.ending import exit_status
 
 FormatName = Literal["hf", "megatronish", "megatron"]
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ConvertArguments:
     """What is converted into what."""
 
     source: Annotated[FormatName, tyro.conf.arg(name="from")]
@@ -45,8 +42,18 @@ class Arguments:
     """Hugging Face: bytes of one file at most. Derived: 5 GB."""
 
 
-def main(arguments: Arguments) -> int:
-    """Convert, and say what was done."""
+def main(argv: Sequence[str], *, program: str = "megatronish convert") -> int:
+    """Run the command; the exit status."""
+    arguments = tyro.cli(ConvertArguments, args=argv, prog=program)
+    return exit_status(lambda: run(arguments))
+
+
+def run(arguments: ConvertArguments) -> int:
+    """Convert, and report what was done; the exit status."""
+    import torch  # late: --help need not wait for it
+
+    from megatronish.formats.convert import convert
+
     reading = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
     writing = {
         "tensor_parallel_size": arguments.target_tensor_parallel_size,
@@ -68,17 +75,3 @@ def main(arguments: Arguments) -> int:
     print("weights alone were taken: the optimizer's state and the order of the data start anew")
     print(f"saved {arguments.save}")
     return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Arguments)))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)

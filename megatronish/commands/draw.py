@@ -1,7 +1,7 @@
 """Drawings of pipeline schedules, with bubble rate and peaks of live activations.
 
-    python tools/draw_schedule.py --schedule 1f1b --stages 4 --microbatches 8 --png schedule.png
-    python tools/draw_schedule.py --recorded runs/demo/schedule/step_10.json --png schedule.png
+    megatronish draw --schedule 1f1b --stages 4 --microbatches 8 --png schedule.png
+    megatronish draw --recorded runs/demo/schedule/step_10.json --png schedule.png
 
 Prints a row for each stage and a column for each tick (the shortest action), the bubble rate, and the activations (of
 one micro-batch in one chunk) that each stage holds at most. Times are those of one micro-batch in one whole stage, in
@@ -9,6 +9,7 @@ any unit; a chunk takes its share. With --recorded it draws a step as it was, in
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +30,7 @@ _WEIGHT_HELP = f"Time of a weight gradient: a part of the backward except in {_S
 
 
 @dataclass(frozen=True)
-class Arguments:
+class DrawArguments:
     """Draw a pipeline schedule."""
 
     schedule: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b"
@@ -47,14 +48,14 @@ class Arguments:
     transfer: float = 0.0
     """Time from one stage to the next."""
     recorded: Path | None = None
-    """Draw the step in this file, which pretrain_gpt.py --profile-schedule wrote."""
+    """Draw the step in this file, which --profile-schedule of pretrain wrote."""
     png: Path | None = None
     """Draw into this file, too."""
 
 
-def refuse_arguments(arguments: Arguments) -> None:
+def refuse_arguments(arguments: DrawArguments) -> None:
     """UserError for what cannot be drawn."""
-    if arguments.recorded and replace(arguments, recorded=None, png=None) != Arguments():
+    if arguments.recorded and replace(arguments, recorded=None, png=None) != DrawArguments():
         raise UserError("--recorded draws a step as it was: leave out all else but --png")
     if arguments.schedule not in SCHEDULES:
         raise UserError(f"schedule={arguments.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
@@ -68,7 +69,7 @@ def refuse_arguments(arguments: Arguments) -> None:
         raise UserError(f"png={arguments.png} must end in .png")
 
 
-def planned(arguments: Arguments) -> tuple[str, TimedPlan]:
+def planned(arguments: DrawArguments) -> tuple[str, TimedPlan]:
     """A simulated schedule, with its title."""
     schedule, stages, microbatches = SCHEDULES[arguments.schedule], arguments.stages, arguments.microbatches
     chunks = arguments.chunks if arguments.chunks is not None else schedule.num_chunks or 2
@@ -95,14 +96,14 @@ def report(timed_plan: TimedPlan, *, is_real: bool) -> str:
     return "\n".join([draw(timed_plan.timeline, most_columns=most_columns), "", numbers, *rows])
 
 
-def main() -> int:
+def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
     """Draw; the exit status, 2 with a message if it cannot be drawn."""
-    arguments = tyro.cli(Arguments, description=__doc__)
+    arguments = tyro.cli(DrawArguments, args=argv, prog=program, description=__doc__)
     try:
         refuse_arguments(arguments)
         title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)
     except UserError as error:
-        print(f"draw_schedule: {error}", file=sys.stderr)
+        print(f"{Path(program).stem}: {error}", file=sys.stderr)
         return 2
     print(report(timed_plan, is_real=arguments.recorded is not None))
     if arguments.png:
@@ -112,11 +113,10 @@ def main() -> int:
             arguments.png.parent.mkdir(parents=True, exist_ok=True)
             draw_png(timed_plan, arguments.png, title=title, time="seconds" if arguments.recorded else "time")
         except OSError as error:
-            print(f"draw_schedule: png={arguments.png} cannot be written: {error.strerror or error}", file=sys.stderr)
+            print(
+                f"{Path(program).stem}: png={arguments.png} cannot be written: {error.strerror or error}",
+                file=sys.stderr,
+            )
             return 2
         print(f"\ndrawn into {arguments.png}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

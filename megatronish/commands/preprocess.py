@@ -1,26 +1,27 @@
-"""Preprocessing of JSON lines into the .bin/.idx files that training reads: python tools/preprocess_data.py --help
+"""Preprocessing of JSON lines into the .bin/.idx files that training reads.
 
 Exit status: 0 done, 1 a failure (a worker was killed, the disk is full), 2 something in the input or the flags to mend.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from tqdm import tqdm
 
+from megatronish.commands.ending import exit_status
 from megatronish.config.data import DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.preprocess import Summary, preprocess
-from megatronish.errors import RunError, UserError
 from megatronish.tokenizer import build_tokenizer
 
 MAX_BAD_LINES_TOLD = 20
 
 
 @dataclass(frozen=True)
-class Arguments:
+class PreprocessArguments:
     """Tokenize JSON lines into PREFIX_KEY_document.bin/.idx, Megatron's format."""
 
     input: tuple[str, ...]
@@ -49,7 +50,7 @@ class Arguments:
     """Documents between lines of progress where there is no terminal for a bar."""
 
 
-class Progress:
+class PreprocessProgress:
     """A bar over the bytes read on a terminal, else a line every so many documents."""
 
     def __init__(self, *, num_bytes: int, log_interval: int) -> None:
@@ -78,8 +79,14 @@ class Progress:
         self._bar.close()
 
 
-def main(arguments: Arguments) -> None:
-    """Run the tool; the exit status."""
+def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int:
+    """Run the command; the exit status."""
+    arguments = tyro.cli(PreprocessArguments, args=argv, prog=program)
+    return exit_status(lambda: run(arguments), prefix="error: ")
+
+
+def run(arguments: PreprocessArguments) -> int:
+    """Write the files, and report what was done; the exit status."""
     tokenizer = build_tokenizer(
         DataConfig(
             tokenizer_type=tokenizer_type(arguments.tokenizer_type),
@@ -90,7 +97,7 @@ def main(arguments: Arguments) -> None:
         )
     )
     num_bytes = sum(Path(path).stat().st_size for path in arguments.input if Path(path).is_file())
-    progress = Progress(num_bytes=num_bytes, log_interval=arguments.log_interval)
+    progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
     try:
         summary = preprocess(
             arguments.input,
@@ -107,12 +114,4 @@ def main(arguments: Arguments) -> None:
         progress.close()
     print(summary)
     print(" ".join(f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys))
-
-
-if __name__ == "__main__":
-    try:
-        main(tyro.cli(Arguments))
-    except UserError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
-    except (RunError, OSError) as error:
-        sys.exit(f"error: {error}")
+    return 0

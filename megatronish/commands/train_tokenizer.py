@@ -5,8 +5,7 @@ newlines kept (indentation becomes pieces of its own). "<|endoftext|>" ends a do
 """
 
 import io
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import sentencepiece
 import tyro
 from tqdm import tqdm
 
+from megatronish.commands.ending import exit_status
 from megatronish.data.preprocess import read_batches, read_line
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile
@@ -24,7 +24,7 @@ RUN_LENGTH = 4000
 
 
 @dataclass(frozen=True)
-class Arguments:
+class TokenizerArguments:
     """Train a SentencePiece tokenizer: BPE, byte fallback, whitespace and newlines kept."""
 
     input: tuple[Path, ...]
@@ -41,8 +41,8 @@ class Arguments:
     """Threads that count pairs."""
 
 
-def texts(arguments: Arguments) -> Iterator[str]:
-    """All texts of the files; bad lines are left to preprocess_data.py to tell."""
+def texts(arguments: TokenizerArguments) -> Iterator[str]:
+    """All texts of the files; bad lines are left to preprocessing, which reports them."""
     for path in arguments.input:
         if not path.is_file():
             raise UserError(f"--input {path} is not a file; check the path")
@@ -65,7 +65,7 @@ def runs(text: str) -> Iterator[str]:
     yield run
 
 
-def read_runs(arguments: Arguments) -> list[str]:
+def read_runs(arguments: TokenizerArguments) -> list[str]:
     """What to train on."""
     found: list[str] = []
     total = min(sum(path.stat().st_size for path in arguments.input if path.is_file()), arguments.max_bytes)
@@ -114,8 +114,14 @@ def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:
     return model.getvalue()
 
 
-def main(arguments: Arguments) -> None:
-    """Run the tool; the exit status."""
+def main(argv: Sequence[str], *, program: str = "megatronish train-tokenizer") -> int:
+    """Run the command; the exit status."""
+    arguments = tyro.cli(TokenizerArguments, args=argv, prog=program)
+    return exit_status(lambda: write_tokenizer(arguments), prefix="error: ")
+
+
+def write_tokenizer(arguments: TokenizerArguments) -> int:
+    """Train the tokenizer and write it; the exit status."""
     sentences = read_runs(arguments)
     size = sum(map(len, sentences))
     print(f"learning {arguments.vocab_size} pieces from {size:,} characters, a second or two a million", flush=True)
@@ -123,12 +129,4 @@ def main(arguments: Arguments) -> None:
     with AtomicFile(arguments.output) as output:
         output.file.write(model)
     print(f"{arguments.output}: {arguments.vocab_size} pieces, {EOD} ends a document")
-
-
-if __name__ == "__main__":
-    try:
-        main(tyro.cli(Arguments))
-    except UserError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    return 0

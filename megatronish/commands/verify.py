@@ -1,29 +1,26 @@
-#!/usr/bin/env python
 """Check that a layout trains the same model as one process, step by step.
 
-Takes the flags of pretrain_gpt.py and --steps N: `tools/verify_layout.py --config configs/demo.toml --tp 4 --steps 5`.
+Takes the flags of pretrain and --steps N: `megatronish verify --config demo --mock-data --dp 1 --tp 4 --steps 5`.
 Where the two differ, it names the first layer whose output does.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-from megatronish.config.plans import refuse_unrunnable_plans
-from megatronish.config.read import read_config
+from megatronish.commands.configuration import read_config
 from megatronish.errors import UserError
-from megatronish.formats.start import read_start
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str], *, program: str = "megatronish verify") -> int:
     """Compare; the exit status: 0 for equal, 1 for different or failed, 2 for a user error."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=5)
     own, others = parser.parse_known_args(argv)
     try:
         if {"-h", "--help"} & set(others):
-            print(f"{__doc__}\nThe flags of pretrain_gpt.py:\n")
-        config, notes = read_config(others, read_start=read_start)
-        refuse_unrunnable_plans(config)
+            print(f"{__doc__}\nThe flags of pretrain:\n")
+        config, notes = read_config(others, program=program)
         if own.steps < 1:
             raise UserError(f"steps={own.steps} must be at least 1")
         if config.training.bf16:
@@ -38,7 +35,3 @@ def main(argv: list[str]) -> int:
     from megatronish.train.verify import verify
 
     return verify(config, num_steps=own.steps)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
