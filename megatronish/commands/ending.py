@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.place import Place, place_from_environment
 
 
@@ -30,7 +31,8 @@ def exit_status(work: Callable[[], int], *, prefix: str = "") -> int:
 def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
     """Exit status of `work`, which is given the place of this process: None on a plain start.
 
-    Under torchrun, srun and the like every process notices a user error, and only rank 0 prints the sentence.
+    Under torchrun, srun and the like every process notices a user error, and only rank 0 prints the sentence; torchrun
+    repeats it last.
     """
     place = None
     try:
@@ -38,7 +40,8 @@ def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
         return work(place)
     except UserError as error:
         if is_main(place):
-            print(error, file=sys.stderr)
+            print(error, file=sys.stderr, flush=True)
+        report_to_torchrun(str(error))
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
