@@ -32,6 +32,8 @@ def main() -> int:
 def run(argv: Sequence[str]) -> int:
     """Run one command line, without the program's name; the exit status. UserError for an unknown command."""
     name, *flags = argv or ["--help"]
+    if name == "help" and flags:
+        return run([flags[0], "--help"])
     if name in ("-h", "--help", "help"):
         print(overview())
         return 0

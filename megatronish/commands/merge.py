@@ -7,12 +7,14 @@ file in small pieces; of each document 12 bytes are in memory.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
-from megatronish.data.indexed import HEADER, IndexedTokens, IndexedWriter, bin_path, idx_path
+from megatronish.data.indexed import HEADER, IndexedTokens, IndexedWriter, idx_path
 from megatronish.errors import UserError
 
 
@@ -32,35 +34,46 @@ def main(argv: Sequence[str], *, program: str = "megatronish merge") -> int:
     return exit_status(lambda: merge(arguments), prefix="error: ")
 
 
+class Checked(NamedTuple):
+    """Facts of a whole pair. No file stays open: there may be more pairs than a process may have open files."""
+
+    dtype: np.dtype[Any]
+    documents: int
+    tokens: int
+
+
 def merge(arguments: MergeArguments) -> int:
     """Write the pair, and report what was done; the exit status."""
-    prefixes = [prefix for given in arguments.input for prefix in prefixes_of(given, output=arguments.output_prefix)]
+    output = arguments.output_prefix
+    prefixes = [prefix for given in arguments.input for prefix in prefixes_of(given, output=output)]
     # Every pair is checked before anything is written; the check reads the .idx alone.
-    pairs = {prefix: IndexedTokens(prefix) for prefix in prefixes}
-    if absolute(arguments.output_prefix) in map(absolute, prefixes):
-        raise UserError(f"--output-prefix {arguments.output_prefix} is one of the pairs to merge; choose another")
-    first = prefixes[0]
-    for prefix, pair in pairs.items():
-        if pair.dtype != pairs[first].dtype:
+    pairs = [checked(prefix) for prefix in prefixes]
+    if absolute(output) in map(absolute, prefixes):
+        raise UserError(f"--output-prefix {output} is one of the pairs to merge; choose another")
+    dtype, tokens = pairs[0].dtype, sum(pair.tokens for pair in pairs)
+    for prefix, pair in zip(prefixes, pairs, strict=True):
+        if pair.dtype != dtype:
             raise UserError(
-                f"{prefix} holds {pair.dtype} tokens and {first} holds {pairs[first].dtype}: they come from different "
+                f"{prefix} holds {pair.dtype} tokens and {prefixes[0]} holds {dtype}: they come from different "
                 "vocabularies; preprocess all of them with the same tokenizer"
             )
-        if has_modalities(pair):
-            raise UserError(
-                f"{prefix} has a modality for each sequence, as multimodal data has: it cannot be merged here"
-            )
-    documents, tokens = (
-        sum(getattr(pairs[each], name) for each in prefixes) for name in ("num_documents", "num_tokens")
-    )
-    num_bytes = tokens * pairs[first].dtype.itemsize
-    bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc="merging", disable=None)
-    with bar, open_writer(arguments.output_prefix, pairs[first]) as writer:
-        for prefix in prefixes:
+    bar = tqdm(total=tokens * dtype.itemsize, unit="B", unit_scale=True, desc="merging", disable=None)
+    with bar, open_writer(output, dtype=dtype) as writer:
+        for prefix, pair in zip(prefixes, pairs, strict=True):
             writer.add_prefix(prefix)
-            bar.update(bin_path(prefix).stat().st_size)
-    print(f"{arguments.output_prefix}: {len(prefixes)} pairs | {documents:,} documents | {tokens:,} tokens")
+            bar.update(pair.tokens * dtype.itemsize)
+    documents = sum(pair.documents for pair in pairs)
+    print(f"{output}: {len(prefixes):,} pairs | {documents:,} documents | {tokens:,} tokens")
     return 0
+
+
+def checked(prefix: str) -> Checked:
+    """Facts of the pair `prefix`; UserError if it is not whole, or has what cannot be merged."""
+    pair = IndexedTokens(prefix)
+    without_modalities = HEADER.size + 12 * len(pair) + 8 * (pair.num_documents + 1)
+    if idx_path(prefix).stat().st_size != without_modalities:
+        raise UserError(f"{prefix} has a modality for each sequence, as multimodal data has: it cannot be merged here")
+    return Checked(pair.dtype, pair.num_documents, pair.num_tokens)
 
 
 def prefixes_of(given: str, *, output: str) -> list[str]:
@@ -83,15 +96,9 @@ def absolute(prefix: str) -> Path:
     return idx_path(prefix).resolve()
 
 
-def has_modalities(pair: IndexedTokens) -> bool:
-    """Whether the .idx ends with the modality of each sequence, which the writer does not write."""
-    whole = HEADER.size + 12 * len(pair) + 8 * (pair.num_documents + 1)
-    return idx_path(pair.prefix).stat().st_size != whole
-
-
-def open_writer(prefix: str, like: IndexedTokens) -> IndexedWriter:
-    """A writer of a pair with the same dtype as `like`; UserError if its files cannot be created."""
+def open_writer(prefix: str, *, dtype: np.dtype[Any]) -> IndexedWriter:
+    """A writer of the merged pair; UserError if its files cannot be created."""
     try:
-        return IndexedWriter(prefix, dtype=like.dtype)
+        return IndexedWriter(prefix, dtype=dtype)
     except OSError as error:
         raise UserError(f"--output-prefix {prefix} cannot be written: {error.strerror}; choose another") from error

@@ -35,7 +35,7 @@ def _data_remedy(prefix: str) -> str:
         return f"use {prefix}_text_document"
     if prefix in HOW_TO_MAKE:
         return f"make them in this folder with: {HOW_TO_MAKE[prefix]}; or use --mock-data"
-    return "make them with tools/preprocess_data.py, or use --mock-data"
+    return "make them with megatronish preprocess, or use --mock-data"
 
 
 def _missing_tokenizer(data: DataConfig) -> Iterator[str]:

@@ -113,6 +113,18 @@ assert main(["--input", f"{folder}/big", f"{folder}/big", "--output-prefix", f"{
 """
 
 
+def test_more_pairs_are_merged_than_files_may_be_open(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    for number in range(100):
+        write_pair(tmp_path / "shards" / f"{number:03}", [[number]])
+    code = "import resource, sys; from megatronish.commands.merge import main; "
+    code += "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--input", str(tmp_path / "shards"), "--output-prefix", f"{tmp_path}/all"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert np.fromfile(tmp_path / "all.bin", "<u2").tolist() == list(range(100))
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux limits what a process may hold")
 def test_files_larger_than_the_memory_that_is_allowed_are_merged(tmp_path: Path) -> None:
     write_pair(tmp_path / "small")

@@ -351,7 +351,7 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
     empty.write_text("\n\n")
     for arguments, sentence in (
         (Arguments(load=tmp_path / "none"), f"{tmp_path}/none holds no checkpoint"),
-        (Arguments(load=HF / "llama"), "llama holds a model in another format; convert it with tools/convert_che"),
+        (Arguments(load=HF / "llama"), "llama holds a model in another format; convert it with megatronish con"),
         (Arguments(load=trained, ckpt_step=4), "ckpt_step=4 is not in .*; the steps there: 3"),
         (Arguments(load=trained, prompt=("\ud800",)), "the prompt '.ud800' cannot be turned into tokens"),
         (Arguments(load=trained, temperature=-1.0), "--temperature -1.0 must be a number from 0 on"),
