@@ -41,6 +41,9 @@ check: $(READY) ## format, lint, types and layering
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests/test_layering.py
 
+package: $(READY) ## build the sdist and the wheel, and try both in a fresh environment
+	$(RUN) .ci/try_package.py
+
 bench: $(READY) ## side by side with a plain PyTorch loop
 	$(RUN) benchmarks/against_plain_loop.py
 
@@ -57,7 +60,7 @@ clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick test test-fast test-all test-peers check bench kernels gpu venv clean
+.PHONY: help pretrain quick test test-fast test-all test-peers check package bench kernels gpu venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

@@ -526,7 +526,7 @@ def test_a_missing_data_file_is_named_with_the_remedy(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     words = small("--tokenizer-type", "bytes", "--data-path")
     assert problems([*words, f"{tmp_path}/a"])[0].endswith(
-        f"{tmp_path}/a.idx does not exist; make them with tools/preprocess_data.py, or use --mock-data"
+        f"{tmp_path}/a.idx does not exist; make them with megatronish preprocess, or use --mock-data"
     )
     assert problems([*words, f"{tmp_path}/b"])[0].endswith(f"use {tmp_path}/b_text_document")
     assert problems([*words, f"{tmp_path}/a.bin"])[0].endswith(f"leave .bin off: use {tmp_path}/a")

@@ -457,3 +457,5 @@ def test_torchrun_ends_with_the_message_of_the_rank_that_failed(tmp_path: Path) 
     assert "rank 1 failed: Traceback" in run.stderr
     assert "ArithmeticError: one too many" in run.stderr
     assert "rank 0 failed" not in run.stderr
+    # Below its own traceback torchrun repeats the message that the rank has left for it.
+    assert run.stderr.rstrip().splitlines()[-2].strip() == "ArithmeticError: one too many"
