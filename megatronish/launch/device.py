@@ -33,7 +33,7 @@ class ChosenDevice(NamedTuple):
 
 
 def visible_devices() -> VisibleDevices:
-    """What torch sees."""
+    """CUDA devices that torch sees here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return VisibleDevices(
         count, lambda index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
