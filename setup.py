@@ -13,6 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from megatronish import __version__
 from megatronish.ops.build import BuildError, build_cuda
 
 
@@ -35,7 +36,7 @@ kernels_wanted = "build_ext" in sys.argv or os.environ.get("MEGATRONISH_BUILD_KE
 
 setup(
     name="megatronish",
-    version="0.1.0",
+    version=__version__,
     description="A 3D-parallel transformer training framework: every layout of ranks trains the same model",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -45,6 +46,7 @@ setup(
     ext_modules=[Extension("megatronish.ops.kernels_cuda", sources=[])] if kernels_wanted else [],
     cmdclass={"build_ext": BuildKernels},
     python_requires=">=3.11",
+    entry_points={"console_scripts": ["megatronish = megatronish.__main__:main"]},
     # Ranges here, the versions of development in requirements.txt.
     install_requires=[
         "torch>=2.11",

@@ -1,0 +1,3 @@
+"""megatronish."""
+
+__version__ = "0.1.0"

@@ -44,17 +44,21 @@ class ReadConfig(NamedTuple):
 
 
 def read_config(
-    argv: Sequence[str], *, world_size: int | None = None, read_start: ReadStart | None = None
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    read_start: ReadStart | None = None,
+    program: str = PROGRAM,
 ) -> ReadConfig:
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
-    `read_start` reads the model that --load-hf or --use-checkpoint-args names.
+    `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help.
 
     Prints and exits 0 on --help. ConfigError with every problem of file, flags, rules and files together.
     """
     line = read_command_line(argv)
     if line.wants_help:
-        tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=PROGRAM, description=DESCRIPTION)
+        tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
     path = Path(line.config_file) if line.config_file is not None else None
     file = _read_file(path)
     if isinstance(file, str):

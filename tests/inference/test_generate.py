@@ -19,8 +19,10 @@ from test_model import VARIANTS, VOCABULARY, S, model_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
-import tools.generate as tool
 from megatronish.attention.cached import KeyValueCache
+from megatronish.commands import generate as command
+from megatronish.commands.generating import Live, prepare, run
+from megatronish.commands.inference_flags import GenerateArguments as Arguments
 from megatronish.config.training import AttentionBackend
 from megatronish.errors import UserError
 from megatronish.inference import generate as module
@@ -33,7 +35,6 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.executor import Executor
 from megatronish.tokenizer import BytesTokenizer
-from tools.generate import Arguments, Live, run
 
 HF = GOLDEN / "hf"
 PROMPT = "def "
@@ -319,13 +320,13 @@ def test_the_program_starts_its_own_ranks_and_they_write_the_same(
 ) -> None:
     expected = written(capsys, trained, num_tokens=6, temperature=0.0)
     argv = f"--load {trained} --num-tokens 6 --temperature 0 --tp 2 --pp 2 --device cpu".split()
-    done = run_job([*argv, "--prompt", PROMPT], tmp_path, main=tool.main)
+    done = run_job([*argv, "--prompt", PROMPT], tmp_path, main=command.main)
     assert (done.status, done.output) == (0, expected), done
     assert "6 tokens in" in done.errors
-    refused = run_job([*argv, "--tp", "5"], tmp_path, main=tool.main)
+    refused = run_job([*argv, "--tp", "5"], tmp_path, main=command.main)
     assert refused.status == 2
     assert refused.errors.startswith("num_attention_heads=12 must be divisible by tensor_model_parallel_size=5; use ")
-    unwritable = run_job([*argv, "--output", str(tmp_path / "no" / "out.jsonl")], tmp_path, main=tool.main)
+    unwritable = run_job([*argv, "--output", str(tmp_path / "no" / "out.jsonl")], tmp_path, main=command.main)
     assert unwritable.status == 2
     assert "no/out.jsonl cannot be written: No such file or directory" in unwritable.errors
 
@@ -413,7 +414,7 @@ def test_a_converted_model_begins_and_ends_as_it_was_trained(
     words.save(str(tmp_path / "theirs" / "tokenizer.json"))
     to_ours(tmp_path / "theirs", tmp_path / "ours")
     arguments = Arguments(load=tmp_path / "ours", prompt=("w1</s>", ""), num_tokens=6, temperature=0.0)
-    plain, marked = (tool.prepare(replace(arguments, add_special_tokens=flag)) for flag in (False, True))
+    plain, marked = (prepare(replace(arguments, add_special_tokens=flag)) for flag in (False, True))
     assert marked.tokens == ([size - 1, 1, size - 2], [size - 1])
     assert plain.tokens == ([0], [size - 2])
     (text,) = texts_of(load_model(tmp_path / "ours").model, [[1]], num_tokens=6, seq_length=S)
