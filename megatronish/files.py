@@ -1,13 +1,15 @@
 """Atomic writers of files and folders: whole under their name or not there at all, also after a power cut.
 
 Each writes beside the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
-(`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py.
+(`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py. With
+`one_builder`, processes that want the same file leave its building to one of them.
 """
 
 import fcntl
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -109,6 +111,36 @@ def _remove_leftovers(path: Path) -> None:
         with suppress(OSError), leftover.open("r+b") as file:
             if _lock(file) == "locked":
                 leftover.unlink()
+
+
+@contextmanager
+def one_builder(path: Path, *, patience_seconds: float = 600.0) -> Iterator[None]:
+    """Let one process at a time build `path`, over all machines that share its folder, as far as that has locks.
+
+    The first process enters at once; those that come while it builds enter when it has left or has died, all of them
+    together: each looks whether the file is there now. Nobody waits longer than `patience_seconds`, or where no lock
+    can be made, in a read-only folder for example.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
+    except OSError:
+        yield
+        return
+    with file:
+        state, deadline = _lock(file), time.monotonic() + patience_seconds
+        if state != "taken":
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    lock.unlink(missing_ok=True)
+            return
+        while state == "taken" and time.monotonic() < deadline:
+            time.sleep(0.02)
+            state = _lock(file)
+    yield
 
 
 def _lock(file: BinaryIO) -> Literal["locked", "taken", "impossible"]:
