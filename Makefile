@@ -17,8 +17,8 @@ help: ## this list
 	@echo 'make TARGET [PYTHON=python3.12] [VENV=.venv] [PRETRAIN_FLAGS="--train-iters 100 ..."]'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
-pretrain: demo/python_text_document.idx ## the main job: from Python's own library to a trained GPT, on 8 local ranks
-	$(RUN) pretrain_gpt.py --config configs/demo.toml $(PRETRAIN_FLAGS)
+pretrain: demo/python_text_document.idx ## the main job: from Python's own library to a trained GPT, on 8 local ranks (or all GPUs)
+	$(RUN) pretrain_gpt.py --config configs/demo.toml $$($(RUN) -m megatronish.launch.fit configs/demo.toml $(PRETRAIN_FLAGS)) $(PRETRAIN_FLAGS)
 
 quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
 	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)

@@ -84,7 +84,11 @@ setup(
         "matplotlib>=3.8",
         "tyro>=1.0",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4"]},
+    extras_require={
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4"],
+        "zstd": ["zstandard>=0.21"],  # .zst files to preprocess; Python 3.14 reads them by itself
+        "parquet": ["pyarrow>=15"],  # .parquet files to preprocess
+    },
     classifiers=[
         "Development Status :: 4 - Beta",
         "Environment :: Console",

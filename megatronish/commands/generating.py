@@ -17,7 +17,7 @@ from megatronish.commands.inference_flags import GenerateArguments
 from megatronish.config.config import Config
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.data.preprocess import read_line
+from megatronish.data.encoding import read_line
 from megatronish.errors import UserError
 from megatronish.inference.generate import GeneratedToken, Sampling, generate
 from megatronish.inference.load import SavedModel, find_trained, load_model

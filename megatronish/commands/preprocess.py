@@ -1,19 +1,29 @@
-"""Preprocessing of JSON lines into the .bin/.idx files that training reads.
+"""Preprocessing of JSON lines, JSON arrays and Parquet into the .bin/.idx files that training reads.
 
-Exit status: 0 done, 1 a failure (a worker was killed, the disk is full), 2 something in the input or the flags to mend.
+Exit status: 0 done, 1 a failure (a worker was killed, the disk is full), 2 an error in the input or the flags, 128 + n
+ended by signal n.
 """
 
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
+from megatronish.commands.preprocess_flags import without_megatron_flags
 from megatronish.config.data import DataConfig
+from megatronish.config.starting import tokenizer_named_by
 from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import Summary, preprocess
 from megatronish.tokenizer import build_tokenizer
 
@@ -25,11 +35,11 @@ class PreprocessArguments:
     """Tokenize JSON lines into PREFIX_KEY_document.bin/.idx, Megatron's format."""
 
     input: tuple[str, ...]
-    """JSON lines files, plain or .gz; every line an object."""
+    """Files, folders or patterns: JSON lines (also .gz, .bz2, .xz, .zst), a JSON array, or .parquet."""
     output_prefix: str
     """PREFIX of the files written."""
-    tokenizer_type: str = "sentencepiece"
-    """sentencepiece, huggingface, bytes or null; Megatron's names are accepted too."""
+    tokenizer_type: str | None = None
+    """sentencepiece, huggingface, bytes or null; Megatron's names are accepted too. Derived from the files."""
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder)."""
     vocab_file: str | None = None
@@ -39,13 +49,15 @@ class PreprocessArguments:
     vocab_size: int | None = None
     """Of the null tokenizer; others know theirs."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of an object that hold text; each makes files of its own."""
+    """Keys of an object (meta.body: inside of meta), or columns, that hold text; each makes files of its own."""
     append_eod: bool = False
     """End every document with the end-of-document token."""
     workers: int = 1
     """Processes that tokenize."""
     strict: bool = False
     """A bad line is an error instead of being skipped and counted."""
+    max_bad_fraction: float = 0.5
+    """With a larger part of bad lines, the key or the format is wrong: nothing is written, and the status is 2."""
     log_interval: int = 100_000
     """Documents between lines of progress where there is no terminal for a bar."""
 
@@ -81,37 +93,80 @@ class PreprocessProgress:
 
 def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int:
     """Run the command; the exit status."""
-    arguments = tyro.cli(PreprocessArguments, args=argv, prog=program)
-    return exit_status(lambda: run(arguments), prefix="error: ")
+    own = {"help", *(field.name.replace("_", "-") for field in fields(PreprocessArguments))}
+
+    def work() -> int:
+        flags = without_megatron_flags(argv, own)
+        arguments = tyro.cli(PreprocessArguments, args=flags.argv, prog=program)
+        for note in flags.notes:
+            print(f"note: {note}", file=sys.stderr)
+        with _ended_by_signals():
+            return run(arguments)
+
+    return exit_status(work, prefix="error: ")
 
 
 def run(arguments: PreprocessArguments) -> int:
     """Write the files, and report what was done; the exit status."""
-    tokenizer = build_tokenizer(
-        DataConfig(
-            tokenizer_type=tokenizer_type(arguments.tokenizer_type),
-            tokenizer_model=arguments.tokenizer_model,
-            vocab_file=arguments.vocab_file,
-            merge_file=arguments.merge_file,
-            vocab_size=arguments.vocab_size,
-        )
-    )
-    num_bytes = sum(Path(path).stat().st_size for path in arguments.input if Path(path).is_file())
+    files = input_files(arguments.input)
+    num_bytes = sum(path.stat().st_size for path in files)
     progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
     try:
         summary = preprocess(
             arguments.input,
             arguments.output_prefix,
-            tokenizer=tokenizer,
+            tokenizer=partial(build_tokenizer, tokenizer_settings(arguments)),
             json_keys=arguments.json_keys,
             append_eod=arguments.append_eod,
             workers=arguments.workers,
             strict=arguments.strict,
+            max_bad_fraction=arguments.max_bad_fraction,
             on_bad_line=progress.bad_line,
             on_progress=progress.advance,
         )
     finally:
         progress.close()
     print(summary)
-    print(" ".join(f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys))
+    print(" ".join(f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys), flush=True)
+    if summary.bad_lines:
+        print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
+
+
+def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:
+    """The fields that describe a tokenizer. Its kind follows from the files where it is not given."""
+    if arguments.tokenizer_type is not None:
+        kind: dict[str, Any] = {"tokenizer_type": tokenizer_type(arguments.tokenizer_type)}
+    elif arguments.vocab_file is not None and arguments.merge_file is not None:
+        kind = {"tokenizer_type": "huggingface"}
+    else:
+        kind = {} if arguments.tokenizer_model is None else tokenizer_named_by(Path(arguments.tokenizer_model))
+    settings = {
+        "tokenizer_model": arguments.tokenizer_model,
+        "vocab_file": arguments.vocab_file,
+        "merge_file": arguments.merge_file,
+        "vocab_size": arguments.vocab_size,
+    }
+    return DataConfig(**settings | kind)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as an error does, so that no temporary file is left. Status 128 + number."""
+    heard = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is signal.SIG_DFL]
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)  # cleaning up is not interrupted
+        print(f"stopped by {signal.Signals(signum).name}; nothing was written", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        heard = []
+    for signum in heard:
+        signal.signal(signum, end)
+    try:
+        yield
+    finally:
+        for signum in heard:
+            signal.signal(signum, signal.SIG_DFL)

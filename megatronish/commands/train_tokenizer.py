@@ -14,7 +14,8 @@ import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
-from megatronish.data.preprocess import read_batches, read_line
+from megatronish.data.encoding import read_line
+from megatronish.data.readers import read_batches
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile
 
@@ -46,7 +47,7 @@ def texts(arguments: TokenizerArguments) -> Iterator[str]:
     for path in arguments.input:
         if not path.is_file():
             raise UserError(f"--input {path} is not a file; check the path")
-        for batch in read_batches(path):
+        for batch in read_batches(path, [arguments.json_key]):
             for line in batch.lines:
                 try:
                     yield from read_line(line, [arguments.json_key])

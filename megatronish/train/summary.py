@@ -11,6 +11,8 @@ from megatronish.costs.flops import model_flops_per_token
 from megatronish.costs.memory import expected_memory, memory_table
 from megatronish.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.formats.fill import open_hf
+from megatronish.launch.device import choose_device
+from megatronish.launch.place import Place, place_from_environment
 from megatronish.layer_specs import layer_specs
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
@@ -28,9 +30,15 @@ def dry_run(config: Config, notes: Sequence[str]) -> int:
     vocab_size = build_tokenizer(config.data).vocab_size
     if config.checkpoint.load_hf is not None:
         open_hf(Path(config.checkpoint.load_hf))
-    uses_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if uses_cuda else "cpu"
-    print(first_lines(config, vocab_size=vocab_size, device=device, notes=notes))
+    uses_cuda, own_notes = config.parallel.device != "cpu" and torch.cuda.is_available(), [*notes]
+    if uses_cuda and config.parallel.device == "auto":
+        num_ranks = config.layout.world_size
+        place = place_from_environment() or Place(0, num_ranks, 0, num_ranks)
+        device, note = choose_device("auto", place)
+        uses_cuda = device.type == "cuda"
+        own_notes += [] if note is None else [note]
+    name = torch.cuda.get_device_name() if uses_cuda else "cpu"
+    print(first_lines(config, vocab_size=vocab_size, device=name, notes=own_notes))
     return 0
 
 

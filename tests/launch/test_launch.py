@@ -19,7 +19,8 @@ from ranks import is_running, wait_until, warm_context
 
 from megatronish.errors import UserError
 from megatronish.launch.local import launch, run_local_ranks
-from megatronish.launch.place import Place, expand_hosts, place_from_environment, threads_per_rank
+from megatronish.launch.place import Place, place_from_environment, threads_per_rank
+from megatronish.launch.slurm import expand_hosts
 
 # ---- what ranks do in these tests
 
