@@ -15,7 +15,7 @@ from paths import GOLDEN
 
 from megatronish.config.dump import resolved
 from megatronish.config.fields import ALIASES, FIELDS
-from megatronish.config.flags import KNOWN
+from megatronish.config.megatron_flags.table import KNOWN
 from megatronish.config.read import read_config
 
 RUNS = sorted((GOLDEN / "checkpoints").iterdir())

@@ -14,8 +14,8 @@ from megatronish.config.fields import FIELDS
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.model import ModelConfig
 from megatronish.config.run import CheckpointConfig
-from megatronish.config.settings import Setting
 from megatronish.config.tokenizer_names import tokenizer_in
+from megatronish.config.understand import Setting
 
 TOKENIZER = "tokenizer"  # the folder of a checkpoint in which its tokenizer may lie
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -44,11 +44,23 @@ class Start(NamedTuple):
 ReadStart = Callable[[CheckpointConfig], Start | None]
 
 
-def tokenizer_named_by(path: Path) -> dict[str, Any]:
-    """Fields of DataConfig that follow from --tokenizer-model alone: a folder of files, or a tokenizer.json."""
-    if path.is_dir():
-        return tokenizer_in(path, like_gpt2=True)
-    return {"tokenizer_type": "huggingface"} if path.suffix == ".json" else {}
+def implied_tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of DataConfig that follow from the files of a tokenizer, where some are given.
+
+    --tokenizer-model alone: a folder of files, or a tokenizer.json. --vocab-file and --merge-file: GPT-2's tokenizer.
+    A Hugging Face tokenizer without a file is the one that lies in the folder of --load.
+    """
+    kind, model, load = (given.get(name) for name in ("tokenizer_type", "tokenizer_model", "load"))
+    gpt2 = given.get("vocab_file") is not None and given.get("merge_file") is not None
+    if kind is None and model is not None:
+        if Path(model).is_dir():
+            return tokenizer_in(Path(model), like_gpt2=True)
+        return {"tokenizer_type": "huggingface"} if Path(model).suffix == ".json" else {}
+    if kind is None and gpt2:
+        return {"tokenizer_type": "huggingface"}
+    if kind == "huggingface" and model is None and not gpt2 and load is not None and Path(load).is_dir():
+        return tokenizer_in(Path(load), like_gpt2=False)
+    return {}
 
 
 def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:

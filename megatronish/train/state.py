@@ -1,7 +1,8 @@
 """The checkpoint of a run: the tensors of a rank, the facts and the position in state.json, and their validity."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -9,7 +10,12 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.training import TrainingConfig
+from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.train.engine import Engine
+
+Section = TypeVar("Section", OptimizerConfig, TrainingConfig)
 
 FACTS = ("config", "vocab_size", "data", "eod")
 POSITION = ("step", "consumed_samples", "optimizer_steps")
@@ -46,6 +52,30 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     if not _is_valid(state):
         raise DamagedError(checkpoint, f"{STATE} is not that of a run")
     return state
+
+
+def saved_schedule(state: dict[str, Any]) -> LearningRateSchedule:
+    """Schedule of learning rate and weight decay of the run that wrote `state`.
+
+    A state of an older version has no schedule: there it follows from the config.
+    """
+    if "schedule" in state:
+        saved = state["schedule"]
+        return LearningRateSchedule(**saved | {"config": _section(OptimizerConfig, saved["config"])})
+    config = state["config"]
+    training = _section(TrainingConfig, config["training"])
+    dp = config.get("parallel", {}).get("data_parallel_size") or 1
+    batch = training.global_batch_size or training.micro_batch_size * dp
+    return build_learning_rate_schedule(
+        _section(OptimizerConfig, config["optimizer"]), training, global_batch_size=batch
+    )
+
+
+def _section(section: type[Section], saved: dict[str, Any]) -> Section:
+    """Section of a config from its fields in JSON, without fields of other versions."""
+    known = {field.name for field in fields(section)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    return section(**{name: value for name, value in values.items() if name in known})
 
 
 def _is_valid(state: dict[str, Any]) -> bool:

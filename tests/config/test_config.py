@@ -16,7 +16,9 @@ from megatronish.config.config import Config
 from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS, with_fields
-from megatronish.config.flags import DIFFERENCES, KNOWN, flags_markdown
+from megatronish.config.flags import flags_markdown
+from megatronish.config.megatron_flags.differences import DIFFERENCES
+from megatronish.config.megatron_flags.table import KNOWN
 from megatronish.config.read import ConfigError, read_config
 from megatronish.optim.optimizer import OPTIMIZERS
 from megatronish.schedule.schedules import SCHEDULES

@@ -8,7 +8,7 @@ import pytest
 
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.optim.batch_size import BatchSizeSchedule
+from megatronish.optim.batch_size import BatchSizeSchedule, RampUp
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 
 
@@ -174,11 +174,11 @@ def test_a_schedule_that_does_not_fit_together_is_refused(settings: dict[str, An
 
 
 RAMPS = [
-    BatchSizeSchedule(start=4, increment=4, ramp_samples=100, global_batch_size=16),
-    BatchSizeSchedule(start=16, increment=8, ramp_samples=5000, global_batch_size=64),
-    BatchSizeSchedule(start=1, increment=1, ramp_samples=7, global_batch_size=13),
-    BatchSizeSchedule(start=8, increment=3, ramp_samples=0, global_batch_size=17),
-    BatchSizeSchedule(start=8, increment=1, ramp_samples=100, global_batch_size=8),
+    RampUp(start=4, increment=4, ramp_samples=100, global_batch_size=16),
+    RampUp(start=16, increment=8, ramp_samples=5000, global_batch_size=64),
+    RampUp(start=1, increment=1, ramp_samples=7, global_batch_size=13),
+    RampUp(start=8, increment=3, ramp_samples=0, global_batch_size=17),
+    RampUp(start=8, increment=1, ramp_samples=100, global_batch_size=8),
     BatchSizeSchedule.of(None, global_batch_size=24),
 ]
 
