@@ -26,7 +26,7 @@ ROWS = (
     ("model",),
     ("objectives",),
     ("optim",),
-    ("pipeline", "data_parallel", "data", "tokenizer"),
+    ("pipeline", "data_parallel", "data", "tokenizer", "tiktoken_file"),
     ("checkpoint",),
     ("formats",),
     ("train",),

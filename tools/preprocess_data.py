@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a failure (a worker was killed, the disk is full), 2 some
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from tqdm import tqdm
@@ -28,13 +29,19 @@ class Arguments:
     output_prefix: str
     """PREFIX of the files written."""
     tokenizer_type: str = "sentencepiece"
-    """sentencepiece, huggingface, bytes or null; Megatron's names are accepted too."""
+    """sentencepiece, huggingface, tiktoken, bytes or null; Megatron's names are accepted too."""
     tokenizer_model: str | None = None
-    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder)."""
+    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None
     """vocab.json of a GPT-2 tokenizer, with --merge-file."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
+    """How a tiktoken tokenizer splits text into words."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens that come first in a tiktoken vocabulary of JSON."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Names of a tiktoken tokenizer's special tokens."""
     vocab_size: int | None = None
     """Of the null tokenizer; others know theirs."""
     json_keys: tuple[str, ...] = ("text",)
@@ -86,6 +93,9 @@ def main(arguments: Arguments) -> None:
             tokenizer_model=arguments.tokenizer_model,
             vocab_file=arguments.vocab_file,
             merge_file=arguments.merge_file,
+            tiktoken_pattern=arguments.tiktoken_pattern,
+            tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
+            tiktoken_special_tokens=arguments.tiktoken_special_tokens,
             vocab_size=arguments.vocab_size,
         )
     )

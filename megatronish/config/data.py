@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megatronish.config.marks import at_least, at_most
 from megatronish.config.tokenizer_names import TokenizerType
@@ -42,11 +42,17 @@ class DataConfig:
     tokenizer_type: TokenizerType = "sentencepiece"
     """Megatron's names (GPTSentencePieceTokenizer, HuggingFaceTokenizer, ...) are accepted too."""
     tokenizer_model: str | None = None
-    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder)."""
+    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None
     """vocab.json of a GPT-2 tokenizer, with --merge-file."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
+    """How a tiktoken tokenizer splits text into words: Megatron-LM's two ways, GPT-2's, or GPT-4's and Llama 3's."""
+    tiktoken_num_special_tokens: Annotated[int, at_least(1), at_most(2**31 - 1)] = 1000
+    """Special tokens that come first in a tiktoken vocabulary of JSON."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Names of a tiktoken tokenizer's special tokens. Derived: <unk> <s> </s> ..., or <|endoftext|> for a text file."""
     vocab_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """True vocabulary. Derived from the tokenizer."""
 

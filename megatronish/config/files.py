@@ -36,7 +36,7 @@ def _data_remedy(prefix: str) -> str:
 
 
 def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
-    if data.tokenizer_type not in ("sentencepiece", "huggingface"):
+    if data.tokenizer_type not in ("sentencepiece", "huggingface", "tiktoken"):
         return
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(data, name)

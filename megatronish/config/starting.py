@@ -18,7 +18,9 @@ from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.config.understand import Setting
 
 TOKENIZER = "tokenizer"  # the folder of a checkpoint in which its tokenizer may lie
-TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+TOKENIZER_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
+TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+TOKENIZER_FIELDS = ("tokenizer_type", *TOKENIZER_PATHS, *TIKTOKEN_FIELDS)
 
 
 class Start(NamedTuple):
@@ -31,8 +33,8 @@ class Start(NamedTuple):
     tokenizer: dict[str, Any]
 
     def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the config for all that `given` leaves open. One given field of a tokenizer replaces all four."""
-        tokenizer = {} if set(TOKENIZER_FIELDS) & given.keys() else self.tokenizer
+        """Fields of the config for all that `given` leaves open. A given type or file of a tokenizer replaces all."""
+        tokenizer = {} if {"tokenizer_type", *TOKENIZER_PATHS} & given.keys() else self.tokenizer
         model = self.model
         if model.position_embedding_type == "learned_absolute" and "seq_length" in given:
             # The learned position table keeps its rows, also where shorter sequences use fewer of them.
@@ -66,7 +68,8 @@ def implied_tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
 def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
     """Model of the checkpoint in `folder`, from its state.json; KeyError or TypeError for other fields than ours."""
     config = state["config"]
-    data = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
+    saved = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
+    data = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     source = f"--use-checkpoint-args of {folder}"
     seq_length = config["training"]["seq_length"]
     return Start(source, ModelConfig(**config["model"]), state["vocab_size"], seq_length, located(data, folder))
@@ -75,7 +78,7 @@ def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
 def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Fields of DataConfig with the present paths of tokenizer files that were saved inside a checkpoint's folder."""
     found = dict(data)
-    for name in TOKENIZER_FIELDS[1:]:
+    for name in TOKENIZER_PATHS:
         if PurePosixPath(data.get(name) or "/").parts[0] == TOKENIZER and (folder / data[name]).exists():
             found[name] = str(folder / data[name])
     return found
