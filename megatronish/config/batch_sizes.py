@@ -32,7 +32,7 @@ def parse_batch_sizes(words: Sequence[str], *, seq_length: int) -> tuple[tuple[i
 
 
 def _count(word: str, text: str) -> int:
-    """ "2.4B" -> 2400000000."""
+    """Number of a word with a suffix, "2.4B" -> 2400000000."""
     found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([KMBT]?)", word.upper())
     if found is None:
         raise ValueError(f"{text!r} must be TOKENS:BATCH_SIZE ..., tokens with K, M, B or T; {_EXAMPLE}")

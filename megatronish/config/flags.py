@@ -77,8 +77,27 @@ def flags_markdown() -> str:
     return "\n".join(parts)
 
 
-def status_of(name: str, values: Sequence[str] = ()) -> str | None:
-    """What becomes of a flag with these values: works, idle, computed more exactly or refused; None if nobody knows."""
+def statuses(flags: Sequence[tuple[str, Sequence[str]]]) -> list[str | None]:
+    """What becomes of flags, (name, values) pairs of one command line.
+
+    Each works, is idle, computed more exactly or refused; None for a flag that nobody knows. The flags of a family
+    share the fate of its switch, where that is given.
+    """
+    found = [known_flag(name) for name, _ in flags]
+    own = [_status(name, values) for name, values in flags]
+    switched = {
+        known.family
+        for known, status in zip(found, own, strict=True)
+        if known is not None and known.family and status in (_SHORT["refused"], _SHORT["instead"])
+    }
+    fates = {family.title: _SHORT[family.status] for family in FAMILIES if family.title in switched}
+    return [
+        fates.get(known.family, status) if known is not None and status != "works" else status
+        for known, status in zip(found, own, strict=True)
+    ]
+
+
+def _status(name: str, values: Sequence[str]) -> str | None:
     field = ALIASES.get(name, name.replace("-", "_"))
     if name in DATA_LISTS or field in FIELDS or (field.startswith("no_") and field.removeprefix("no_") in FIELDS):
         return "works"
@@ -93,7 +112,7 @@ def describe(flag: str) -> str:
     """Line about one flag: what it is here, and why."""
     name = flag.lstrip("-").replace("_", "-")
     known = known_flag(name)
-    if status_of(name) == "works" and known is None:
+    if _status(name, ()) == "works" and known is None:
         field = ALIASES.get(name, name.replace("-", "_"))
         field = field if field in FIELDS else field.removeprefix("no_")
         section = f", in [{FIELDS[field].section}]" if field in FIELDS else ""

@@ -29,7 +29,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if not _is_text(word)
     )
     wants_help = False
-    for flag, values in _chunks(argv):
+    for flag, values in flags_of(argv):
         name = flag.lstrip("-").replace("_", "-")
         if flag in ("-h", "--help"):
             wants_help = True
@@ -98,7 +98,7 @@ def _is_text(word: str) -> bool:
     return True
 
 
-def _chunks(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+def flags_of(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     """[(flag, its values), ...]; a dash before a digit is a number's sign."""
     chunks: list[tuple[str, tuple[str, ...]]] = []
     for word in argv:

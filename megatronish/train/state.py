@@ -1,8 +1,7 @@
 """The checkpoint of a run: the tensors of a rank, the facts and the position in state.json, and their validity."""
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -10,12 +9,10 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS, with_fields
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.train.engine import Engine
-
-Section = TypeVar("Section", OptimizerConfig, TrainingConfig)
 
 FACTS = ("config", "vocab_size", "data", "eod")
 POSITION = ("step", "consumed_samples", "optimizer_steps")
@@ -61,21 +58,15 @@ def saved_schedule(state: dict[str, Any]) -> LearningRateSchedule:
     """
     if "schedule" in state:
         saved = state["schedule"]
-        return LearningRateSchedule(**saved | {"config": _section(OptimizerConfig, saved["config"])})
-    config = state["config"]
-    training = _section(TrainingConfig, config["training"])
-    dp = config.get("parallel", {}).get("data_parallel_size") or 1
-    batch = training.global_batch_size or training.micro_batch_size * dp
-    return build_learning_rate_schedule(
-        _section(OptimizerConfig, config["optimizer"]), training, global_batch_size=batch
-    )
+        return LearningRateSchedule(**saved | {"config": _config_of(saved["config"]).optimizer})
+    config = _config_of({name: value for section in state["config"].values() for name, value in section.items()})
+    return build_learning_rate_schedule(config.optimizer, config.training, global_batch_size=config.global_batch_size)
 
 
-def _section(section: type[Section], saved: dict[str, Any]) -> Section:
-    """Section of a config from its fields in JSON, without fields of other versions."""
-    known = {field.name for field in fields(section)}
+def _config_of(saved: dict[str, Any]) -> Config:
+    """Config with the fields of a state.json, without those of other versions."""
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    return section(**{name: value for name, value in values.items() if name in known})
+    return with_fields(Config(), **{name: value for name, value in values.items() if name in FIELDS})
 
 
 def _is_valid(state: dict[str, Any]) -> bool:
