@@ -222,16 +222,14 @@ def test_the_optimizers_of_a_config_are_those_of_the_table() -> None:
 def test_problems_of_file_flags_and_rules_come_together(tmp_path: Path) -> None:
     words = toml(tmp_path, '[model]\nnum_layer = 4\nhidden_size = 96\n[trainin]\n[data]\nvocab_size = "x"\n')
     told = "\n".join(
-        problems(
-            [*words, "--num-attention-heads", "x", "--fp32-residual-connection", "--seq-length", "-1", "--lrr", "1"]
-        )
+        problems([*words, "--num-attention-heads", "x", "--skip-train", "--seq-length", "-1", "--lrr", "1"])
     )
     for sentence in (
         "[model] num_layer is not a key; did you mean num_layers?",
         "[trainin] is not a section; did you mean [training]?",
         "[data] vocab_size = x: vocab_size must be a whole number",
         "--num-attention-heads x: num_attention_heads must be a whole number",
-        "--fp32-residual-connection is refused: it is not there yet",
+        "--skip-train is refused: use tools/evaluate.py",
         "--lrr is not a flag; did you mean --lr?",
         "seq_length=-1 must be at least 1",
         "num_layers is not given; set it in [model] of the config file, or add --num-layers",
@@ -617,7 +615,8 @@ def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(words: str) -> No
     assert notes[0] == LAST_COUNTS[words]
     assert not any("counts" in note for note in read_config(small("--mock-data", "--tp", "2", "--tp", "2")).notes)
     assert not read("--tp", "2", "--sequence-parallel", "--no-sequence-parallel").parallel.sequence_parallel
-    assert read("--use-rope-scaling", "--rope-scaling-type", "yarn").model.rope_scaling_type == "yarn"
+    rope = ("--position-embedding-type", "rope", "--use-rope-scaling", "--rope-scaling-type", "yarn")
+    assert read(*rope).model.rope_scaling_type == "yarn"
 
 
 def test_what_is_typed_makes_its_conflict_in_the_file_idle() -> None:

@@ -137,8 +137,7 @@ def test_a_family_is_one_complaint_and_its_settings_say_nothing_without_its_swit
         "--moe-router-topk 2, --moe-new-flag, --expert-tensor-parallel-size 4 are idle: it belongs to mixture of "
         "experts, and --num-experts is not given"
     )
-    assert problems([*BASE, "--expert-model-parallel-size", "1"]) == []
-    assert EXPERTS in problems([*BASE, "--expert-model-parallel-size", "8"])[0]
+    assert read("--expert-model-parallel-size 8").notes[0].endswith("and --num-experts is not given")
     assert problems([*BASE, "--mtp-num-layers", "0"]) == []
     for name in ("fp8-new", "rl-new", "inference-new", "retro-new", "vision-new", "dsa-new", "mtp-new", "mamba-new"):
         assert known_flag(name) is not None, name
@@ -158,8 +157,9 @@ def test_fp8_is_computed_more_exactly_and_the_run_says_so() -> None:
     [
         *[("numlayers", "num-layers"), ("num-layer", "num-layers"), ("hiden-size", "hidden-size"), ("lrr", "lr")],
         *[("manual-gcc", "manual-gc"), ("micro-batchsize", "micro-batch-size"), ("trainiters", "train-iters")],
-        *[("deepspd-mode", None), ("num-expels", None), ("fp7-format", None), ("steps-of-accumulation", None)],
-        *[("use-precise-optimizer", None), ("log-progression-bar", None), ("gradient-steps", None)],
+        *[("num-expert", "num-experts"), ("fp8-formats", "fp8-format"), ("log-progres", "log-progress")],
+        *[("deepspd-mode", None), ("num-towers", None), ("checkpoint-shape", None), ("steps-of-accumulation", None)],
+        *[("use-fast-optimizer", None), ("progress-of-log", None), ("gradient-steps", None), ("seed-speed", None)],
     ],
 )
 def test_a_suggestion_is_close_and_of_the_same_words(name: str, meant: str | None) -> None:
