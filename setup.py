@@ -57,7 +57,10 @@ setup(
         "matplotlib>=3.8",
         "tyro>=1.0",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4"]},
+    extras_require={
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4", "PyYAML>=6"],
+        "yaml": ["PyYAML>=6"],  # tools/from_axolotl.py
+    },
     classifiers=[
         "Operating System :: MacOS",
         "Operating System :: POSIX :: Linux",

@@ -106,7 +106,11 @@ def _checked(ranks: dict[bytes, int], path: Path) -> dict[bytes, int]:
 
 def _build(ids: dict[bytes, int], special: dict[str, int], pattern: str, path: Path) -> tokenizers.Tokenizer:
     letters = _byte_letters()
-    vocabulary = {"".join(letters[byte] for byte in token): number for token, number in ids.items()}
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    vocabulary = {spell(token): number for token, number in ids.items()}
     both = vocabulary.keys() & special.keys()
     if both:
         raise UserError(
@@ -114,14 +118,13 @@ def _build(ids: dict[bytes, int], special: dict[str, int], pattern: str, path: P
             "with --tiktoken-special-tokens"
         )
     merges = [
-        (token[:cut], token[cut:])
+        (spell(token[:cut]), spell(token[cut:]))
         for token, _ in sorted(ids.items(), key=lambda item: item[1])
         for cut in range(1, len(token))
         if token[:cut] in ids and token[cut:] in ids
     ]
-    spelled = [tuple("".join(letters[byte] for byte in part) for part in pair) for pair in merges]
     # A word that is a token is taken as it is: tiktoken looks the whole word up first.
-    bpe = tokenizers.models.BPE(vocabulary | special, spelled, ignore_merges=True)
+    bpe = tokenizers.models.BPE(vocabulary | special, merges, ignore_merges=True)
     model = tokenizers.Tokenizer(bpe)
     words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERNS[pattern]), "isolated")
     as_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

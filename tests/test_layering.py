@@ -47,6 +47,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
 # What answers before torch is imported, so that --help, --dry-run errors and planning are instant.
 WITHOUT_TORCH = (
     "config/*.py",
+    "config/importers/*.py",
     "config/megatron_flags/*.py",
     "config/rules/*.py",
     "formats/start.py",

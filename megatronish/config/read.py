@@ -177,7 +177,7 @@ def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
     try:
         # A value of the wrong type is printed in spite of console_outputs.
         with contextlib.redirect_stderr(io.StringIO()):
-            found = tyro.cli(
+            found: Any = tyro.cli(
                 dataclasses.make_dataclass("Given", fields), args=arguments, prog=PROGRAM, console_outputs=False
             )
     except SystemExit:

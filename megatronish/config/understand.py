@@ -130,10 +130,11 @@ def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled:
     if FIELDS[field].type is bool:
         values = tuple(value.lower() for value in values) or ("true",)
     if field == "window_size":
-        values = _window(found, values, spelled=spelled)
-        if values is None:
+        window = _window(found, values, spelled=spelled)
+        if window is None:
             found.invalid.add(field)
             return
+        values = window
     several = SEVERAL_SETTINGS.get((field, " ".join(values)), ())
     if several:
         found.settings.extend(Setting(name, (value,), spelled, typed) for name, value in several)

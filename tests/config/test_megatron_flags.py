@@ -332,7 +332,8 @@ def test_configs_of_megatrons_tests_are_clean() -> None:
 def test_the_table_of_tried_scripts_is_current() -> None:
     expected = [(name, counts(words)) for name, words in SCRIPTS.items()]
     expected.append((f"{len(TEST_CONFIGS)} test configs of Megatron-LM", counts(*TEST_CONFIGS.values())))
-    assert [(each.name, each.counts) for each in TRIED] == expected
+    current = [(each.name, each.counts) for each in TRIED]
+    assert current == expected, "\n".join(["megatron_flags/tried.py is not current:", *map(str, expected)])
     assert all(each.counts[-1] == 0 for each in TRIED), "no flag is unknown"
 
 

@@ -66,7 +66,6 @@ MODEL: dict[str, Known] = {
     "output-logit-dtype": idle(_FP32, 1),
     "apply-residual-connection-post-layernorm": refused("residuals start before the norm (pre-LN); leave it out"),
     "attention-output-gate": refused("attention has no output gate; leave it out"),
-    "no-rope-freq": refused("every layer has the same position embedding; leave it out", 1),
     "qk-l2-norm": refused("use --qk-layernorm, or leave it out"),
     "softmax-scale": refused("scores are divided by the root of the size of a head; leave it out", 1),
     "embedding-init-method-std": refused("--init-method-std is of all weights; leave it out", 1),
