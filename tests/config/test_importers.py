@@ -150,7 +150,7 @@ def test_fp16_auto_and_other_schedules() -> None:
         "optimizer": {"type": "Adam", "params": {"lr": "auto", "adam_w_mode": False}},
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": 1e-6, "warmup_max_lr": 1e-4, "warmup_num_steps": 5},
+            "params": warmup,
         },
         "tensor_parallel": {"autotp_size": 2},
         "sequence_parallel_size": 4,

@@ -21,6 +21,7 @@ from megatronish.config.megatron_flags.differences import DIFFERENCES
 from megatronish.config.megatron_flags.families import FAMILIES
 from megatronish.config.megatron_flags.table import KNOWN, known_flag
 from megatronish.config.megatron_flags.tried import TRIED
+from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.config.read import ConfigError, ReadConfig, read_config
 from megatronish.config.settings import flags_of
 from megatronish.config.suggest import nearest_name
@@ -209,6 +210,31 @@ def test_values_of_megatron_that_mean_others_here() -> None:
     assert (old.recompute_granularity, old.recompute_method, old.recompute_num_layers) == ("full", "uniform", 3)
     split = read("--pp 2 --pp-partition-method type:transformer|embedding".replace("|", "\\|")).config.parallel
     assert split.ends_in_split == (1, 1)
+
+
+def test_a_list_of_batch_sizes_is_several_words_or_one_text() -> None:
+    for spelled in ("0:4 1K:8 2K:16", """ "'0:4 1K:8 2K:16'" """, "0:4,1K:8,2K:16"):
+        config = read(f"--step-batch-size-schedule {spelled}").config
+        assert config.global_batch_size == 16
+        refuse_unrunnable_plans(config)
+    (told,) = problems([*BASE, *["--step-batch-size-schedule", "0:3", "1K:8"]])
+    assert told == (
+        "step_batch_size_schedule=0:3 1K:8: 3 must be divisible by micro_batch_size=2 x data_parallel_size=1; "
+        "use multiples of 2"
+    )
+    (told,) = problems([*BASE, *["--step-batch-size-schedule", "0:4", "1K:8", "--global-batch-size", "4"]])
+    assert told.endswith("ends with 8, and global_batch_size=4; leave --global-batch-size out, or use the same")
+    (told,) = problems([*BASE, *["--step-batch-size-schedule", "4:8"]])
+    assert told == "step_batch_size_schedule='4:8' must begin with 0:BATCH_SIZE; for example 0:384 200B:768 400B:1152"
+    (told,) = problems([*BASE, *["--eval-global-batch-size", "5"]])
+    assert told.startswith("eval_global_batch_size=5 must be divisible by micro_batch_size=2 x data_parallel_size=1")
+
+
+def test_hybrid_sharding_on_a_plain_start_has_as_many_copies_as_groups() -> None:
+    words = "--num-distributed-optimizer-instances 2 --use-distributed-optimizer"
+    assert read(words).config.layout.dp == 2
+    assert read(f"{words} --cp 2").config.layout.dp == 1
+    assert read(f"{words} --dp 4").config.layout.dp == 4
 
 
 def test_a_vocabulary_and_merges_imply_their_tokenizer(tmp_path: Path) -> None:
