@@ -64,7 +64,7 @@ class BatchSizeSchedule(ABC):
             steps = fitting if phase.num_steps is None else min(fitting, phase.num_steps)
             total += steps
             left -= steps * phase.batch_size
-            if steps == fitting:
+            if phase.num_steps is None or fitting < phase.num_steps:
                 break
         return total
 

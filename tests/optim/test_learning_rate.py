@@ -206,7 +206,7 @@ def test_a_list_of_batch_sizes_counts_tokens_in_whole_samples() -> None:
     sizes = batch_sizes_of(training, global_batch_size=1536)
     assert sizes == StepWise(((0, 16), (1_171_875, 320), (2_343_750, 624), (5_859_375, 1536)))
     assert [sizes.at(consumed) for consumed in (0, 1_171_874, 1_171_875, 10**10)] == [16, 16, 320, 1536]
-    assert sizes.num_steps(1_171_875 + 320) == 1_171_875 // 16 + 2  # the step that crosses the threshold is a small one
+    assert sizes.consumed_samples(73_244) == 73_243 * 16 + 320  # the step that crosses the threshold is a small one
 
 
 @pytest.mark.parametrize(
