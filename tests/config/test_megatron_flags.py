@@ -224,7 +224,7 @@ def test_a_list_of_batch_sizes_is_several_words_or_one_text() -> None:
     )
     (told,) = problems([*BASE, *["--step-batch-size-schedule", "0:4", "1K:8", "--global-batch-size", "4"]])
     assert told.endswith("ends with 8, and global_batch_size=4; leave --global-batch-size out, or use the same")
-    (told,) = problems([*BASE, *["--step-batch-size-schedule", "4:8"]])
+    (told,) = problems([*BASE, *["--step-batch-size-schedule", "640:8"]])
     assert told == "step_batch_size_schedule='640:8' must begin with 0:BATCH_SIZE; for example 0:384 200B:768 400B:1152"
     (told,) = problems([*BASE, *["--eval-global-batch-size", "5"]])
     assert told.startswith("eval_global_batch_size=5 must be divisible by micro_batch_size=2 x data_parallel_size=1")
