@@ -1,6 +1,7 @@
 """Section [data] of a config: data files, their split, and the tokenizer."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -16,7 +17,7 @@ class DataConfig:
     """Data files, splits and the tokenizer."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split."""
+    """PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split. PREFIX[0:0.9]: 90 % of it."""
     train_data_path: tuple[str, ...] = ()
     """Like --data-path, for training alone."""
     valid_data_path: tuple[str, ...] = ()
@@ -64,6 +65,8 @@ def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
     is written ./12. ValueError where weights and prefixes do not alternate, or the weights make no sense.
     """
     numbers = [_as_number(value) for value in values]
+    for value in values:
+        split_part(value)
     if all(number is None for number in numbers):
         return [(None, value) for value in values]
     pairs = list(zip(numbers[::2], values[1::2], strict=False))
@@ -77,6 +80,20 @@ def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
         raise ValueError(f"{text!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
     return pairs
+
+
+def split_part(path: str) -> tuple[str, tuple[float, float]]:
+    """PREFIX[0.2:0.9] -> (PREFIX, (0.2, 0.9)), the documents from a fifth up to nine tenths; without it all of them.
+
+    ValueError for a part that is empty, or outside 0 to 1.
+    """
+    found = re.fullmatch(r"(.+)\[([^:\[\]]*):([^:\[\]]*)\]", path)
+    if found is None:
+        return path, (0.0, 1.0)
+    start, end = _as_number(found[2]), _as_number(found[3])
+    if start is None or end is None or not 0 <= start < end <= 1:
+        raise ValueError(f"{path!r} must have a part between 0 and 1, as in {found[1]}[0:0.9]")
+    return found[1], (start, end)
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

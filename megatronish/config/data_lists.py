@@ -45,7 +45,7 @@ def splits_of_file(path: str) -> Lists:
 
 
 def weighted_splits(text: str, *, split: str) -> Lists:
-    """BigScience's "NAME: WEIGHT START:END PREFIX, ..." with whole data sets, 0:1, as --train-data-path and the others.
+    """BigScience's "NAME: WEIGHT START:END PREFIX, ..." as --train-data-path and the others.
 
     Several names are several validation sets.
     """
@@ -62,12 +62,8 @@ def weighted_splits(text: str, *, split: str) -> Lists:
                 f"{entry!r} must be WEIGHT START:END PREFIX, as in 'train: 0.3 0:1 PREFIX, 0.7 0:1 PREFIX'"
             )
         weight, start, end, prefix = found.groups()
-        if (float(start), float(end)) != (0.0, 1.0):
-            raise ValueError(
-                f"{prefix} is used from {start} to {end}, and parts of a data set are not chosen one by one; use "
-                "--data-path WEIGHT PREFIX ... with --split, or preprocess the parts and use 0:1"
-            )
-        groups[-1].append((weight, prefix))
+        whole = (start, end) in (("0", "1"), ("0.0", "1.0"))
+        groups[-1].append((weight, prefix if whole else f"{prefix}[{start}:{end}]"))
     groups = [group for group in groups if group]
     if len(groups) > 1 and not all(len(group) == 1 for group in groups):
         raise ValueError("several names of several data sets each are not there; use one name, or a data set a name")
@@ -95,7 +91,7 @@ DATA_LISTS: dict[str, DataList] = {
     ),
     **{
         f"{split}-weighted-split-paths": DataList(
-            partial(weighted_splits, split=split), f"`--{split}-data-path`, written NAME: WEIGHT 0:1 PREFIX, ..."
+            partial(weighted_splits, split=split), f"`--{split}-data-path`, written NAME: WEIGHT START:END PREFIX, ..."
         )
         for split in SPLITS
     },

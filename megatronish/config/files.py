@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatronish.config.data import DataConfig, parse_blend
+from megatronish.config.data import DataConfig, parse_blend, split_part
 
 
 def missing_files(data: DataConfig) -> list[str]:
@@ -16,7 +16,7 @@ def missing_files(data: DataConfig) -> list[str]:
 def _missing_data(data: DataConfig) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
-            prefixes = [prefix for _, prefix in parse_blend(getattr(data, name))]
+            prefixes = [split_part(path)[0] for _, path in parse_blend(getattr(data, name))]
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:

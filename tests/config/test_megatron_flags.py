@@ -265,7 +265,7 @@ def test_files_that_list_data_are_read(tmp_path: Path) -> None:
     a, b = data_at(tmp_path, "a"), data_at(tmp_path, "b")
     (tmp_path / "words").write_text(f"0.3 {a}\n0.7 {b}\n")
     (tmp_path / "splits").write_text(json.dumps({"train": ["1", a], "valid": [b], "test": None}))
-    (tmp_path / "train").write_text(f'"train: 0.25 0:1 {a}, 0.75 0:1 {b}"\n')
+    (tmp_path / "train").write_text(f'"train: 0.25 0:0.949 {a}, 0.75 0:1 {b}"\n')
     (tmp_path / "valid").write_text(f"valid_a: 1 0:1 {a}, valid_b: 1 0:1 {b}\n")
     null = [*BASE[:-1], "--tokenizer-type", "null", "--vocab-size", "9"]
     assert read_config([*null, "--data-args-path", f"{tmp_path}/words"]).config.data.data_path == ("0.3", a, "0.7", b)
@@ -273,7 +273,7 @@ def test_files_that_list_data_are_read(tmp_path: Path) -> None:
     assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (("1", a), (b,), ())
     words = ["--train-weighted-split-paths-path", f"{tmp_path}/train"]
     data = read_config([*null, *words, "--valid-weighted-split-paths-path", f"{tmp_path}/valid"]).config.data
-    assert (data.train_data_path, data.valid_data_path) == (("0.25", a, "0.75", b), (a, b))
+    assert (data.train_data_path, data.valid_data_path) == (("0.25", f"{a}[0:0.949]", "0.75", b), (a, b))
     assert data.multiple_validation_sets
 
 
@@ -283,7 +283,11 @@ def test_files_that_list_data_are_read(tmp_path: Path) -> None:
         ("data-args-path", None, "cannot be read (No such file or directory); correct the path"),
         ("per-split-data-args-path", "[", "is not JSON"),
         ("per-split-data-args-path", '{"eval": []}', "must hold lists named train, valid and test"),
-        ("train-weighted-split-paths-path", "train: 1 0:0.9 a", "a is used from 0 to 0.9, and parts of a data set"),
+        (
+            "train-weighted-split-paths-path",
+            "train: 1 0.9:0.1 a",
+            "'a[0.9:0.1]' must have a part between 0 and 1, as in",
+        ),
         ("train-weighted-split-paths-path", "train: a", "'a' must be WEIGHT START:END PREFIX"),
         ("valid-weighted-split-paths-path", "x: 1 0:1 a, 1 0:1 b, y: 1 0:1 c", "use one name, or a data set a name"),
     ],
@@ -319,8 +323,8 @@ def test_a_launch_script_runs_with_its_files_at_hand(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     prefix = data_at(tmp_path / "data", "my_text_document")
-    (tmp_path / "train.txt").write_text(f"train: 1 0:1 {prefix}")
-    (tmp_path / "valid.txt").write_text(f"valid: 1 0:1 {prefix}")
+    (tmp_path / "train.txt").write_text(f'"train: 1 0:0.949 {prefix}"')
+    (tmp_path / "valid.txt").write_text(f'"valid: 1 0.949:0.999 {prefix}"')
     for flag, value in pairwise(words):
         if flag in ("--tokenizer-model", "--tokenizer-name-or-path", "--vocab-file", "--merge-file"):
             Path(value).parent.mkdir(exist_ok=True)
@@ -328,8 +332,6 @@ def test_a_launch_script_runs_with_its_files_at_hand(
     if "--patch-tokenizer-type" in words:
         Path("ckpt_pre").mkdir()
         Path("ckpt_pre/tokenizer.json").touch()
-    if name == "BigScience BLOOM 176B":
-        assert "embed_layernorm" in FIELDS
     mock = "--mock-data" in words
     kept = [word for flag, values in flags_of(words) if not (mock and flag[2:] in OF_DATA) for word in (flag, *values)]
     assert problems([*kept, "--dry-run"]) == []
