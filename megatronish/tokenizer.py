@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face tokenizers, bytes, numbers.
+"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face, tiktoken, bytes, numbers.
 
 Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Only `encode_marked`, for
 prompts that are written so, reads them, and adds what the tokenizer puts around a text: a first token, say. Decoding
@@ -19,6 +19,7 @@ import tokenizers
 from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.errors import UserError
+from megatronish.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
 SPACE_MARK = "\u2581"
@@ -134,7 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, or of GPT-2's vocab.json and merges.txt."""
+    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, of GPT-2's two files, or of a tiktoken file."""
 
     def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
         self._model = model
@@ -172,6 +173,18 @@ class HuggingFaceTokenizer(Tokenizer):
         eod = _find_eod(model.token_to_id, vocab)
         model.add_special_tokens([model.id_to_token(eod)])
         return cls(model, eod=eod)
+
+    @classmethod
+    def from_tiktoken(cls, path: Path, data: DataConfig) -> "HuggingFaceTokenizer":
+        """Tokenizer of a tiktoken file, a JSON list or lines of base64."""
+        model = read_tiktoken(
+            path,
+            pattern=data.tiktoken_pattern,
+            special_tokens=data.tiktoken_special_tokens,
+            num_special_tokens=data.tiktoken_num_special_tokens,
+            vocab_size=data.vocab_size,
+        )
+        return cls(model, eod=_find_eod(model.token_to_id, path))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -268,6 +281,8 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
     path = Path(data.tokenizer_model)
     if not path.exists():
         raise UserError(f"--tokenizer-model {path} does not exist; check the path")
+    if kind == "tiktoken":
+        return HuggingFaceTokenizer.from_tiktoken(path, data)
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)
 
 

@@ -26,7 +26,7 @@ ROWS = (
     ("model",),
     ("objectives",),
     ("optim",),
-    ("pipeline", "data_parallel", "data", "tokenizer"),
+    ("pipeline", "data_parallel", "data", "tokenizer", "tiktoken_file"),
     ("checkpoint",),
     ("formats",),
     ("train",),
@@ -49,6 +49,8 @@ MAY_USE_TORCH_DISTRIBUTED = (
 # What answers before torch is imported, so that --help, --dry-run errors and planning are instant.
 WITHOUT_TORCH = (
     "config/*.py",
+    "config/importers/*.py",
+    "config/megatron_flags/*.py",
     "config/rules/*.py",
     "formats/start.py",
     "formats/hf/[!t]*.py",

@@ -103,7 +103,10 @@ class Spread:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """As a user would write it. `uneven`: the first stage is told how many layers it has."""
+        """As a user would write it.
+
+        `uneven`: the number of layers of the first stage is given; `ends`: embedding and head count as layers.
+        """
         return ParallelConfig(
             tensor_model_parallel_size=self.layout.tp,
             pipeline_model_parallel_size=self.layout.pp,
@@ -114,6 +117,8 @@ class Spread:
             pipeline_schedule=self.schedule,  # type: ignore[arg-type]
             num_virtual_stages_per_pipeline_rank=self.num_chunks,
             pipeline_split="auto" if self.split == "auto" else "even",
+            account_for_embedding_in_pipeline_split=self.split == "ends",
+            account_for_loss_in_pipeline_split=self.split == "ends",
             decoder_first_pipeline_num_layers=CHUNKS[self.schedule] + 1 if self.split == "uneven" else None,
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap,
@@ -472,6 +477,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_a_layout_trains_the_same_model_as_one_process(layout: Layout, chosen: Chosen) -> None:
     assert_equal_to_serial(problem_of(layout, chosen), spread_of(layout, chosen))
+
+
+POSITIONS_WITHOUT_LAYERS = [
+    ("interleaved", Layout(pp=4), {}),
+    ("interleaved", Layout(dp=2, pp=2), {"zero": 3}),
+    ("zb-v", Layout(tp=2, pp=2), {"zero": 1, "sequence_parallel": True}),
+    ("1f1b", Layout(pp=3, cp=2), {"recompute": "uniform", "zero": 2, "documents": True}),
+    ("gpipe", Layout(dp=2, pp=3), {"zero": 1, "overlap": True, "optimizer": "muon", "tied": False}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "layout", "others"), POSITIONS_WITHOUT_LAYERS)
+def test_positions_that_hold_the_embedding_or_the_head_alone_train_the_same_model(
+    schedule: str, layout: Layout, others: Chosen
+) -> None:
+    """Embedding and head count as layers, and there are so few layers that the two ends of the pipeline have none."""
+    plain = {feature: values[0] for feature, values in choices(layout).items()}
+    chosen = plain | {"schedule": schedule, "num_microbatches": 4, "dropout": 0.1, "split": "ends"} | others
+    problem = problem_of(layout, chosen)
+    problem = replace(problem, model=replace(problem.model, num_layers=layout.pp * CHUNKS[schedule] - 2))
+    assert_equal_to_serial(problem, spread_of(layout, chosen))
 
 
 def test_there_are_55_layouts_each_taken() -> None:

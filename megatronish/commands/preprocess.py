@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from tqdm import tqdm
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from megatronish.commands.ending import exit_status
 from megatronish.commands.preprocess_flags import without_megatron_flags
 from megatronish.config.data import DataConfig
-from megatronish.config.starting import tokenizer_named_by
+from megatronish.config.starting import implied_tokenizer
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import Summary, preprocess
@@ -39,13 +38,19 @@ class PreprocessArguments:
     output_prefix: str
     """PREFIX of the files written."""
     tokenizer_type: str | None = None
-    """sentencepiece, huggingface, bytes or null; Megatron's names are accepted too. Derived from the files."""
+    """sentencepiece, huggingface, tiktoken, bytes or null; Megatron's names are accepted too. Derived from the files."""
     tokenizer_model: str | None = None
-    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder)."""
+    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None
     """vocab.json of a GPT-2 tokenizer, with --merge-file."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
+    """How a tiktoken tokenizer splits text into words."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens that come first in a tiktoken vocabulary of JSON."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Names of a tiktoken tokenizer's special tokens."""
     vocab_size: int | None = None
     """Of the null tokenizer; others know theirs."""
     json_keys: tuple[str, ...] = ("text",)
@@ -135,19 +140,20 @@ def run(arguments: PreprocessArguments) -> int:
 
 def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:
     """The fields that describe a tokenizer. Its kind follows from the files where it is not given."""
+    given = {
+        name: value
+        for name in ("tokenizer_model", "vocab_file", "merge_file")
+        if (value := getattr(arguments, name)) is not None
+    }
     if arguments.tokenizer_type is not None:
-        kind: dict[str, Any] = {"tokenizer_type": tokenizer_type(arguments.tokenizer_type)}
-    elif arguments.vocab_file is not None and arguments.merge_file is not None:
-        kind = {"tokenizer_type": "huggingface"}
-    else:
-        kind = {} if arguments.tokenizer_model is None else tokenizer_named_by(Path(arguments.tokenizer_model))
-    settings = {
-        "tokenizer_model": arguments.tokenizer_model,
-        "vocab_file": arguments.vocab_file,
-        "merge_file": arguments.merge_file,
+        given["tokenizer_type"] = tokenizer_type(arguments.tokenizer_type)
+    settings: dict[str, Any] = {
+        "tiktoken_pattern": arguments.tiktoken_pattern,
+        "tiktoken_num_special_tokens": arguments.tiktoken_num_special_tokens,
+        "tiktoken_special_tokens": arguments.tiktoken_special_tokens,
         "vocab_size": arguments.vocab_size,
     }
-    return DataConfig(**settings | kind)
+    return DataConfig(**settings | given | implied_tokenizer(given))
 
 
 @contextmanager

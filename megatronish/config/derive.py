@@ -1,9 +1,11 @@
 """Fields of a config that follow from other fields, and notes about fields that nothing reads."""
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
 from megatronish.config.data import MOCK_VOCAB_SIZE
 from megatronish.config.fields import FIELDS, with_fields
@@ -30,7 +32,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         problem = _world_size_complaint(config.parallel, world_size)
         problems += [problem] if problem else []
         model = config.parallel.model_parallel_size
-        derived = 1 if world_size is None else max(1, world_size // model)
+        derived = _smallest_dp(config.parallel) if world_size is None else max(1, world_size // model)
         config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = with_fields(config, sequence_parallel=False)
@@ -38,12 +40,20 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
     notes += _idle_loss_scale(config.training)
+    config = _last_batch_size(config, invalid)
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
     parallel = config.parallel
     if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
         notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
     if parallel.pipeline_model_parallel_size == 1 and parallel.pipeline_split != "even":
         notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
+    counted = [
+        name
+        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        if parallel.pipeline_model_parallel_size == 1 and getattr(parallel, name)
+    ]
+    if counted:
+        notes.append(f"{', '.join(counted)}: idle, as pipeline_model_parallel_size is 1")
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer)
@@ -56,6 +66,24 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if config.log.run_dir is None:
         config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
     return Derived(config, notes, problems)
+
+
+def _smallest_dp(parallel: ParallelConfig) -> int:
+    """Fewest copies of the model on a plain start: 1, or as many as the groups of hybrid sharding need."""
+    groups = parallel.num_distributed_optimizer_instances if parallel.zero else 1
+    return max(1, groups // math.gcd(groups, parallel.context_parallel_size))
+
+
+def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
+    """Config whose global batch size, where it is not given, is the last of --step-batch-size-schedule."""
+    training = config.training
+    if not training.step_batch_size_schedule or training.global_batch_size or "seq_length" in invalid:
+        return config
+    try:
+        steps = parse_batch_sizes(training.step_batch_size_schedule, seq_length=max(1, training.seq_length))
+    except ValueError:  # the rules say so
+        return config
+    return with_fields(config, global_batch_size=steps[-1][1])
 
 
 def _idle_loss_scale(training: TrainingConfig) -> list[str]:

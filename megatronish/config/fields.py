@@ -11,10 +11,11 @@ SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1",
 
 
 class Field(NamedTuple):
-    """Field of a section. `type` is the bare type, without Annotated and None."""
+    """Field of a section. `type` is the bare type of its `annotation`, without Annotated and None."""
 
     name: str
     section: str
+    annotation: Any
     type: Any
     default: Any
     marks: tuple[Any, ...]
@@ -75,7 +76,8 @@ def _fields() -> dict[str, Field]:
         annotated = get_type_hints(section_type, include_extras=True)
         for field in dataclasses.fields(section_type):
             marks = getattr(annotated[field.name], "__metadata__", ())
-            found[field.name] = Field(field.name, section, _bare(plain[field.name]), field.default, marks)
+            types = (annotated[field.name], _bare(plain[field.name]))
+            found[field.name] = Field(field.name, section, *types, field.default, marks)
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatronish.config.data import DataConfig, parse_blend
+from megatronish.config.data import DataConfig, parse_blend, split_part
 from megatronish.config.shipped import HOW_TO_MAKE
 
 
@@ -17,7 +17,7 @@ def missing_files(data: DataConfig) -> list[str]:
 def _missing_data(data: DataConfig) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
-            prefixes = [prefix for _, prefix in parse_blend(getattr(data, name))]
+            prefixes = [split_part(path)[0] for _, path in parse_blend(getattr(data, name))]
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:
@@ -39,7 +39,7 @@ def _data_remedy(prefix: str) -> str:
 
 
 def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
-    if data.tokenizer_type not in ("sentencepiece", "huggingface"):
+    if data.tokenizer_type not in ("sentencepiece", "huggingface", "tiktoken"):
         return
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(data, name)

@@ -38,6 +38,8 @@ class CheckpointConfig:
     """Do not load the optimizer's state."""
     no_save_optim: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not save the optimizer's state."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """A run that goes on takes its learning-rate and weight-decay schedule from its checkpoint."""
     exit_on_missing_checkpoint: bool = False
     """It is an error if --load holds no checkpoint."""
 

@@ -42,7 +42,7 @@ START_METHOD: Literal["fork", "spawn"] = "spawn" if sys.platform == "darwin" els
 WARM = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
 
@@ -115,7 +115,7 @@ class LocalRank(NamedTuple):
 def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
     """The main function of a local rank: set up the process, run, report the ending, exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher says what it means
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
+    for signum in FORWARDED[1:]:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _die_with_launcher()

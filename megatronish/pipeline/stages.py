@@ -37,14 +37,20 @@ class Stages:
                 head=logits_flops(model, vocab_size) / mean,
                 layers=tuple(each / mean for each in flops),
             )
+        embedding, head = parallel.ends_in_split
         ranges = split_layers(
-            num_layers=model.num_layers,
+            num_layers=embedding + model.num_layers + head,
             placement=schedule.place(num_stages=num_stages, num_chunks=num_chunks),
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
             weights=weights,
         )
-        return cls(schedule, num_stages, num_chunks, tuple(ranges))
+        # Without the embedding and the head: a position that holds one of them alone has no layer.
+        layers = range(model.num_layers)
+        own = (
+            range(*(min(max(end - embedding, 0), len(layers)) for end in (each.start, each.stop))) for each in ranges
+        )
+        return cls(schedule, num_stages, num_chunks, tuple(own))
 
     @cached_property
     def placement(self) -> Placement:

@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
+from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
@@ -52,6 +55,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
 def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] = lambda _note: None) -> Mesh:
     """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected."""
     parallel = config.parallel
+    set_determinism(config.training)  # before the device is used
     store = meeting_store(parallel.device, place, timeout_minutes=parallel.distributed_timeout_minutes)
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
@@ -67,6 +71,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     stopper = Stopper(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
+        exit_signal=config.training.exit_signal,
+        kill_switch=Path(config.training.kill_switch_path) if config.training.kill_switch_path else None,
     )
     job = TrainingJob.open(config, mesh)
     if config.log.sample_prompt is not None and not config.data.mock_data:
@@ -74,7 +80,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
     engine = job.build_engine()
-    progress, origin, hook_states = begin(job, engine, say)
+    progress, origin, hook_states, schedule = begin(job, engine, say)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
@@ -82,12 +88,12 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
             return
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     board = stack.enter_context(TensorBoard(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
-    facts = job.facts | {"origin": origin}
+    facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
-        schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
+        schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
         hooks=_hooks(job, engine, stopper, board, save),

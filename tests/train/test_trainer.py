@@ -178,7 +178,9 @@ def test_of_several_reasons_the_first_is_told_and_saving_is_no_reason_to_stop(si
     trainer = trainer_of()
     stopper.decided(trainer, dict.fromkeys(REASONS, 0.0) | {SAVE: 3.0})
     assert (stopper.save_now, trainer.stop_reason) == (True, None)
-    stopper.decided(trainer, {"stop_on_signal": 0.0, "stop_on_time": 1.0, "stop_on_interval": 8.0, SAVE: 0.0})
+    stopper.decided(
+        trainer, {"stop_on_signal": 0.0, "stop_on_time": 1.0, "stop_on_interval": 8.0, "stop_on_file": 1.0, SAVE: 0.0}
+    )
     assert (stopper.save_now, trainer.stop_reason) == (False, REASONS["stop_on_time"])
 
 
@@ -201,7 +203,7 @@ def vote(place: Place) -> tuple[list[str], int]:
 
 
 def test_one_rank_that_wants_to_leave_takes_all_along() -> None:
-    expected = ["diary decided 0.0 0.0 0.0 0.0 2.0", "diary decided 1.0 0.0 0.0 0.0 4.0"]
+    expected = ["diary decided 0.0 0.0 0.0 0.0 0.0 2.0", "diary decided 1.0 0.0 0.0 0.0 0.0 4.0"]
     assert run_ranks(2, vote) == [(expected, 2)] * 2
 
 

@@ -50,6 +50,8 @@ def _tokenizer(config: Config) -> str | None:
             "tokenizer_type=sentencepiece needs its file; add --tokenizer-model FILE.model, or --tokenizer-type bytes, "
             "which needs none"
         )
+    if data.tokenizer_type == "tiktoken" and data.tokenizer_model is None:
+        return "tokenizer_type=tiktoken needs its file; add --tokenizer-model FILE.json, or FILE.tiktoken"
     if data.tokenizer_type == "huggingface" and data.tokenizer_model is None:
         if (data.vocab_file is None) != (data.merge_file is None):
             return "vocab_file and merge_file belong together; add the other, or use --tokenizer-model tokenizer.json"
