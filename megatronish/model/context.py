@@ -31,13 +31,14 @@ class Context:
     causal_mask: AttentionMask
     dropout: Dropout | None
     cache: KeyValueCache | None = None
-    _masks: dict[int | None, AttentionMask] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, tuple[float, ...]], AttentionMask] = field(default_factory=dict)
 
-    def mask(self, window_size: int | None) -> AttentionMask:
-        """Mask of a layer with this sliding window; layers of one window share it."""
-        if window_size not in self._masks:
-            self._masks[window_size] = replace(self.causal_mask, window_size=window_size)
-        return self._masks[window_size]
+    def mask(self, window_size: int | None, slopes: tuple[float, ...] = ()) -> AttentionMask:
+        """Mask of a layer with this sliding window and these slopes of ALiBi; layers that are alike share it."""
+        kind = (window_size, slopes)
+        if kind not in self._masks:
+            self._masks[kind] = replace(self.causal_mask, window_size=window_size, slopes=slopes)
+        return self._masks[kind]
 
     def drop(self, x: Tensor, *, layer: int, site: str, rate: float) -> Tensor:
         """[s, B, D] -> [s, B, D]: dropout on the residual stream."""
