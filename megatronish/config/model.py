@@ -67,7 +67,7 @@ class ModelConfig:
     """Gated MLP: silu(gate) * up."""
     quick_geglu: bool = False
     """Gated MLP: gate * sigmoid(1.702 gate) * up (gpt-oss)."""
-    glu_linear_offset: float = 0.0
+    glu_linear_offset: Annotated[float, at_least(0)] = 0.0
     """Gated MLP: added to up (gpt-oss: 1)."""
     activation_func_clamp_value: Annotated[float | None, greater_than(0)] = None
     """Gated MLP: gate is at most this, up between minus this and this (gpt-oss: 7)."""

@@ -1,6 +1,5 @@
 """Rules on the sizes of a model, its position embedding, its gates and its patterns of layers."""
 
-import math
 from collections.abc import Callable
 
 from megatronish.config.config import Config
@@ -115,13 +114,6 @@ def _gate(config: Config) -> str | None:
     return f"{', '.join(given)} needs a gated MLP; add --quick-geglu or --swiglu, or leave it out"
 
 
-def _largest_offset(config: Config) -> str | None:
-    offset = config.model.glu_linear_offset
-    if math.isfinite(offset):
-        return None
-    return f"glu_linear_offset={offset} must be finite; gpt-oss has 1"
-
-
 RULES = (
     ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
     ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
@@ -136,5 +128,4 @@ RULES = (
         "add --position-embedding-type rope",
     ),
     ConfigRule(("glu_linear_offset", "activation_func_clamp_value", "swiglu", "quick_geglu"), _gate),
-    ConfigRule(("glu_linear_offset",), _largest_offset),
 )
