@@ -21,7 +21,7 @@ peer: Any = pytest.importorskip(
 )
 CASES = (
     *("gpt2", "gpt2-untied", "llama", "llama-biases", "llama3", "llama-linear", "llama-yarn"),
-    *("mistral", "mistral-whole", "qwen2", "qwen2-window", "qwen3"),
+    *("mistral", "mistral-whole", "qwen2", "qwen2-window", "qwen3", "bloom", "bloom-untied"),
 )
 
 
@@ -71,10 +71,13 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 GPT2: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+BLOOM: dict[str, Any] = GPT2 | {"position_embedding_type": "alibi", "embed_layernorm": True, "openai_gelu": True}
 BORN_HERE = {
     "gpt2 with exact gelu": ("gpt2", GPT2),
     "gpt2 with tanh gelu": ("gpt2", GPT2 | {"openai_gelu": True, "norm_epsilon": 1e-3}),
     "gpt2 with squared relu": ("gpt2", GPT2 | {"squared_relu": True, "ffn_hidden_size": 24}),
+    "bloom": ("bloom", BLOOM),
+    "bloom with six heads": ("bloom", BLOOM | {"hidden_size": 24, "num_attention_heads": 6}),
     "llama": ("llama", LLAMA | {"rotary_base": 100.0, "kv_channels": 6}),
     "llama with biases": ("llama", LLAMA | {"disable_bias_linear": False}),
     "llama 3": (

@@ -98,6 +98,7 @@ def not_llama_block(model: ModelConfig) -> str | None:
         {
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "rope",
             f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+            "embed_layernorm": model.embed_layernorm,
             "rotary_interleaved": model.rotary_interleaved,
             f"normalization={model.normalization}": model.normalization != "RMSNorm",
             "an MLP without swiglu": not model.swiglu,
