@@ -33,6 +33,16 @@ class AttentionMask:
     slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _parts: dict[range, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _variants: dict[tuple[int | None, tuple[float, ...]], "AttentionMask"] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def variant(self, window_size: int | None, slopes: tuple[float, ...]) -> "AttentionMask":
+        """Mask of the same sequence with this window and these slopes, made once: layers that are alike share it."""
+        kind = (window_size, slopes)
+        if kind not in self._variants:
+            self._variants[kind] = replace(self, window_size=window_size, slopes=slopes)
+        return self._variants[kind]
 
     @property
     def is_causal(self) -> bool:
@@ -70,6 +80,12 @@ class AttentionMask:
         """int64 [q], [k] -> what ALiBi adds to their scores, fp32 [1, n, q, k]; None without ALiBi."""
         return distance_bias(self.slopes, queries, keys) if self.slopes else None
 
+    @cached_property
+    def whole_alibi(self) -> Tensor | None:
+        """`alibi` of the whole sequence, [1, n, q, S], made once."""
+        positions = torch.arange(self.seq_length, device=self.device)
+        return self.alibi(positions[self.first_query :], positions)
+
     def whole_bias(self, dtype: torch.dtype) -> Tensor:
         """Additive mask of the whole sequence, [1 or B, n, q, S]: ALiBi, and -inf where a query sees nothing.
 
@@ -77,8 +93,7 @@ class AttentionMask:
         """
         if dtype not in self._biases:
             positions = torch.arange(self.seq_length, device=self.device)
-            queries = positions[self.first_query :]
-            bias, seen = self.alibi(queries, positions), self.whole
+            bias, seen = self.alibi(positions[self.first_query :], positions), self.whole
             assert bias is not None and seen is not None, "only ALiBi needs numbers"
             self._biases[dtype] = bias.to(dtype).masked_fill(~seen, -torch.inf)
         return self._biases[dtype]

@@ -45,8 +45,7 @@ def _one_tile(mask: AttentionMask, q: Tensor) -> TileMask:
     """Mask of the whole sequence as that of one tile. A single query of plain attention is the last: it sees all."""
     if mask.whole is None:
         return TileMask(causal=q.shape[2] > 1)
-    positions = torch.arange(mask.seq_length, device=q.device)
-    return TileMask(dense=mask.whole, alibi=mask.alibi(positions[mask.first_query :], positions))
+    return TileMask(dense=mask.whole, alibi=mask.whole_alibi)
 
 
 class _SinkAttention(torch.autograd.Function):

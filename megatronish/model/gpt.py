@@ -23,7 +23,7 @@ from megatronish.layers.output import OutputLayer, TiedOutputLayer
 from megatronish.mesh import TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock, TransformerBlock
-from megatronish.model.context import Context, make_context
+from megatronish.model.context import CausalMasks, Context, make_context
 from megatronish.model.execution import Execution
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import RotaryEmbedding
@@ -96,6 +96,7 @@ class GPT(nn.Module):
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
+        self.masks = CausalMasks()
         if self.is_first or (self.is_last and config.tied):
             self.embedding = self._make_embedding(num_positions)
         core = self.execution.core_attention()
@@ -164,6 +165,7 @@ class GPT(nn.Module):
             tp=self.tp,
             cp=self.execution.cp,
             rotary=self.rotary,
+            masks=self.masks,
             dropout=None if step is None else Dropout(self.execution.dropout_seed, step, batch.sample_ids),
             cache=cache,
         )

@@ -287,6 +287,7 @@ def test_bloom_is_understood_with_its_biases_on_distance_and_its_norm(tmp_path: 
         hidden_size=4096,
         num_attention_heads=32,
         ffn_hidden_size=16384,
+        max_position_embeddings=2048,
         position_embedding_type="alibi",
         embed_layernorm=True,
         openai_gelu=True,

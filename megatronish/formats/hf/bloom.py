@@ -20,6 +20,7 @@ def _read_bloom(config: ConfigJson) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_attention_heads": heads,
         "ffn_hidden_size": 4 * hidden_size,
+        "max_position_embeddings": config.whole("seq_length"),
         "position_embedding_type": "alibi",
         "embed_layernorm": True,
         "normalization": "LayerNorm",
