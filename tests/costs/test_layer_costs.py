@@ -56,6 +56,13 @@ MODELS = {
     "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=64),
     "gpt2 with qk-norm": replace(GPT2, qk_layernorm=True),
     "mistral": replace(LLAMA, window_size=32),
+    "bloom": replace(GPT2, position_embedding_type="alibi", embed_layernorm=True),
+    "sinks": replace(GPT2, softmax_type="learnable"),
+    "sinks, grouped, in a window": replace(LLAMA, softmax_type="learnable", window_size=32),
+    "off by one": replace(LLAMA, softmax_type="off-by-one"),
+    "quick geglu": replace(GPT2, quick_geglu=True),
+    "quick geglu, clamped": replace(LLAMA, swiglu=False, quick_geglu=True, activation_func_clamp_value=1.0),
+    "swiglu with an offset": replace(LLAMA, glu_linear_offset=1.0),
 }
 TINY = 0.02  # of a layer: statistics of norms, log-sum-exps of attention
 
