@@ -76,24 +76,28 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
 
 def _attention(config: Config) -> str:
     """Implementation of attention that runs, and the reason for it."""
-    parallel, backend = config.parallel, config.training.attention_backend
+    parallel, model, backend = config.parallel, config.model, config.training.attention_backend
     over_cp, is_ring = "", False
     if config.layout.cp > 1:
         over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
-    model = config.model
-    fused = model.position_embedding_type != "alibi" and model.softmax_type == "vanilla"
-    without = f"as the fused one has no {'ALiBi' if model.softmax_type == 'vanilla' else 'sinks'}"
+    # What the fused softmax does not know.
+    unknown = (
+        "sinks" if model.softmax_type != "vanilla" else "ALiBi" if model.position_embedding_type == "alibi" else ""
+    )
+    by_torch = f"by torch's softmax (the fused one has no {unknown})"
     if backend == "auto" and model.attention_dropout > 0:
-        how = "block by block" if is_ring else "by the fused softmax" if fused else f"by torch's softmax, {without},"
+        how = "block by block" if is_ring else by_torch if unknown else "by the fused softmax"
         why = "because attention dropout is above 0 and its masks must not depend on the layout"
         return f"{over_cp}explicit probabilities {how}, {why}"
     if backend in ("auto", "flash"):
         sdpa = "scaled_dot_product_attention"
-        if is_ring or config.model.softmax_type != "vanilla":
+        if is_ring or unknown == "sinks":
             return f"{over_cp}{sdpa}'s flash operations"
         return f"{over_cp}{sdpa} (flash where the device has it)"
-    softmax = "the fused" if backend == "fused_softmax" and fused else "torch's"
-    return f"{over_cp}explicit probabilities by {softmax} softmax, {'as asked' if fused else without}"
+    if backend == "fused_softmax" and unknown:
+        return f"{over_cp}explicit probabilities {by_torch}"
+    softmax = "the fused" if backend == "fused_softmax" else "torch's"
+    return f"{over_cp}explicit probabilities by {softmax} softmax, as asked"
 
 
 def _activation(config: Config) -> str:

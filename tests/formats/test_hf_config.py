@@ -373,7 +373,7 @@ def test_mistral_obeys_its_list_of_layers_as_transformers_does(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("key", ["layer_types", "max_window_layers"])
-def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: str) -> None:
     config = QWEN3_06B | {"use_sliding_window": True, "sliding_window": 512}
 
     def layers(sliding: int) -> dict[str, Any]:
@@ -382,8 +382,10 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
 
     assert model_of(tmp_path, layers(28)).window_size == 512
     assert model_of(tmp_path, layers(0)).window_size is None
-    assert f"config.json: {key}=" in (told := refusal(tmp_path, layers(4)))
-    assert "gives some layers a window and others none" in told
+    some = model_of(tmp_path, layers(4))
+    assert (some.window_size, some.windowed_layers) == (512, (False,) * 24 + (True,) * 4)
+    config |= {"layer_types": layers(4)["layer_types"]} if key == "layer_types" else {"max_window_layers": 24}
+    assert hf_config_of(some, vocab_size=151936, seq_length=40960, origin=config) == config
 
 
 @pytest.mark.parametrize(
@@ -530,6 +532,8 @@ def test_what_a_run_changed_is_changed_and_no_more(tmp_path: Path) -> None:
         ({"add_qkv_bias": True, "window_size": 8}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"qk_layernorm": True, "window_size": 8}, "qwen3"),
+        ({"qk_layernorm": True, "window_size": 8, "window_attn_skip_freq": "2"}, "qwen3"),
+        ({"add_qkv_bias": True, "window_size": 8, "window_attn_skip_freq": "[0, 1]"}, "qwen2"),
         ({"disable_bias_linear": False}, "llama"),
         (BLOOM_PARTS, "bloom"),
         ({"kv_channels": 16, "num_query_groups": 2, "group_query_attention": True}, "llama"),
@@ -541,7 +545,7 @@ def test_the_family_follows_from_the_model(tmp_path: Path, fields: dict[str, Any
     written = hf_config_of(model, vocab_size=100, seq_length=64)
     assert written["model_type"] == kind
     again = model_of(tmp_path, written)
-    for name in ("head_size", "num_kv_heads", "ffn_size", "linear_bias", "qkv_bias", "window_size", "qk_layernorm"):
+    for name in ("head_size", "num_kv_heads", "ffn_size", "linear_bias", "qkv_bias", "windowed_layers", "qk_layernorm"):
         assert getattr(again, name) == getattr(model, name), name
 
 
@@ -563,6 +567,7 @@ def test_a_model_keeps_the_family_it_came_from_where_that_can_say_it(tmp_path: P
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
         ({"embed_layernorm": True}, "embed_layernorm"),
         (BLOOM_PARTS | {"ffn_hidden_size": 96}, "bloom not ffn_hidden_size=96"),
+        ({"window_size": 4, "window_attn_skip_freq": "2"}, "mistral not window_attn_skip_freq=2; qwen2 not no bias"),
         (BLOOM_PARTS | {"qk_layernorm": True}, "bloom not qk_layernorm"),
         (BLOOM_PARTS | {"embed_layernorm": False}, "bloom not a model without embed_layernorm"),
         (BLOOM_PARTS | {"openai_gelu": False}, "bloom not the activation gelu"),
@@ -584,7 +589,6 @@ def test_a_model_that_no_family_can_say_is_refused_by_name(fields: dict[str, Any
         {"swiglu": False, "quick_geglu": True},
         {"glu_linear_offset": 1.0},
         {"activation_func_clamp_value": 7.0},
-        {"window_size": 4, "window_attn_skip_freq": "2"},
         {"no_rope_freq": "2"},
     ],
     ids=str,

@@ -57,7 +57,16 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "qwen2-window": transformers.Qwen2Config(
             **_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=0
         ),
+        "qwen2-some": transformers.Qwen2Config(
+            **_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
         "qwen3": transformers.Qwen3Config(**_SIZES),
+        "qwen3-some": transformers.Qwen3Config(
+            **_SIZES,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
         "bloom": transformers.BloomConfig(**bloom, n_head=4),
         "bloom-untied": transformers.BloomConfig(**bloom, n_head=6, tie_word_embeddings=False),
     }

@@ -21,7 +21,17 @@ peer: Any = pytest.importorskip(
 )
 CASES = (
     *("gpt2", "gpt2-untied", "llama", "llama-biases", "llama3", "llama-linear", "llama-yarn"),
-    *("mistral", "mistral-whole", "qwen2", "qwen2-window", "qwen3", "bloom", "bloom-untied"),
+    *(
+        "mistral",
+        "mistral-whole",
+        "qwen2",
+        "qwen2-window",
+        "qwen2-some",
+        "qwen3",
+        "qwen3-some",
+        "bloom",
+        "bloom-untied",
+    ),
 )
 
 
@@ -92,6 +102,10 @@ BORN_HERE = {
     "qwen2": ("qwen2", LLAMA | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False}),
     "qwen2 with a window": ("qwen2", LLAMA | {"add_qkv_bias": True, "window_size": 4}),
     "qwen3": ("qwen3", LLAMA | {"qk_layernorm": True, "kv_channels": 8}),
+    "qwen3 with windows in some layers": (
+        "qwen3",
+        LLAMA | {"qk_layernorm": True, "window_size": 4, "window_attn_skip_freq": "2"},
+    ),
     "qwen3 with a window": ("qwen3", LLAMA | {"qk_layernorm": True, "window_size": 4}),
 }
 

@@ -31,8 +31,6 @@ def in_no_family(model: ModelConfig) -> str | None:
             f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
             f"activation_func_clamp_value={model.activation_func_clamp_value}": model.is_gated
             and model.activation_func_clamp_value is not None,
-            f"window_attn_skip_freq={model.window_attn_skip_freq}": model.window_size is not None
-            and not all(model.windowed_layers),
             f"no_rope_freq={model.no_rope_freq}": model.position_embedding_type == "rope"
             and not all(model.rotated_layers),
         }
