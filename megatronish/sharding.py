@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from megatronish.mesh import Axis, Domain
 from megatronish.streams import normal_rectangle
 
-Role = Literal["matrix", "embedding", "head", "vector", "router", "adapter"]
+Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "adapter"]
 """What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone.
+
+The norms of queries and keys, which are vectors, decay if --apply-wd-to-qk-layernorm says so. Word embedding and head
+have a learning rate of their own with --decoupled-lr.
 
 No layer of the package is a router or an adapter yet; one from outside may be.
 """
@@ -116,7 +119,12 @@ class Sharding:
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: to all but norms and biases."""
-        return self.role != "vector"
+        return self.role not in ("vector", "qk_norm")
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether the parameter is the word embedding or the output layer."""
+        return self.role in ("embedding", "head")
 
     @property
     def num_elements(self) -> int:

@@ -38,7 +38,7 @@ class PreprocessArguments:
     output_prefix: str
     """PREFIX of the files written."""
     tokenizer_type: str | None = None
-    """sentencepiece, huggingface, tiktoken, bytes or null; Megatron's names are accepted too. Derived from the files."""
+    """sentencepiece, huggingface, tiktoken, bytes or null, or Megatron's names. Derived from the files."""
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None

@@ -62,7 +62,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
         f"attention: {_attention(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
-        kernels_line("cpu" if device == "cpu" else "cuda"),
+        kernels_line("cpu" if device == "cpu" else "cuda") + _activation(config),
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
@@ -84,19 +84,37 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
 
 def _attention(config: Config) -> str:
     """Implementation of attention that runs, and the reason for it."""
-    parallel, backend = config.parallel, config.training.attention_backend
+    parallel, model, backend = config.parallel, config.model, config.training.attention_backend
     over_cp, is_ring = "", False
     if config.layout.cp > 1:
         over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
-    if backend == "auto" and config.model.attention_dropout > 0:
-        how = "block by block" if is_ring else "by the fused softmax"
+    # What the fused softmax does not know.
+    unknown = (
+        "sinks" if model.softmax_type != "vanilla" else "ALiBi" if model.position_embedding_type == "alibi" else ""
+    )
+    by_torch = f"by torch's softmax (the fused one has no {unknown})"
+    if backend == "auto" and model.attention_dropout > 0:
+        how = "block by block" if is_ring else by_torch if unknown else "by the fused softmax"
         why = "because attention dropout is above 0 and its masks must not depend on the layout"
         return f"{over_cp}explicit probabilities {how}, {why}"
     if backend in ("auto", "flash"):
         sdpa = "scaled_dot_product_attention"
-        return over_cp + (f"{sdpa}'s flash operations" if is_ring else f"{sdpa} (flash where the device has it)")
+        if is_ring or unknown == "sinks":
+            return f"{over_cp}{sdpa}'s flash operations"
+        return f"{over_cp}{sdpa} (flash where the device has it)"
+    if backend == "fused_softmax" and unknown:
+        return f"{over_cp}explicit probabilities {by_torch}"
     softmax = "the fused" if backend == "fused_softmax" else "torch's"
     return f"{over_cp}explicit probabilities by {softmax} softmax, as asked"
+
+
+def _activation(config: Config) -> str:
+    """Note about an activation of the MLP that has no kernel."""
+    model = config.model
+    clamped = model.is_gated and (model.glu_linear_offset != 0 or model.activation_func_clamp_value is not None)
+    if model.activation in ("squared_relu", "quick_geglu") or clamped:
+        return f"; {model.activation}{' with offset or clamp' if clamped else ''} by torch, as it has no kernel"
+    return ""
 
 
 def _stages(config: Config, stages: Stages, vocab_size: int) -> str:
