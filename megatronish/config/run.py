@@ -68,6 +68,10 @@ class LogConfig:
     """Log how many gradient elements are zero."""
     peak_tflops_per_device: Annotated[float | None, greater_than(0)] = None
     """Peak of one device in TFLOP/s at the run's precision, for MFU; known for common GPUs."""
+    log_world_size_to_tensorboard: bool = False
+    """Log the number of ranks, which a resume may change."""
+    log_format: Literal["auto", "compact", "full"] = "auto"
+    """Lines of the console. auto: compact on a terminal, else Megatron-LM's line, which a rank's log always has."""
     progress_bar: Literal["auto", "on", "off"] = "auto"
     """auto: on a terminal."""
     sample_prompt: str | None = None

@@ -16,6 +16,7 @@ from megatronish.launch.device import choose_backend, choose_device
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.tokenizer import encode_prompt
+from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.evaluate import Evaluate
@@ -114,18 +115,20 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
+    console = Console.of(log.log_format)
     extras: dict[str, Callable[[], float]] = {
         **({"params_norm": partial(params_norm, engine)} if log.log_params_norm else {}),
         **({"num_zeros": lambda: float(num_zeros(engine))} if log.log_num_zeros_in_grad else {}),
+        **({"world_size": lambda: mesh.world.size} if log.log_world_size_to_tensorboard else {}),
     }
     hooks: list[Hook] = [
         stopper,
         Log(
             speed=job.speed,
-            interval=log.log_interval,
-            board_interval=log.tensorboard_log_interval,
+            config=log,
             file=folder and folder / "metrics.jsonl",
             board=board,
+            console=console,
             device=mesh.device,
             extras=extras,
         ),
@@ -144,6 +147,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
                 num_batches=training.eval_iters,
                 file=folder and folder / "evaluations.jsonl",
                 board=board,
+                console=console,
             )
         )
     return [*hooks, save]

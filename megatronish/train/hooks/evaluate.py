@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm import tqdm
-
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS
+from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.tensorboard import TensorBoard
@@ -39,8 +38,9 @@ class Evaluate(Hook):
         num_batches: int,
         file: Path | None,
         board: TensorBoard,
+        console: Console,
     ) -> None:
-        self.valid, self.test, self.board = valid, test, board
+        self.valid, self.test, self.board, self.console = valid, test, board, console
         self.interval, self.num_batches, self.file = interval, num_batches, file
         self.last_step = -1
 
@@ -79,7 +79,4 @@ class Evaluate(Hook):
         points = {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}
         self.board.add(points, step=trainer.progress.step, samples=trainer.progress.consumed_samples)
         add_line(self.file, line)
-        tqdm.write(
-            f" {name} loss at iteration {trainer.progress.step} | lm loss value: {loss:.6E} | "
-            f"lm loss PPL: {perplexity:.6E} |"
-        )
+        self.console.evaluation(name=name, step=trainer.progress.step, loss=loss, perplexity=perplexity)
