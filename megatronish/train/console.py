@@ -28,7 +28,7 @@ class Part(NamedTuple):
     @property
     def text(self) -> str:
         """Label and value, without colours."""
-        return f"{self.label} {self.value}".strip()
+        return f"{self.label} {self.value}" if self.label else self.value
 
 
 class Console:
@@ -102,8 +102,8 @@ def compact_parts(values: Mapping[str, Value], num_steps: int) -> list[Part]:
         Part("loss", f"{loss:6.4f}", "bold" if math.isfinite(loss) else "red"),
         *(Part(metric_of(name).tag or name, f"{found[name]:.4g}", rank=1) for name in own),
         Part("grad", f"{found['grad_norm']:<5.3g}", rank=2),
-        Part("lr", f"{found['learning_rate']:.1e}", rank=3),
-        Part("", f"{with_prefix(found['tokens_per_second'])}tok/s"),
+        Part("lr", f"{found['learning_rate']:.1e}".replace("e-0", "e-").replace("e+0", "e+"), rank=3),
+        Part("", "{}{} tok/s".format(*with_prefix(found["tokens_per_second"]))),
         _computing(found),
         Part("", f"{found['peak_memory_bytes'] / 2**30:.1f}GiB", rank=5),
         *([Part("ETA", f"{duration(found['seconds_left']):<6}", rank=1)] if "seconds_left" in found else []),
@@ -115,7 +115,7 @@ def _computing(found: Mapping[str, float]) -> Part:
     """MFU, or FLOP/s of a device whose peak is not known."""
     if "mfu" in found:
         return Part("MFU", f"{found['mfu']:5.1%}", rank=4)
-    return Part("", f"{with_prefix(1e12 * found['model_tflops_per_device'])}FLOP/s", rank=4)
+    return Part("", "{} {}FLOP/s".format(*with_prefix(1e12 * found["model_tflops_per_device"])), rank=4)
 
 
 def _troubles(found: Mapping[str, float]) -> list[Part]:
@@ -132,11 +132,11 @@ def _troubles(found: Mapping[str, float]) -> list[Part]:
     return parts
 
 
-def with_prefix(value: float) -> str:
-    """Three digits of a number and the prefix of its unit: 12345 -> "12.3 k"."""
+def with_prefix(value: float) -> tuple[str, str]:
+    """Three digits of a number, and the prefix of its unit: 12345 -> "12.3", "k"."""
     prefixes = ("", "k", "M", "G", "T", "P", "E")
     place = 0
     while abs(value) >= 999.5 and place < len(prefixes) - 1:
         value, place = value / 1000, place + 1
     digits = 0 if value >= 99.95 or place == 0 else 1 if value >= 9.995 else 2
-    return f"{value:4.{digits}f} {prefixes[place]}"
+    return f"{value:4.{digits}f}", prefixes[place]
