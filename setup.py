@@ -57,7 +57,12 @@ setup(
         "matplotlib>=3.8",
         "tyro>=1.0",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4"]},
+    extras_require={
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4"],
+        "wandb": ["wandb>=0.20"],
+        # The small MLflow has no database: SQLAlchemy and Alembic are what its SQLite store needs.
+        "mlflow": ["mlflow-skinny>=2.14", "sqlalchemy>=2.0", "alembic>=1.13"],
+    },
     classifiers=[
         "Operating System :: MacOS",
         "Operating System :: POSIX :: Linux",

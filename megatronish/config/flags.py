@@ -42,7 +42,6 @@ def _refused(text: str, num_values: int = 0, harmless: tuple[str, ...] = ()) -> 
 _ONE_IMPLEMENTATION = "there is one implementation, in torch"
 _FUSION = "which operations are fused is decided at run time and told in the first lines of a run"
 _SPLIT = "use --pipeline-split auto, which weighs the embedding and the head by what they cost"
-_WANDB = "Weights & Biases is not there yet; leave it out, `wandb sync` reads the TensorBoard files of the run folder"
 _REMOVED = "Megatron-LM removed it"
 
 KNOWN: dict[str, Known] = {
@@ -130,9 +129,6 @@ KNOWN: dict[str, Known] = {
     "log-timers-to-tensorboard": _idle("the time of a step is always logged"),
     "log-memory-to-tensorboard": _idle("peak memory is always logged"),
     "log-validation-ppl-to-tensorboard": _idle("perplexity is always logged"),
-    "wandb-project": _refused(_WANDB, 1, ("",)),
-    "wandb-exp-name": _refused(_WANDB, 1, ("",)),
-    "wandb-save-dir": _refused(_WANDB, 1, ("",)),
     "profile": _refused("Nsight's markers are not there; use --profile-schedule, which records the pipeline's actions"),
     "profile-ranks": _refused("the pipeline of rank 0 is recorded; leave it out", 1, ("0",)),
     "yaml-cfg": _refused("use --config FILE.toml", 1),

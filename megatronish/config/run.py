@@ -56,6 +56,22 @@ class LogConfig:
     """Derived: RUN_DIR/tensorboard."""
     tensorboard_log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1
     """Steps between TensorBoard points."""
+    tensorboard_queue_size: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
+    """TensorBoard points that are written together."""
+    wandb_project: str | None = None
+    """Project of W&B (Weights & Biases) to log to as well; pip install 'megatronish[wandb]'."""
+    wandb_exp_name: str | None = None
+    """Name of the W&B run. Derived: name of the run folder."""
+    wandb_save_dir: str | None = None
+    """Folder of W&B's files. Derived: RUN_DIR, where they are in wandb/."""
+    wandb_entity: str | None = None
+    """Team or user of the W&B project. Derived: W&B's default."""
+    mlflow_experiment: str | None = None
+    """Experiment of MLflow to log to as well; pip install 'megatronish[mlflow]'."""
+    mlflow_run_name: str | None = None
+    """Name of the MLflow run. Derived: name of the run folder."""
+    mlflow_tracking_uri: str | None = None
+    """Server, database or folder of MLflow's runs. Derived: MLFLOW_TRACKING_URI, else MLflow's default."""
     profile_schedule: bool = False
     """Record what each stage did when, as a picture and a Chrome trace in RUN_DIR/schedule."""
     profile_step_start: Annotated[int, at_least(1), at_most(2**63 - 1)] = 10

@@ -1,4 +1,4 @@
-"""Metrics of a step: the table of their names, units and forms in the log, in TensorBoard and in metrics.jsonl.
+"""Metrics of a step: the table of their names, units and forms in the log, in trackers and in metrics.jsonl.
 
 What an objective reports besides "loss" needs no line here: it is written under its own name everywhere.
 """
@@ -11,7 +11,7 @@ Value = float | int | None
 
 
 class Metric(NamedTuple):
-    """A number of a step under its name in metrics.jsonl; `tag` is TensorBoard's, `console` its part of the log line.
+    """A number of a step under its name in metrics.jsonl; `tag` is the trackers', `console` its part of the log line.
 
     Tags and parts are Megatron-LM's, for which people have parsers. None: it does not stand there.
     """
@@ -123,8 +123,8 @@ def console_parts(values: Mapping[str, Value]) -> list[str]:
     return parts
 
 
-def points(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Points of TensorBoard, {tag: value}."""
+def points(values: Mapping[str, Value]) -> dict[str, float]:
+    """Points of trackers, {tag: value}, of what has a value."""
     tags = {metric_of(name).tag: value for name, value in values.items()}
     return {tag: value for tag, value in tags.items() if tag is not None and value is not None}
 

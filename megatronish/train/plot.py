@@ -87,8 +87,9 @@ def _draw_evaluations(axes: Axes, lines: list[dict[str, Any]]) -> list[float]:
     found = {(line["name"], line["step"]): line["loss"] for line in lines}
     for place, name in enumerate(dict.fromkeys(name for name, _ in found), start=1):
         points = sorted((step, loss) for (other, step), loss in found.items() if other == name)
-        line = {"linestyle": ":", "linewidth": 1, "marker": "o", "markersize": 5 if len(points) < 50 else 2.5}
-        axes.plot(*zip(*points, strict=True), color=f"C{place}", label=f"{name} ({points[-1][1]:.3f})", **line)
+        size = 5 if len(points) < 50 else 2.5
+        (line,) = axes.plot(*zip(*points, strict=True), f"C{place}o:", linewidth=1, markersize=size)
+        line.set_label(f"{name} ({points[-1][1]:.3f})")
     return list(found.values())
 
 

@@ -11,7 +11,7 @@ import torch
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
-from megatronish.config.dump import to_toml
+from megatronish.config.dump import resolved, to_toml
 from megatronish.launch.device import choose_backend, choose_device
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
@@ -24,11 +24,12 @@ from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.profile import ProfileSchedule
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.job import TrainingJob
 from megatronish.train.resume import begin
 from megatronish.train.statistics import num_zeros, params_norm
 from megatronish.train.summary import first_lines
+from megatronish.train.trackers.table import open_trackers
+from megatronish.train.trackers.tracker import Description, Trackers
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
@@ -67,7 +68,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     if config.log.sample_prompt is not None and not config.data.mock_data:
         encode_prompt(job.tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
-    say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
+    opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
+    say(opening)
     engine = job.build_engine()
     progress, origin, hook_states = begin(job, engine, say)
     num_steps = job.num_steps(progress)
@@ -76,7 +78,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         if _has_its_ending(config, mesh):
             return
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
-    board = stack.enter_context(TensorBoard(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
+    trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
     facts = job.facts | {"origin": origin}
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
@@ -85,13 +87,14 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=_hooks(job, engine, stopper, board, save),
+        hooks=_hooks(job, engine, stopper, trackers, save),
         progress=progress,
     )
     trainer.load_hook_states(hook_states)
     if mesh.is_main:
         (config.run_dir / "config.toml").write_text(to_toml(config))
     trainer.run()
+    trackers.ending = "finished" if trainer.progress.step >= num_steps else f"stopped: {trainer.stop_reason}"
     if mesh.is_main:
         # matplotlib takes a second to import: the others, and the start, need not wait for it.
         from megatronish.train.plot import plot_run
@@ -110,7 +113,24 @@ def _has_its_ending(config: Config, mesh: Mesh) -> bool:
     return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
 
 
-def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoard, save: Save) -> list[Hook]:
+def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> Trackers:
+    """Trackers of the main rank; none on other ranks."""
+    if not mesh.is_main:
+        return Trackers([])
+    return open_trackers(
+        config,
+        Description(
+            name=config.run_dir.resolve().name,
+            folder=config.run_dir,
+            first_step=first_step,
+            config=resolved(config),
+            config_text=to_toml(config),
+            first_lines=opening,
+        ),
+    )
+
+
+def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, save: Save) -> list[Hook]:
     """All hooks of a run in their order: the one that decides to stop is first, the one that saves is last."""
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
@@ -127,7 +147,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
             speed=job.speed,
             config=log,
             file=folder and folder / "metrics.jsonl",
-            board=board,
+            trackers=trackers,
             console=console,
             device=mesh.device,
             extras=extras,
@@ -146,7 +166,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
                 interval=training.eval_interval,
                 num_batches=training.eval_iters,
                 file=folder and folder / "evaluations.jsonl",
-                board=board,
+                trackers=trackers,
                 console=console,
             )
         )

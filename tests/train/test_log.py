@@ -16,9 +16,9 @@ from megatronish.config.run import LogConfig
 from megatronish.train.console import Console
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed
-from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.metrics import points
 from megatronish.train.results import StepResult
+from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Progress, StepRecord, Trainer
 
 COUNTS = re.compile(
@@ -45,7 +45,7 @@ def lines_of(
             speed=Speed(seq_length=8, model_flops_per_token=1.0, num_devices=1, peak_tflops=None),
             config=LogConfig(log_interval=interval, tensorboard_log_interval=100),
             file=folder / "metrics.jsonl",
-            board=TensorBoard(None),
+            trackers=Trackers([]),
             console=Console.of("auto"),
             device=torch.device("cpu"),
             extras={"params_norm": lambda: math.nan},

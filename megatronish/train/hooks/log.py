@@ -1,4 +1,4 @@
-"""The Log hook (console line, metrics.jsonl, TensorBoard points of a step) and the ProgressBar hook."""
+"""The Log hook (console line, metrics.jsonl, trackers' points of a step) and the ProgressBar hook."""
 
 import math
 import resource
@@ -16,8 +16,8 @@ from tqdm import tqdm
 from megatronish.config.run import LogConfig
 from megatronish.train.console import Console
 from megatronish.train.folder import add_line
-from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.metrics import Value, file_line, points
+from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 
@@ -86,22 +86,22 @@ class Log(Hook):
         speed: Speed,
         config: LogConfig,
         file: Path | None,
-        board: TensorBoard,
+        trackers: Trackers,
         console: Console,
         device: torch.device,
         extras: dict[str, Callable[[], float]],
     ) -> None:
-        self.speed, self.config, self.file, self.board, self.console = speed, config, file, board, console
+        self.speed, self.config, self.file, self.trackers, self.console = speed, config, file, trackers, console
         self.device, self.extras = device, extras
         self._troubles, self._pace = Troubles(), Pace()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Write the line of the step, and draw its points, each at its own interval."""
+        """Write the line of the step, and send its points, each at its own interval."""
         self._troubles.add(record)
         self._pace.add_step()
         is_logged = record.step % self.config.log_interval == 0 or record.step == trainer.schedule.num_steps
-        is_drawn = record.step % self.config.tensorboard_log_interval == 0
-        if not (is_logged or is_drawn):
+        is_tracked = record.step % self.config.tensorboard_log_interval == 0
+        if not (is_logged or is_tracked):
             return
         values = self._values(trainer, record)
         if is_logged:
@@ -110,8 +110,8 @@ class Log(Hook):
                 add_line(self.file, file_line(finite))
                 self.console.step(values, trainer.schedule.num_steps)
             self._troubles = Troubles()
-        if is_drawn:
-            self.board.add(points(values) | self._memory_points(), step=record.step, samples=record.consumed_samples)
+        if is_tracked:
+            self.trackers.add(points(values) | self._memory_points(), step=record.step, samples=record.consumed_samples)
 
     def _values(self, trainer: Trainer, record: StepRecord) -> dict[str, Value]:
         """All values of a step by name, in the order of metrics.jsonl. Collective, because of the extras."""
@@ -145,7 +145,7 @@ class Log(Hook):
         counts = {each.name: state.get(each.name) for each in fields(Troubles)}
         self._troubles = Troubles(**{name: count for name, count in counts.items() if type(count) is int})
 
-    def _memory_points(self) -> dict[str, Value]:
+    def _memory_points(self) -> dict[str, float]:
         """Megatron-LM's tags of a GPU's memory."""
         if self.device.type != "cuda":
             return {}
