@@ -129,8 +129,6 @@ KNOWN: dict[str, Known] = {
     "log-timers-to-tensorboard": _idle("the time of a step is always logged"),
     "log-memory-to-tensorboard": _idle("peak memory is always logged"),
     "log-validation-ppl-to-tensorboard": _idle("perplexity is always logged"),
-    "profile": _refused("Nsight's markers are not there; use --profile-schedule, which records the pipeline's actions"),
-    "profile-ranks": _refused("the pipeline of rank 0 is recorded; leave it out", 1, ("0",)),
     "yaml-cfg": _refused("use --config FILE.toml", 1),
     # removed by Megatron-LM itself
     "batch-size": _refused(f"{_REMOVED}; use --micro-batch-size", 1),

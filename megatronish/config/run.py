@@ -74,10 +74,20 @@ class LogConfig:
     """Server, database or folder of MLflow's runs. Derived: MLFLOW_TRACKING_URI, else MLflow's default."""
     profile_schedule: bool = False
     """Record what each stage did when, as a picture and a Chrome trace in RUN_DIR/schedule."""
+    profile: bool = False
+    """Record these steps with torch's profiler into RUN_DIR/profile; under nsys, open its capture window instead."""
+    use_pytorch_profiler: bool = False
+    """Use torch's profiler under nsys, too."""
+    profile_ranks: tuple[int, ...] | None = None
+    """Ranks that --profile and --record-memory-history record. Derived: 0."""
     profile_step_start: Annotated[int, at_least(1), at_most(2**63 - 1)] = 10
     """First step to be recorded."""
     profile_step_end: Annotated[int, at_least(1), at_most(2**63 - 1)] = 12
     """First step not to be recorded any more."""
+    record_memory_history: bool = False
+    """Record every allocation on the GPU; a snapshot is written at the end, and when the run fails."""
+    memory_snapshot_path: str | None = None
+    """File of that snapshot. Derived: RUN_DIR/profile/rank_N_memory.pickle."""
     log_params_norm: bool = False
     """Log the norm of all parameters."""
     log_num_zeros_in_grad: bool = False

@@ -21,7 +21,9 @@ from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.evaluate import Evaluate
 from megatronish.train.hooks.log import Log, ProgressBar
+from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
+from megatronish.train.hooks.profiler import step_profiler
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.job import TrainingJob
@@ -43,6 +45,8 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
             if config.log.profile_schedule:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
+            if config.log.profile:
+                make_writable(config.run_dir / "profile", flag="--profile")
         mesh = start_mesh(config, place)
         _train(config, notes, mesh, stack)
     # Not on the way out of a failure: others would tell of a lost peer before this rank has told what happened to it.
@@ -158,6 +162,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
     if log.profile_schedule:
         steps = {"first": log.profile_step_start, "last": log.profile_step_end - 1}
         hooks.append(ProfileSchedule(config.run_dir / "schedule", **steps))
+    hooks += _recordings(config, mesh)
     if training.eval_iters > 0:
         hooks.append(
             Evaluate(
@@ -171,6 +176,20 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
             )
         )
     return [*hooks, save]
+
+
+def _recordings(config: Config, mesh: Mesh) -> list[Hook]:
+    """Hooks of --profile and --record-memory-history, on the ranks that they record."""
+    log, folder, rank = config.log, config.run_dir / "profile", mesh.world.rank
+    if rank not in (log.profile_ranks or (0,)):
+        return []
+    hooks: list[Hook] = []
+    if log.profile:
+        hooks.append(step_profiler(log, folder, rank=rank, device=mesh.device))
+    if log.record_memory_history:
+        path = snapshot_path(log.memory_snapshot_path, folder, rank=rank)
+        hooks.append(MemoryHistory(path, device=mesh.device, is_main=mesh.is_main))
+    return hooks
 
 
 def _say_nothing(*_: Any) -> None:
