@@ -31,7 +31,7 @@ from megatronish.train.resume import begin
 from megatronish.train.statistics import num_zeros, params_norm
 from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
-from megatronish.train.trackers.tracker import Description, Trackers
+from megatronish.train.trackers.tracker import RunDescription, Trackers
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
@@ -123,7 +123,7 @@ def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> T
         return Trackers([])
     return open_trackers(
         config,
-        Description(
+        RunDescription(
             name=config.run_dir.resolve().name,
             folder=config.run_dir,
             first_step=first_step,

@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatronish.train.trackers import tracker as tracker_module
 from megatronish.train.trackers.table import TRACKERS
-from megatronish.train.trackers.tracker import Description, Points, Summary, Tracker, Trackers
+from megatronish.train.trackers.tracker import Points, RunDescription, RunSummary, Tracker, Trackers
 
-RUN = Description("run", Path("run"), 0, {}, "", "")
+RUN = RunDescription("run", Path("run"), 0, {}, "", "")
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 HAS_MLFLOW = all(importlib.util.find_spec(name) is not None for name in ("mlflow", "sqlalchemy", "alembic"))
@@ -33,9 +33,9 @@ class Recorder(Tracker):
 
     def __init__(self, *, fails_in: str = "", waits_in: str = "") -> None:
         self.fails_in, self.waits_in, self.go_on = fails_in, waits_in, threading.Event()
-        self.begun: Description | None = None
+        self.begun: RunDescription | None = None
         self.points: list[Points] = []
-        self.summary: Summary | None = None
+        self.summary: RunSummary | None = None
 
     def _at(self, place: str) -> None:
         if place == self.waits_in:
@@ -43,7 +43,7 @@ class Recorder(Tracker):
         if place == self.fails_in:
             raise SystemExit("the network\nis away")
 
-    def begin(self, run: Description) -> str:
+    def begin(self, run: RunDescription) -> str:
         self._at("begin")
         self.begun = run
         return "Recorder: records"
@@ -52,7 +52,7 @@ class Recorder(Tracker):
         self._at("add")
         self.points += points
 
-    def end(self, summary: Summary) -> None:
+    def end(self, summary: RunSummary) -> None:
         self._at("end")
         self.summary = summary
 
@@ -69,7 +69,7 @@ def test_a_tracker_gets_the_description_every_point_in_order_and_a_summary(capsy
         assert each.begun == RUN
         assert [points.step for points in each.points] == [*range(1, 101), 100]
         assert each.points[9] == Points({"lm loss": 0.1}, 10, 40)
-        assert each.summary == Summary({"lm loss": 0.01, "lm loss valid": 0.5}, "finished", has_failed=False)
+        assert each.summary == RunSummary({"lm loss": 0.01, "lm loss valid": 0.5}, "finished", has_failed=False)
     assert capsys.readouterr().out == " Recorder: records\n" * 2
 
 
@@ -99,14 +99,14 @@ def test_a_run_that_fails_tells_its_trackers(capsys: pytest.CaptureFixture[str])
     tracker = Recorder()
     with pytest.raises(ValueError, match="broken"), Trackers([tracker], RUN):
         raise ValueError("broken")
-    assert tracker.summary == Summary({}, "failed: broken", has_failed=True)
+    assert tracker.summary == RunSummary({}, "failed: broken", has_failed=True)
 
 
 def plant_tracker(folder: str) -> None:
     """Planted in a job: a tracker of the table that writes down what it gets, and the thread it gets it in."""
 
     class Writing(Recorder):
-        def end(self, summary: Summary) -> None:
+        def end(self, summary: RunSummary) -> None:
             found = {
                 "begun": self.begun and self.begun._replace(folder=str(self.begun.folder)),  # type: ignore[arg-type]
                 "points": [[dict(each.values), each.step, each.samples] for each in self.points],

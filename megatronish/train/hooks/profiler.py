@@ -90,7 +90,7 @@ class OperatorProfile(StepWindow):
         self._profile: profile | None = None
 
     def begin(self, stack: ExitStack) -> None:
-        """Start torch's profiler."""
+        """Start a profiler of torch."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         self._profile = stack.enter_context(profile(activities=activities))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.config import Config
-from megatronish.train.trackers.tracker import Description, Points, Summary, Tracker, flattened, keep_id, kept_id
+from megatronish.train.trackers.tracker import Points, RunDescription, RunSummary, Tracker, flattened, keep_id, kept_id
 
 MOST_PARAMETERS, MOST_METRICS = 100, 1000  # of one call
 LONGEST_PARAMETER = 500  # characters: the least of what MLflow's stores allow
@@ -31,7 +31,7 @@ class MLflow(Tracker):
         """Tracker of a config that names an experiment."""
         return cls(config) if config.log.mlflow_experiment else None
 
-    def begin(self, run: Description) -> str:
+    def begin(self, run: RunDescription) -> str:
         """Begin the run, or continue it."""
         try:
             mlflow: Any = importlib.import_module("mlflow")
@@ -61,14 +61,14 @@ class MLflow(Tracker):
         self._client.update_run(run_id, status="RUNNING")
         return dict(found.data.params)
 
-    def _new(self, run: Description) -> str:
+    def _new(self, run: RunDescription) -> str:
         name = self.log.mlflow_experiment
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
         made = self._client.create_run(experiment_id, run_name=self.log.mlflow_run_name or run.name)
         return made.info.run_id
 
-    def _add_parameters(self, run: Description, known: dict[str, str]) -> None:
+    def _add_parameters(self, run: RunDescription, known: dict[str, str]) -> None:
         """Add the config. MLflow's parameters never change: what a resume has changed becomes a tag."""
         values = {name: str(value)[:LONGEST_PARAMETER] for name, value in flattened(run.config).items()}
         new = [self._entities.Param(name, value) for name, value in values.items() if name not in known]
@@ -89,7 +89,7 @@ class MLflow(Tracker):
         for first in range(0, len(metrics), MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + MOST_METRICS])
 
-    def end(self, summary: Summary) -> None:
+    def end(self, summary: RunSummary) -> None:
         """Add how the run ended; MLflow keeps the last values by itself."""
         self._client.set_tag(self._run_id, "ending", summary.ending)
         self._client.set_terminated(self._run_id, "FAILED" if summary.has_failed else "FINISHED")

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from megatronish.config.config import Config
-from megatronish.train.trackers.tracker import Description, Points, Summary, Tracker
+from megatronish.train.trackers.tracker import Points, RunDescription, RunSummary, Tracker
 
 
 class TensorBoard(Tracker):
@@ -26,7 +26,7 @@ class TensorBoard(Tracker):
         """Writer into the run's folder of TensorBoard."""
         return cls(config.tensorboard_dir, queue_size=config.log.tensorboard_queue_size)
 
-    def begin(self, run: Description) -> None:
+    def begin(self, run: RunDescription) -> None:
         """Open a file of events, and write the texts."""
         self._writer = SummaryWriter(str(self.folder), max_queue=self.queue_size, purge_step=run.first_step + 1)
         for tag, text in (("run", run.first_lines), ("config", run.config_text)):
@@ -40,6 +40,6 @@ class TensorBoard(Tracker):
                 self._writer.add_scalar(tag, value, step)
                 self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
-    def end(self, summary: Summary) -> None:
+    def end(self, summary: RunSummary) -> None:
         """Write all that is left."""
         self._writer.close()

@@ -18,8 +18,8 @@ from tqdm import tqdm
 LONGEST_WAIT = 30.0  # seconds, at the end of a run, for a tracker to send what it has
 
 
-class Description(NamedTuple):
-    """Description of a run for its trackers. `first_step` is the number of steps done before this start."""
+class RunDescription(NamedTuple):
+    """RunDescription of a run for its trackers. `first_step` is the number of steps done before this start."""
 
     name: str
     folder: Path
@@ -37,8 +37,8 @@ class Points(NamedTuple):
     samples: int
 
 
-class Summary(NamedTuple):
-    """Summary of a run, or of this part of it: last values by tag, and how it ended."""
+class RunSummary(NamedTuple):
+    """RunSummary of a run, or of this part of it: last values by tag, and how it ended."""
 
     values: Mapping[str, float]
     ending: str
@@ -50,22 +50,22 @@ class Tracker:
 
     title = ""
 
-    def begin(self, run: Description) -> str | None:
+    def begin(self, run: RunDescription) -> str | None:
         """Open the destination; returns a line for the user."""
 
     def add(self, points: Sequence[Points]) -> None:
         """Send the points of some steps, in their order."""
 
-    def end(self, summary: Summary) -> None:
+    def end(self, summary: RunSummary) -> None:
         """Send the summary and close."""
 
 
 class TrackerThread:
     """Thread of one tracker, and the messages that the main thread prints for it."""
 
-    def __init__(self, tracker: Tracker, run: Description) -> None:
+    def __init__(self, tracker: Tracker, run: RunDescription) -> None:
         self.tracker = tracker
-        self._waiting: SimpleQueue[Points | Summary] = SimpleQueue()
+        self._waiting: SimpleQueue[Points | RunSummary] = SimpleQueue()
         self._line: str | None = None
         self._error: BaseException | None = None
         self._is_off = False
@@ -78,7 +78,7 @@ class TrackerThread:
         if not self._is_off:
             self._waiting.put(points)
 
-    def end(self, summary: Summary) -> None:
+    def end(self, summary: RunSummary) -> None:
         """Wait for the tracker to send what it has and to close, but not for ever."""
         self._waiting.put(summary)
         self._thread.join(LONGEST_WAIT)
@@ -89,11 +89,11 @@ class TrackerThread:
                 file=sys.stderr,
             )
 
-    def _work(self, run: Description) -> None:
+    def _work(self, run: RunDescription) -> None:
         try:
             self._line = self.tracker.begin(run)
             while True:
-                batch: list[Points | Summary] = [self._waiting.get()]
+                batch: list[Points | RunSummary] = [self._waiting.get()]
                 try:
                     while True:
                         batch.append(self._waiting.get_nowait())
@@ -101,7 +101,7 @@ class TrackerThread:
                     pass
                 if points := [each for each in batch if isinstance(each, Points)]:
                     self.tracker.add(points)
-                if isinstance(batch[-1], Summary):
+                if isinstance(batch[-1], RunSummary):
                     self.tracker.end(batch[-1])
                     return
         except BaseException as error:  # libraries call sys.exit, too
@@ -122,7 +122,7 @@ class TrackerThread:
 class Trackers:
     """All trackers of a run; none on ranks other than the main one. Used as a context, which ends them."""
 
-    def __init__(self, trackers: Sequence[Tracker], run: Description | None = None) -> None:
+    def __init__(self, trackers: Sequence[Tracker], run: RunDescription | None = None) -> None:
         assert run is not None or not trackers
         self._threads = [TrackerThread(tracker, run) for tracker in trackers if run is not None]
         self._last: dict[str, float] = {}
@@ -142,21 +142,21 @@ class Trackers:
     ) -> None:
         ending = self.ending if error is None else f"failed: {str(error).strip() or type(error).__name__}"
         for thread in self._threads:
-            thread.end(Summary(self._last, ending, has_failed=error is not None))
+            thread.end(RunSummary(self._last, ending, has_failed=error is not None))
 
 
-def kept_id(run: Description, title: str) -> str | None:
+def kept_id(run: RunDescription, title: str) -> str | None:
     """Id under which an earlier start of this run is known to a tracker."""
     file = _id_file(run, title)
     return file.read_text().strip() or None if file.exists() else None
 
 
-def keep_id(run: Description, title: str, run_id: str) -> None:
+def keep_id(run: RunDescription, title: str, run_id: str) -> None:
     """Keep the id in the run folder, so that a resumed run continues there."""
     _id_file(run, title).write_text(f"{run_id}\n")
 
 
-def _id_file(run: Description, title: str) -> Path:
+def _id_file(run: RunDescription, title: str) -> Path:
     return run.folder / f"{title}_run_id"
 
 

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatronish.config.config import Config
-from megatronish.train.trackers.tracker import LONGEST_WAIT, Description, Points, Summary, Tracker, keep_id, kept_id
+from megatronish.train.trackers.tracker import (
+    LONGEST_WAIT,
+    Points,
+    RunDescription,
+    RunSummary,
+    Tracker,
+    keep_id,
+    kept_id,
+)
 
 INIT_SECONDS = 30.0  # for the service to answer, before the run is kept offline
 
@@ -27,7 +35,7 @@ class WeightsAndBiases(Tracker):
         """Tracker of a config that names a project."""
         return cls(config) if config.log.wandb_project else None
 
-    def begin(self, run: Description) -> str:
+    def begin(self, run: RunDescription) -> str:
         """Begin the run, or continue it; offline if the service does not take it."""
         try:
             wandb: Any = importlib.import_module("wandb")
@@ -52,7 +60,7 @@ class WeightsAndBiases(Tracker):
         cause = f"not reached ({reason:.200})" if reason else "offline"
         return f"W&B: {cause}; this run is kept in {folder}, and `wandb sync --append {folder}` uploads it"
 
-    def _open(self, wandb: Any, run: Description, run_id: str, *, mode: str | None) -> Any:
+    def _open(self, wandb: Any, run: RunDescription, run_id: str, *, mode: str | None) -> Any:
         folder = self.log.wandb_save_dir or str(run.folder)
         limits = {"init_timeout": INIT_SECONDS, "finish_timeout": LONGEST_WAIT - 5}
         return wandb.init(
@@ -72,7 +80,7 @@ class WeightsAndBiases(Tracker):
         for values, step, samples in points:
             self._run.log({**values, "consumed samples": samples}, step=step)
 
-    def end(self, summary: Summary) -> None:
+    def end(self, summary: RunSummary) -> None:
         """Add how the run ended; W&B keeps the last values by itself."""
         self._run.summary.update({"ending": summary.ending})
         self._run.finish(exit_code=int(summary.has_failed))
