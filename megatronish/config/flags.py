@@ -173,7 +173,7 @@ DIFFERENCES: dict[str, str] = {
     "attention_backend": "Megatron-LM's `fused` (cuDNN's attention) is `flash` here, where SDPA chooses for the "
     "device; its `local` is `fused_softmax`. Its `unfused` is TransformerEngine's, with a fused softmax too; here it "
     "is plain torch.",
-    "position_embedding_type": "`alibi` is Megatron-DeepSpeed's; Megatron-LM has MRoPE and YaRN here, too.",
+    "position_embedding_type": "`alibi` is Megatron-DeepSpeed's; Megatron-LM has no ALiBi.",
     "embed_layernorm": "Not in Megatron-LM; Megatron-DeepSpeed has it.",
     "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
     "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it in silence; here it "
