@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatronish.data.loader import Prefetcher
 from megatronish.model.batch import MicroBatch
@@ -36,6 +36,13 @@ class TrainingSchedule:
     num_steps: int
 
 
+class LearningRates(NamedTuple):
+    """Learning rates of a step; `decoupled` is that of word embedding and output layer, with --decoupled-lr alone."""
+
+    base: float
+    decoupled: float | None = None
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One finished step, counted from 1. `seconds` is the update alone: no data, no saving, no evaluation.
@@ -46,12 +53,16 @@ class StepRecord:
 
     step: int
     result: StepResult
-    learning_rate: float
+    learning_rates: LearningRates
     global_batch_size: int
     consumed_samples: int
     seconds: float
-    decoupled_learning_rate: float | None = None
     data_seconds: float = 0.0
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the step, of all but decoupled parameters."""
+        return self.learning_rates.base
 
 
 class Hook:
@@ -137,15 +148,18 @@ class Trainer:
         """One step from its micro-batches."""
         before, schedule = self.progress, self.schedule
         learned_from = before.consumed_samples - before.skipped_samples
-        learning_rate, decoupled = schedule.learning_rate.learning_rate(learned_from), schedule.learning_rate.decoupled
-        decoupled_learning_rate = None if decoupled is None else decoupled.learning_rate(learned_from)
+        decoupled = schedule.learning_rate.decoupled
+        rates = LearningRates(
+            schedule.learning_rate.learning_rate(learned_from),
+            None if decoupled is None else decoupled.learning_rate(learned_from),
+        )
         start = time.perf_counter()
         result = self.engine.step(
             micro_batches,
             num_steps_done=before.step,
-            learning_rate=learning_rate,
+            learning_rate=rates.base,
             weight_decay=schedule.learning_rate.weight_decay(learned_from),
-            decoupled_learning_rate=decoupled_learning_rate,
+            decoupled_learning_rate=rates.decoupled,
             votes=self._votes,
         )
         seconds = time.perf_counter() - start
@@ -159,11 +173,10 @@ class Trainer:
         return StepRecord(
             self.progress.step,
             result,
-            learning_rate,
+            rates,
             size,
             self.progress.consumed_samples,
             seconds=seconds,
-            decoupled_learning_rate=decoupled_learning_rate,
         )
 
     def _votes(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ from megatronish.train.hooks.log import Log, Speed
 from megatronish.train.metrics import points
 from megatronish.train.results import StepResult
 from megatronish.train.trackers.tracker import Trackers
-from megatronish.train.trainer import Progress, StepRecord, Trainer
+from megatronish.train.trainer import LearningRates, Progress, StepRecord, Trainer
 
 COUNTS = re.compile(
     r"loss scale: ([\d.]+) \| grad norm: (\S+) \|.* "
@@ -32,7 +32,9 @@ def record_of(step: int, **result: Any) -> StepRecord:
     result = dict(result)
     metrics = {"loss": result.pop("loss", 2.0), **result.pop("metrics", {})}
     whole = StepResult(metrics, **({"grad_norm": 1.0, "num_loss_tokens": 8} | result))
-    return StepRecord(step, whole, learning_rate=0.1, global_batch_size=1, consumed_samples=1, seconds=1.0)
+    return StepRecord(
+        step, whole, learning_rates=LearningRates(0.1), global_batch_size=1, consumed_samples=1, seconds=1.0
+    )
 
 
 def lines_of(

@@ -1,6 +1,7 @@
 """Folders of Hugging Face models, read and written as tensors under the names of transformers.
 
-The family of a folder, and the family for a model, are found by `config.py`; `rules.py` has the tensors of each family.
+The family of a folder, and the family for a model, are found by `config.py`; the tensors of each family are in
+`tensor_rules.py`.
 """
 
 import json
@@ -20,7 +21,7 @@ from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
-from megatronish.formats.hf.rules import HEAD, LLAMA_PREFIX, PREFIXES, rules_of
+from megatronish.formats.hf.tensor_rules import HEAD, LLAMA_PREFIX, PREFIXES, rules_of
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
 

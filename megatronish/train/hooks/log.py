@@ -115,7 +115,7 @@ class Log(Hook):
 
     def _values(self, trainer: Trainer, record: StepRecord) -> dict[str, Value]:
         """All values of a step by name, in the order of metrics.jsonl. Collective, because of the extras."""
-        result, rate = record.result, record.decoupled_learning_rate
+        result, rate = record.result, record.learning_rates.decoupled
         decoupled = {} if rate is None else {"decoupled_learning_rate": rate}
         return {
             "step": record.step,

@@ -81,7 +81,7 @@ def _sections_of_heads(parts: Sequence[Tensor], *, heads: int) -> Tensor:
 
 
 def _heads_of_sections(whole: Tensor, *, heads: int) -> tuple[Tensor]:
-    """Inverse of `_sections_of_heads`."""
+    """Rows of all queries, all keys, all values -> each head's query, key and value."""
     return (whole.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),)
 
 
