@@ -64,11 +64,11 @@ def with_mock_data(words: Sequence[str]) -> list[str]:
 
 
 def counts(*lines: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of flags used, and of those that work, are idle, computed more exactly, refused, unknown."""
+    """Numbers of flags used, and of those that work, are idle, done otherwise, refused, unknown."""
     found: Counter[str | None] = Counter()
     for words in lines:
         found.update(statuses([(flag.lstrip("-").replace("_", "-"), values) for flag, values in flags_of(words)]))
-    return (found.total(), *(found[status] for status in ("works", "idle", "computed more exactly", "refused", None)))
+    return (found.total(), *(found[status] for status in ("works", "idle", "done otherwise", "refused", None)))
 
 
 # Every flag
@@ -117,7 +117,8 @@ def test_a_value_that_asks_for_what_is_done_anyway_is_harmless() -> None:
         for value in known.harmless:
             assert statuses([(name, (value,))]) == ["idle"], name
     assert "it asks for what is done anyway" in read("--ckpt-format torch_dist").notes[0]
-    assert "is refused: checkpoints are torch" in problems([*BASE, "--ckpt-format", "zarr"])[0]
+    assert "is idle: checkpoints are in the format of" in read("--ckpt-format fsdp_dtensor").notes[0]
+    assert "is refused: make the data anew" in problems([*BASE, "--data-impl", "lazy"])[0]
 
 
 def test_a_switch_and_its_negation_are_both_known() -> None:
