@@ -12,6 +12,9 @@ import pytest
 import setuptools
 from paths import ROOT
 
+import megatronish.__main__
+import megatronish.commands.main
+
 
 def metadata(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What setup.py hands to setuptools."""
@@ -119,5 +122,20 @@ def test_a_missing_interpreter_is_told_in_a_sentence(tmp_path: Path) -> None:
 def test_what_ci_runs_ends_with_the_tests() -> None:
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert lines[0] == "make check"
-    assert lines[1].startswith("make pretrain ")
+    assert lines[1] == "make package"
+    assert lines[2].startswith("make pretrain ")
     assert lines[-1] == "make test"
+
+
+def test_the_page_on_an_index_has_no_link_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = metadata(monkeypatch)
+    targets = re.findall(r"\]\(([^)]*)\)", given["long_description"])
+    assert not [target for target in targets if not target.startswith("https://")]
+    assert "megatronish" in given["long_description"].splitlines()[0]
+
+
+def test_the_version_has_one_source_and_the_command_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = metadata(monkeypatch)
+    assert given["version"] == megatronish.__version__
+    assert given["entry_points"] == {"console_scripts": ["megatronish = megatronish.__main__:main"]}
+    assert megatronish.__main__.main is megatronish.commands.main.main

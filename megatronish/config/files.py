@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatronish.config.data import DataConfig, parse_blend, split_part
+from megatronish.config.shipped import HOW_TO_MAKE
 
 
 def missing_files(data: DataConfig) -> list[str]:
@@ -32,7 +33,9 @@ def _data_remedy(prefix: str) -> str:
             return f"leave {end} off: use {prefix.removesuffix(end)}"
     if Path(f"{prefix}_text_document.idx").is_file():
         return f"use {prefix}_text_document"
-    return "make them with tools/preprocess_data.py, or use --mock-data"
+    if prefix in HOW_TO_MAKE:
+        return f"make them in this folder with: {HOW_TO_MAKE[prefix]}; or use --mock-data"
+    return "make them with megatronish preprocess, or use --mock-data"
 
 
 def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
@@ -43,4 +46,7 @@ def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
         if path is not None and Path(path).is_dir() and data.tokenizer_type == "sentencepiece":
             yield f"{name}={path} is a folder; name the SentencePiece file in it, or use --tokenizer-type huggingface"
         if path is not None and not Path(path).exists():
-            yield f"{name}={path} does not exist; correct the path, or use --tokenizer-type bytes, which needs no file"
+            remedy = "correct the path, or use --tokenizer-type bytes, which needs no file"
+            if path in HOW_TO_MAKE:
+                remedy = f"make it in this folder with: {HOW_TO_MAKE[path]}"
+            yield f"{name}={path} does not exist; {remedy}"

@@ -133,7 +133,8 @@ def _text(known: Known) -> str:
             for value, pairs in known.by_value.items()
         ]
         text = "; ".join([*meanings, f"else refused: {text}"])
-    return f"{text} (accepted with {', '.join(known.harmless)})" if any(known.harmless) else text
+    text = f"{text} (accepted with {', '.join(known.harmless)})" if any(known.harmless) else text
+    return text.replace("|", "\\|")  # a bar ends a cell of the page's tables
 
 
 def _tried() -> str:

@@ -17,6 +17,7 @@ from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
 from megatronish.config.settings import read_command_line, read_file
 from megatronish.config.settle import merge, settle
+from megatronish.config.shipped import config_path, shipped_configs
 from megatronish.config.starting import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.understand import Setting, Settings
 from megatronish.errors import UserError
@@ -24,8 +25,9 @@ from megatronish.errors import UserError
 PROGRAM = "pretrain_gpt.py"
 _NAMES = [f"[{section}]" for section in SECTIONS]
 DESCRIPTION = (
-    f"Pretrains a GPT. --config FILE.toml reads sections {', '.join(_NAMES[:-1])} and {_NAMES[-1]}; the flags below "
-    "override it. Names and meanings are Megatron-LM's where it has the flag."
+    f"Pretrains a GPT. --config FILE.toml, or --config NAME of a config that comes with megatronish (demo, quick ...), "
+    f"reads sections {', '.join(_NAMES[:-1])} and {_NAMES[-1]}; the flags below override it. Names and meanings are "
+    "Megatron-LM's where it has the flag."
 )
 
 
@@ -46,18 +48,22 @@ class ReadConfig(NamedTuple):
 
 
 def read_config(
-    argv: Sequence[str], *, world_size: int | None = None, read_start: ReadStart | None = None
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    read_start: ReadStart | None = None,
+    program: str = PROGRAM,
 ) -> ReadConfig:
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
-    `read_start` reads the model that --load-hf or --use-checkpoint-args names.
+    `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help.
 
     Prints and exits 0 on --help. ConfigError with every problem of file, flags, rules and files together.
     """
     line = read_command_line(argv)
     if line.wants_help:
-        tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=PROGRAM, description=DESCRIPTION)
-    path = Path(line.config_file) if line.config_file is not None else None
+        tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
+    path = config_path(line.config_file) if line.config_file is not None else None
     file = _read_file(path)
     if isinstance(file, str):
         raise ConfigError([file, *line.flags.problems])
@@ -119,8 +125,8 @@ def _read_file(path: Path | None) -> Settings | str:
     try:
         return read_file(path)
     except FileNotFoundError:
-        others = ", ".join(str(other) for other in sorted(path.parent.glob("*.toml")))
-        return f"--config {path} does not exist; {f'there are {others}' if others else 'correct the path'}"
+        others = [*sorted(map(str, path.parent.glob("*.toml"))), *shipped_configs()]
+        return f"--config {path} does not exist; there are {', '.join(others)}"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         return f"--config {path} is not TOML: {error}; correct that line"
     except OSError as error:

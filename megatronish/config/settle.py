@@ -30,7 +30,8 @@ _ONE_ACTIVATION = "an MLP has one activation"
 CONFLICTS = (
     Conflict(STEPS, SAMPLES, "a run is counted in steps or in samples"),
     Conflict(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
-    Conflict(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
+    Conflict(("swiglu",), ("quick_geglu", "squared_relu", "openai_gelu"), _ONE_ACTIVATION),
+    Conflict(("quick_geglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Conflict(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
     Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
     Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
@@ -63,8 +64,9 @@ CONFLICTS = (
 # A field of the file is idle once another one was typed with one of these values.
 IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_query_groups": ("group_query_attention", (False,)),
-    "rope_scaling_type": ("position_embedding_type", ("learned_absolute", "none")),
-    "max_position_embeddings": ("position_embedding_type", ("rope", "none")),
+    "rope_scaling_type": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
+    "no_rope_freq": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
+    "max_position_embeddings": ("position_embedding_type", ("rope", "alibi", "none")),
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import FIELDS
+from megatronish.config.layer_pattern import canonical
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.model import ModelConfig
 from megatronish.config.run import CheckpointConfig
@@ -123,6 +124,8 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or seq_length,
+        "window_attn_skip_freq": _pattern(model.windowed_layers),
+        "no_rope_freq": _pattern(tuple(not rotated for rotated in model.rotated_layers)),
     }
     idle = _idle_fields(model)
     return {
@@ -136,8 +139,17 @@ def _idle_fields(model: ModelConfig) -> set[str]:
     if model.position_embedding_type != "learned_absolute":
         idle.add("max_position_embeddings")
     if model.position_embedding_type != "rope":
-        idle |= {"rope_scaling_type", *ROPE}
+        idle |= {"rope_scaling_type", "no_rope_freq", *ROPE}
+    if not any(model.windowed_layers):
+        idle |= {"window_size", "window_attn_skip_freq"}
+    if not model.is_gated:
+        idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])
+
+
+def _pattern(marks: tuple[bool, ...]) -> str | None:
+    """Pattern of layers, written out; None where all layers are alike, which is what no pattern means."""
+    return canonical(marks) if len(set(marks)) > 1 else None
 
 
 ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved")

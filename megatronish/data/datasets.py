@@ -18,7 +18,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WHOLE = (0.0, 1.0)
 DATASETS: dict[str, OpenDataset] = {"pretrain": open_gpt_samples, "mock": open_mock_samples}
-"""Functions that open data sets, by kind. A new kind is one line here, and a flag that `kind_of` reads."""
+"""Functions that open data sets, by kind.
+
+A new kind: a line here, a field in config/data.py, a branch in `kind_of`. Files other than .bin/.idx pairs:
+`_missing_data` of config/files.py. No files at all: whatever reads `mock_data`.
+"""
 
 
 def kind_of(data: DataConfig) -> str:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.place import Place
 
 
@@ -59,6 +60,7 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
         time.sleep(1.0 if place.rank == 0 else 1.5)
     if ending.message:
         print(failure(place, ending.message), file=sys.stderr, flush=True)
+        report_to_torchrun(failure(place, ending.message))
     if place.world_size > 1 and ending.status != 0:
         sys.stdout.flush()
         os._exit(ending.status)  # leaving in good order could wait for the peers

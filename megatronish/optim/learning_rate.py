@@ -9,7 +9,7 @@ consumed all of the warm-up is the first to use `lr`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.training import TrainingConfig
@@ -73,6 +73,15 @@ class LearningRateSchedule:
         """Weight decay from the last step on."""
         end = self.config.end_weight_decay
         return self.config.weight_decay if end is None else end
+
+    @property
+    def decoupled(self) -> "LearningRateSchedule | None":
+        """Schedule of word embedding and output layer: the same shape between other rates; None without such rates."""
+        config = self.config
+        if config.decoupled_lr is None:
+            return None
+        min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+        return replace(self, config=replace(config, min_lr=min_lr, decoupled_lr=None), lr=config.decoupled_lr)
 
     def learning_rate(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts after `consumed_samples`."""

@@ -33,6 +33,12 @@ METRICS: dict[str, Metric] = {
         Metric("loss", "nats a token", "lm loss", lambda value: f"lm loss: {value:.6E}"),
         Metric("grad_norm", "2-norm before clipping", "grad-norm", lambda value: f"grad norm: {value:.3f}"),
         Metric("learning_rate", "", "learning-rate", lambda value: f"learning rate: {value:.6E}"),
+        Metric(
+            "decoupled_learning_rate",
+            "with --decoupled-lr alone",
+            "decoupled-learning-rate",
+            lambda value: f"decoupled learning rate: {value:.6E}",
+        ),
         Metric("loss_scale", "", "loss-scale", lambda value: f"loss scale: {value:.1f}"),
         Metric("skipped_iterations", "steps so far"),
         Metric("tokens", "tokens so far"),
@@ -74,6 +80,7 @@ _BEFORE = (
     "step_seconds",
     "model_tflops_per_device",
     "learning_rate",
+    "decoupled_learning_rate",
     "global_batch_size",
     "loss",
 )

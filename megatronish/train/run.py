@@ -15,7 +15,7 @@ from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
 from megatronish.launch.determinism import set_determinism
-from megatronish.launch.device import choose_backend, choose_device
+from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.tokenizer import encode_prompt
@@ -44,20 +44,26 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
             if config.log.profile_schedule:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
-        mesh = start_mesh(config, place)
+        notes = list(notes)
+        mesh = start_mesh(config, place, on_note=notes.append)
         _train(config, notes, mesh, stack)
     # Not on the way out of a failure: others would tell of a lost peer before this rank has told what happened to it.
     leave()
     return 0
 
 
-def start_mesh(config: Config, place: Place) -> Mesh:
-    """Mesh of the config, on this rank's device."""
+def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] = lambda _note: None) -> Mesh:
+    """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected."""
     parallel = config.parallel
     set_determinism(config.training)  # before the device is used
-    device = choose_device(parallel.device, place)
+    store = meeting_store(parallel.device, place, timeout_minutes=parallel.distributed_timeout_minutes)
+    device, note = choose_device(parallel.device, place, store=store)
+    if note is not None:
+        on_note(note)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = choose_backend(parallel.distributed_backend, device)
-    return Mesh.of(parallel, place, device=device, backend=backend)
+    return Mesh.of(parallel, place, device=device, backend=backend, store=store)
 
 
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:

@@ -49,6 +49,7 @@ class StepRecord:
     global_batch_size: int
     consumed_samples: int
     seconds: float
+    decoupled_learning_rate: float | None = None
 
 
 class Hook:
@@ -132,13 +133,15 @@ class Trainer:
         """One step from its micro-batches."""
         before, schedule = self.progress, self.schedule
         learned_from = before.consumed_samples - before.skipped_samples
-        learning_rate = schedule.learning_rate.learning_rate(learned_from)
+        learning_rate, decoupled = schedule.learning_rate.learning_rate(learned_from), schedule.learning_rate.decoupled
+        decoupled_learning_rate = None if decoupled is None else decoupled.learning_rate(learned_from)
         start = time.perf_counter()
         result = self.engine.step(
             micro_batches,
             num_steps_done=before.step,
             learning_rate=learning_rate,
             weight_decay=schedule.learning_rate.weight_decay(learned_from),
+            decoupled_learning_rate=decoupled_learning_rate,
             votes=self._votes,
         )
         seconds = time.perf_counter() - start
@@ -150,7 +153,13 @@ class Trainer:
             before.skipped_samples + size * result.skipped,
         )
         return StepRecord(
-            self.progress.step, result, learning_rate, size, self.progress.consumed_samples, seconds=seconds
+            self.progress.step,
+            result,
+            learning_rate,
+            size,
+            self.progress.consumed_samples,
+            seconds=seconds,
+            decoupled_learning_rate=decoupled_learning_rate,
         )
 
     def _votes(self) -> dict[str, float]:

@@ -459,6 +459,42 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         ("--rampup-batch-size 1 2", r"^--rampup-batch-size 1 2: rampup_batch_size must be 3 whole numbers"),
         ("--min-lr 1", r"^min_lr=1.0 must not exceed lr=0.001"),
+        ("--decoupled-min-lr 1e-4", r"^decoupled_min_lr=0.0001 needs the rate that decays to it; add --decoupled-lr"),
+        ("--decoupled-lr 0", r"^decoupled_lr=0.0 must be greater than 0; change --decoupled-lr"),
+        (
+            "--decoupled-lr 1e-4 --min-lr 5e-4",
+            r"^min_lr=0.0005 must not exceed decoupled_lr=0.0001; add --decoupled-min-lr, or a larger --decoupled-lr",
+        ),
+        (
+            "--decoupled-lr 1e-4 --decoupled-min-lr 5e-4",
+            r"^decoupled_min_lr=0.0005 must not exceed decoupled_lr=0.0001; use a smaller one, or a larger",
+        ),
+        ("--decoupled-lr 1e-4 --lr-warmup-init 5e-4", r"^lr_warmup_init=0.0005 must not exceed decoupled_lr=0.0001"),
+        (
+            "--window-attn-skip-freq 2",
+            r"^window_attn_skip_freq=2 needs window_size; add --window-size, or leave it out",
+        ),
+        (
+            "--window-size 8 --window-attn-skip-freq [1]*3",
+            r"^window_attn_skip_freq=\[1\]\*3 is a list of 3, and must have .* change --window-attn-skip-freq",
+        ),
+        (
+            "--no-rope-freq 4",
+            r"^no_rope_freq=4 needs position_embedding_type=rope; add --position-embedding-type rope, ",
+        ),
+        (
+            "--position-embedding-type rope --no-rope-freq x",
+            r"^no_rope_freq=x is no pattern; it must be a number N for",
+        ),
+        ("--glu-linear-offset 1", r"^glu_linear_offset=1.0 needs a gated MLP; add --quick-geglu or --swiglu, or leave"),
+        ("--squared-relu --activation-func-clamp-value 7", r"^activation_func_clamp_value=7.0 needs a gated MLP"),
+        ("--swiglu --activation-func-clamp-value 0", r"^activation_func_clamp_value=0.0 must be greater than 0"),
+        ("--swiglu --glu-linear-offset inf", r"^glu_linear_offset=inf must not be negative"),
+        ("--softmax-type sinks", r"softmax_type must be one of vanilla, off-by-one or learnable"),
+        (
+            "--position-embedding-type alibi --use-rope-scaling",
+            r"^rope_scaling_type=llama3 needs position_embedding_type=rope, not alibi",
+        ),
         ("--lr-warmup-iters 10", r"^lr_warmup_iters=10 must be less than train_iters=10"),
         ("--lr-decay-style WSD", r"^lr_decay_style=WSD needs the length of its last part; add --lr-wsd-decay-iters"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 11", r"^lr_wsd_decay_iters=11 must not exceed train_iters=10"),
@@ -525,7 +561,7 @@ def test_a_missing_data_file_is_named_with_the_remedy(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     words = small("--tokenizer-type", "bytes", "--data-path")
     assert problems([*words, f"{tmp_path}/a"])[0].endswith(
-        f"{tmp_path}/a.idx does not exist; make them with tools/preprocess_data.py, or use --mock-data"
+        f"{tmp_path}/a.idx does not exist; make them with megatronish preprocess, or use --mock-data"
     )
     assert problems([*words, f"{tmp_path}/b"])[0].endswith(f"use {tmp_path}/b_text_document")
     assert problems([*words, f"{tmp_path}/a.bin"])[0].endswith(f"leave .bin off: use {tmp_path}/a")
@@ -581,6 +617,9 @@ CONFLICTS = [
     "--swiglu --squared-relu",
     "--swiglu --openai-gelu",
     "--openai-gelu --squared-relu",
+    "--quick-geglu --swiglu",
+    "--quick-geglu --squared-relu",
+    "--quick-geglu --openai-gelu",
     "--mock-data --data-path x",
     "--data-path x --train-data-path y",
     "--pp 2 --pipeline-split auto --account-for-embedding-in-pipeline-split",

@@ -53,6 +53,19 @@ def test_each_style_decays_as_its_formula_says(style: str, quarter: float, half:
     assert rate(schedule, 10_000) == (1.0 if style == "constant" else 0.2)
 
 
+def test_embedding_and_head_follow_the_same_shape_between_rates_of_their_own() -> None:
+    shape: dict[str, Any] = {"lr_warmup_iters": 20, "lr_decay_style": "cosine", "lr_warmup_init": 0.1}
+    schedule = schedule_of(**shape, decoupled_lr=3.0, decoupled_min_lr=0.5).decoupled
+    alone = schedule_of(**shape | {"lr": 3.0, "min_lr": 0.5})
+    assert schedule is not None and schedule.decoupled is None
+    for step in (1, 6, 21, 41, 61, 101, 500):
+        assert rate(schedule, step) == rate(alone, step)
+    assert rate(schedule, 101) == pytest.approx(0.5)
+    with_min_lr = schedule_of(**shape, decoupled_lr=3.0).decoupled
+    assert with_min_lr is not None and rate(with_min_lr, 101) == pytest.approx(0.2)
+    assert schedule_of(**shape).decoupled is None
+
+
 def test_inverse_square_root_never_falls_below_the_minimum() -> None:
     schedule = schedule_of(lr_warmup_iters=1, lr_decay_style="inverse-square-root")
     assert rate(schedule, 2) == 1.0

@@ -27,6 +27,13 @@ DIFFERENCES: dict[str, str] = {
     "attention_backend": "Megatron-LM's `fused` (cuDNN's attention) is `flash` here, where SDPA chooses for the "
     "device; its `local` is `fused_softmax`. Its `unfused` is TransformerEngine's, with a fused softmax too; here it "
     "is plain torch.",
+    "position_embedding_type": "`alibi` is Megatron-DeepSpeed's; Megatron-LM has MRoPE and YaRN here, too.",
+    "embed_layernorm": "Not in Megatron-LM; Megatron-DeepSpeed has it.",
+    "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
+    "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it in silence; here it "
+    "clamps either gated activation.",
+    "no_rope_freq": "A number N must divide the number of layers in Megatron-LM; here it need not.",
+    "decoupled_min_lr": "Ignored in silence by Megatron-LM without `--decoupled-lr`; here that is an error.",
     "muon_coefficient_type": "Megatron-LM has more sets; here a set beyond the last repeats the last.",
     "use_checkpoint_args": "In Megatron-LM the checkpoint wins in silence; here what contradicts it is an error.",
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",

@@ -64,8 +64,14 @@ def _tokenizer(config: Config) -> str | None:
 
 
 RULES = (
-    ConfigRule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),
+    ConfigRule(
+        ("data_path", "train_data_path", "valid_data_path", "multiple_validation_sets", "mock_data"),
+        _data,
+    ),
     ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
-    ConfigRule(("split",), _split),
-    ConfigRule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
+    ConfigRule(("split", "data_path"), _split),
+    ConfigRule(
+        ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "mock_data", "load_hf"),
+        _tokenizer,
+    ),
 )

@@ -42,6 +42,7 @@ IN_A_LAYER = {
     "attention.qkv": "self_attention.linear_qkv.{}",
     "attention.q_norm": "self_attention.q_layernorm.{}",
     "attention.k_norm": "self_attention.k_layernorm.{}",
+    "attention": "self_attention.core_attention.softmax_offset",
     "attention.out": "self_attention.linear_proj.{}",
     "mlp_norm": "mlp.linear_fc1.layer_norm_{}",
     "mlp.fc1": "mlp.linear_fc1.{}",

@@ -94,12 +94,14 @@ class Log(Hook):
 
     def _values(self, trainer: Trainer, record: StepRecord) -> dict[str, Value]:
         """All values of a step by name, in the order of metrics.jsonl. Collective, because of the extras."""
-        result = record.result
+        result, rate = record.result, record.decoupled_learning_rate
+        decoupled = {} if rate is None else {"decoupled_learning_rate": rate}
         return {
             "step": record.step,
             **result.metrics,
             "grad_norm": result.grad_norm,
             "learning_rate": record.learning_rate,
+            **decoupled,
             "loss_scale": result.loss_scale,
             "skipped_iterations": trainer.progress.skipped_steps,
             "tokens": record.consumed_samples * self.speed.seq_length,
