@@ -12,6 +12,7 @@ from megatronish.config.fields import FIELDS, with_fields
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.rule import MESH
+from megatronish.config.run import LogConfig
 from megatronish.config.settle import LOSS_SCALE_RULE
 from megatronish.config.training import TrainingConfig
 
@@ -56,7 +57,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append(f"{', '.join(counted)}: idle, as pipeline_model_parallel_size is 1")
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
-    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer)
+    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
@@ -118,6 +119,22 @@ def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
         and getattr(optimizer, name) != FIELDS[name].default
     ]
     return [f"{', '.join(given)}: idle with optimizer={optimizer.optimizer}"] if given else []
+
+
+def _idle_log(log: LogConfig) -> list[str]:
+    """Notes about options of trackers and recordings that are not asked for."""
+    needs = {
+        "wandb_project": ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+        "mlflow_experiment": ("mlflow_run_name", "mlflow_tracking_uri"),
+        "record_memory_history": ("memory_snapshot_path",),
+        "profile": ("use_pytorch_profiler", *(() if log.record_memory_history else ("profile_ranks",))),
+    }
+    return [
+        f"{name}={getattr(log, name)} is idle without --{needed.replace('_', '-')}"
+        for needed, names in needs.items()
+        for name in names
+        if getattr(log, name) and not getattr(log, needed)
+    ]
 
 
 def _world_size_complaint(parallel: ParallelConfig, world_size: int | None) -> str | None:

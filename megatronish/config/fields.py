@@ -52,7 +52,9 @@ class Field(NamedTuple):
             return "one of " + one_of(self.choices)
         if get_origin(self.type) is tuple:
             parts = get_args(self.type)
-            return "a list of texts" if parts[-1] is Ellipsis else f"{len(parts)} whole numbers"
+            if parts[-1] is Ellipsis:
+                return "a list of whole numbers" if parts[0] is int else "a list of texts"
+            return f"{len(parts)} whole numbers"
         return SAMPLE_VALUES.get(self.type, "true or false")
 
 

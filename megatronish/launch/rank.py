@@ -151,6 +151,18 @@ def _descriptors_at(log: TextIO) -> Iterator[None]:
             os.close(old)
 
 
+class Shown(str):
+    """A line as the terminal shows it; a log of the rank keeps it as `logged`."""
+
+    logged: str
+
+    def __new__(cls, text: str, *, logged: str) -> "Shown":
+        """Make the text of the terminal."""
+        line = super().__new__(cls, text)
+        line.logged = logged
+        return line
+
+
 class _Copied:
     """A stream that is the terminal in every respect, if there is one, but leaves a copy of what is written in a log.
 
@@ -164,7 +176,7 @@ class _Copied:
     def write(self, text: str) -> int:
         if self._terminal is None or not text.startswith("\r"):  # a progress bar that draws itself anew
             with contextlib.suppress(OSError):
-                self._log.write(text)
+                self._log.write(text.logged if isinstance(text, Shown) else text)
         return len(text) if self._terminal is None else self._terminal.write(text)
 
     def flush(self) -> None:

@@ -7,7 +7,7 @@ everything and change nothing but `stop_reason`.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatronish.data.loader import Prefetcher
@@ -40,7 +40,8 @@ class TrainingSchedule:
 class StepRecord:
     """One finished step, counted from 1. `seconds` is the update alone: no data, no saving, no evaluation.
 
-    `consumed_samples` includes the `global_batch_size` of this step.
+    `data_seconds` is the time for which the loop waited for the batch of this step. `consumed_samples` includes the
+    `global_batch_size` of this step.
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepRecord:
     consumed_samples: int
     seconds: float
     decoupled_learning_rate: float | None = None
+    data_seconds: float = 0.0
 
 
 class Hook:
@@ -120,10 +122,12 @@ class Trainer:
                 hook.finish(self)
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
+        start = time.perf_counter()
         micro_batches = next(batches)
+        data_seconds = time.perf_counter() - start
         for hook in self.hooks:
             hook.before_step(self)
-        record = self.step(micro_batches)
+        record = replace(self.step(micro_batches), data_seconds=data_seconds)
         for hook in self.hooks:
             hook.decided(self, record.result.votes)
         for hook in self.hooks:

@@ -12,11 +12,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatronish.config.run import LogConfig
+from megatronish.train.console import Console
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed
-from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.metrics import points
 from megatronish.train.results import StepResult
+from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Progress, StepRecord, Trainer
 
 COUNTS = re.compile(
@@ -41,10 +43,10 @@ def lines_of(
     def make_log() -> Log:
         return Log(
             speed=Speed(seq_length=8, model_flops_per_token=1.0, num_devices=1, peak_tflops=None),
-            interval=interval,
-            board_interval=100,
+            config=LogConfig(log_interval=interval, tensorboard_log_interval=100),
             file=folder / "metrics.jsonl",
-            board=TensorBoard(None),
+            trackers=Trackers([]),
+            console=Console.of("auto"),
             device=torch.device("cpu"),
             extras={"params_norm": lambda: math.nan},
         )

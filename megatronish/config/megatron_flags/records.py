@@ -7,9 +7,8 @@ _CHECKPOINTS = "checkpoints are written by all ranks together and load in every 
 _FORMAT = "checkpoints are in the format of torch.distributed.checkpoint; tools/convert_checkpoint.py has others"
 _NOT_LOGGED = "it is not logged; no number of the run depends on it"
 _LOGGED = "it is always logged"
-_WANDB = "Weights & Biases is not there yet; `wandb sync` reads the TensorBoard files of the run folder"
 _NVIDIA = "it reports to a service of NVIDIA's"
-_NO_PROFILE = "it belongs to Nsight's and torch's profiles; --profile-schedule records the pipeline's actions"
+_PROFILE = "what a profile holds is decided by --profile"
 _HUGGING_FACE = "tokenizers are read from their files; no code of a model folder runs"
 _SAMPLES = "samples are filled with tokens up to --seq-length"
 
@@ -107,13 +106,11 @@ LOG: dict[str, Known] = {
     ),
     **all_idle(
         _NOT_LOGGED,
-        switches="log-world-size-to-tensorboard log-max-attention-logit log-straggler log-energy "
+        switches="log-max-attention-logit log-straggler log-energy "
         "disable-straggler-on-startup log-device-memory-used log-l2-norm-grad-to-tensorboard onnx-safe",
         valued="straggler-ctrlr-port straggler-minmax-count logging-level config-logger-dir "
         "dump-param-to-param-group-map log-level log-level-replica codecarbon-dir log-path",
     ),
-    "tensorboard-queue-size": idle(_SPEED, 1),
-    **all_idle(_WANDB, valued="wandb-project wandb-exp-name wandb-save-dir wandb-entity"),
     **all_idle(
         _NVIDIA,
         switches="no-one-logger enable-one-logger one-logger-async otel-enabled",
@@ -121,11 +118,9 @@ LOG: dict[str, Known] = {
         "otel-span-groups",
     ),
     **all_idle(
-        _NO_PROFILE,
-        switches="profile use-pytorch-profiler pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack "
-        "pytorch-profiler-collect-chakra nvtx-ranges record-memory-history",
-        valued="memory-snapshot-path",
-        lists="profile-ranks",
+        _PROFILE,
+        switches="pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra "
+        "nvtx-ranges",
     ),
 }
 
