@@ -17,6 +17,7 @@ from megatronish.config.fields import ALIASES, FIELDS, Field
 from megatronish.config.marks import REQUIRED
 from megatronish.config.megatron_flags.differences import DIFFERENCES
 from megatronish.config.megatron_flags.families import FAMILIES, FAMILY_FLAGS, Family
+from megatronish.config.megatron_flags.known import Known
 from megatronish.config.megatron_flags.table import KNOWN, known_flag
 from megatronish.config.megatron_flags.tried import TRIED
 from megatronish.config.suggest import unknown
@@ -24,7 +25,7 @@ from megatronish.config.suggest import unknown
 _TITLES = {
     "means": "## Other names",
     "idle": "## Accepted and idle",
-    "instead": "## Computed more exactly",
+    "instead": "## Done otherwise, which the run says",
     "refused": "## Refused",
 }
 
@@ -39,9 +40,9 @@ forms, `--swiglu` and `--no-swiglu`. Names and meanings are Megatron-LM's where 
 several times the last counts, and a note says so: to change a launch script, add flags at its end.
 
 Every flag of Megatron-LM is known. It works, here or under another name; or it is idle, because no number of a run
-depends on it here (one line of the run lists these); or it asks for rounding to save time, and the run computes more
-exactly (the run says NOT AS ASKED); or it is refused, with the reason and a remedy. A flag that only changes speed,
-memory, communication or logging never ends a run.
+depends on it here (one line of the run lists these); or something else is done, more exactly than asked (fp8 is not
+there yet: a line of the run begins with NOT AS ASKED); or it is refused, with the reason and a remedy. A flag that only
+changes speed, memory, communication or logging never ends a run.
 """
 
 _TRIED = """## Launch scripts tried
@@ -55,7 +56,7 @@ _FAMILIES = """## Families
 Flags with one reason. Where a family has switches (in bold), its other flags are idle without a switch.
 """
 
-_SHORT = {"means": "works", "idle": "idle", "instead": "computed more exactly", "refused": "refused"}
+_SHORT = {"means": "works", "idle": "idle", "instead": "done otherwise", "refused": "refused"}
 
 
 def flags_markdown() -> str:
@@ -80,7 +81,7 @@ def flags_markdown() -> str:
 def statuses(flags: Sequence[tuple[str, Sequence[str]]]) -> list[str | None]:
     """What becomes of flags, (name, values) pairs of one command line.
 
-    Each works, is idle, computed more exactly or refused; None for a flag that nobody knows. The flags of a family
+    Each works, is idle, done otherwise or refused; None for a flag that nobody knows. The flags of a family
     share the fate of its switch, where that is given.
     """
     found = [known_flag(name) for name, _ in flags]
@@ -119,15 +120,26 @@ def describe(flag: str) -> str:
         return f"--{name} works{section}"
     if known is None:
         return unknown(name, spelled=f"--{name}", typed=True)
-    harmless = f" (accepted with {' '.join(known.harmless)})" if known.harmless else ""
-    return (
-        f"--{name} {'means' if known.status == 'means' else 'is ' + _SHORT[known.status] + ':'} {known.text}{harmless}"
-    )
+    fate = "means" if known.status == "means" else f"is {_SHORT[known.status]}:"
+    return f"--{name} {fate} {_text(known)}"
+
+
+def _text(known: Known) -> str:
+    """Reason or meaning of a flag, with the values that have meanings of their own."""
+    text = known.text
+    if known.by_value:
+        meanings = [
+            f"{value}: {' '.join(f'--{name} {given}'.replace('_', '-') for name, given in pairs)}"
+            for value, pairs in known.by_value.items()
+        ]
+        text = "; ".join([*meanings, f"else refused: {text}"])
+    text = f"{text} (accepted with {', '.join(known.harmless)})" if any(known.harmless) else text
+    return text.replace("|", "\\|")  # a bar ends a cell of the page's tables
 
 
 def _tried() -> str:
     """Table of the launch scripts tried, with a sum of them."""
-    head = "script | flags used | work | idle | computed more exactly | refused | unknown"
+    head = "script | flags used | work | idle | done otherwise | refused | unknown"
     scripts = [each for each in TRIED if each.is_script]
     total = ("sum of these scripts", *(sum(column) for column in zip(*(each.counts for each in scripts), strict=True)))
     rows = [(each.name, *each.counts) for each in scripts]
@@ -140,8 +152,7 @@ def _reasons(status: str) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, known in KNOWN.items():
         if known.status == status and name not in FAMILY_FLAGS:
-            harmless = f" (accepted with {' '.join(known.harmless)})" if any(known.harmless) else ""
-            groups.setdefault(known.text + harmless, []).append(f"`--{name}`")
+            groups.setdefault(_text(known), []).append(f"`--{name}`")
     return [f"{' '.join(names)} | {text}" for text, names in groups.items()]
 
 

@@ -57,11 +57,11 @@ class TrainingConfig:
     loss_scale_window: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
     """fp16: steps in a row without an overflow after which the loss scale is doubled."""
     hysteresis: Annotated[int, at_least(1), at_most(2**63 - 1)] = 2
-    """fp16: with so many overflows since its last doubling the loss scale is halved, and with each one after them."""
+    """fp16: the loss scale is halved after this many overflows since its last doubling, and after each further one."""
     attention_backend: AttentionBackend = "auto"
     """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
     deterministic_mode: bool = False
-    """Two runs give the same bits: deterministic kernels only. On a CPU they always do."""
+    """Deterministic kernels alone: two runs on the same devices give the same bits. On a CPU they do in any case."""
     disable_bf16_reduced_precision_matmul: bool = False
     """On CUDA: partial sums of a bf16 matrix product are added in fp32, never in bf16."""
     check_for_nan_in_loss_and_grad: bool = True

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Status = Literal["means", "idle", "instead", "refused"]
-"""means: fields of other names; idle: changes no number here; instead: computed more exactly; refused: an error."""
+"""means: fields of other names; idle: changes no number; instead: done otherwise, with a note; refused: an error."""
 
 ANY = None  # a number of values that is not checked
 GIVEN = "{}"  # in a setting's value: the value that the flag was given
@@ -47,7 +47,7 @@ def idle(text: str, num_values: int | None = 0) -> Known:
 
 
 def instead(text: str, num_values: int | None = 0, harmless: tuple[str, ...] = ()) -> Known:
-    """Flag that asks for rounding, to save time or memory; the run computes more exactly, and says so."""
+    """Flag in whose place something else is done, more exactly than asked; the run says so in a line of its own."""
     return Known("instead", text, num_values, harmless)
 
 

@@ -70,7 +70,7 @@ MODEL: dict[str, Known] = {
     "softmax-scale": refused("scores are divided by the root of the size of a head; leave it out", 1),
     "embedding-init-method-std": refused("--init-method-std is of all weights; leave it out", 1),
     "init-method-xavier-uniform": refused("initial weights are normally distributed; use --init-method-std"),
-    "spec": refused("a block of your own is registered in Python; see examples/custom_block.py", None),
+    "spec": refused("a block of your own is registered in Python; see examples/custom_model.py", None),
     "use-mcore-models": idle(_ONE_IMPLEMENTATION),
     **all_idle(_ONE_IMPLEMENTATION, valued="transformer-impl flash-attention-version"),
     **all_idle(

@@ -48,7 +48,7 @@ PIPELINE: dict[str, Known] = {
         valued="pipeline-model-parallel-comm-backend",
     ),
     **all_idle(
-        "it changes speed and memory alone; --pipeline-schedule zb_h1 or zb_v computes weight gradients later",
+        "it changes speed and memory alone; --pipeline-schedule zb-h1 or zb-v computes weight gradients later",
         switches="defer-embedding-wgrad-compute delay-wgrad-compute",
         valued="wgrad-deferral-limit",
     ),

@@ -4,6 +4,7 @@ from megatronish.config.megatron_flags.known import Known, all_idle, idle, inste
 
 _SPEED = "it changes speed alone"
 _CHECKPOINTS = "checkpoints are written by all ranks together and load in every layout"
+_FORMAT = "checkpoints are in the format of torch.distributed.checkpoint; tools/convert_checkpoint.py has others"
 _NOT_LOGGED = "it is not logged; no number of the run depends on it"
 _LOGGED = "it is always logged"
 _NVIDIA = "it reports to a service of NVIDIA's"
@@ -62,14 +63,8 @@ TOKENIZER: dict[str, Known] = {
 
 CHECKPOINT: dict[str, Known] = {
     "pretrained-checkpoint": refused("use --load DIR --finetune: a run's own checkpoints come before those", 1),
-    "ckpt-format": refused(
-        "checkpoints are torch.distributed.checkpoint's; use tools/convert_checkpoint.py for others",
-        1,
-        ("torch_dist", "torch", "fsdp_dtensor", "torch_dcp"),
-    ),
-    "dist-ckpt-format": refused(
-        "checkpoints are torch.distributed.checkpoint's; leave it out", 1, ("torch_dist", "torch_dcp")
-    ),
+    "ckpt-format": Known("idle", _FORMAT, 1, ("torch_dist",)),
+    "dist-ckpt-format": Known("idle", _FORMAT, 1, ("torch_dist",)),
     **all_idle(
         _CHECKPOINTS,
         switches="dist-ckpt-optim-fully-reshardable use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-load "
@@ -151,7 +146,7 @@ DEEPSPEED: dict[str, Known] = {
     "partition-activations": idle("it changes memory alone; --distribute-saved-activations does this"),
     "ds-sequence-parallel-size": refused("use --context-parallel-size with --cp-comm-type a2a", 1, ("1",)),
     "universal-checkpoint": idle(_CHECKPOINTS),
-    "no-load-lr-state": idle("the schedule of the config always counts"),
+    "no-load-lr-state": idle("the schedule of the config counts unless --use-checkpoint-opt-param-scheduler is given"),
     "curriculum-learning": refused("all samples have one length; leave it out"),
     "train-tokens": refused("use --train-samples, which is tokens / --seq-length", 1),
     "lr-decay-tokens": refused("use --lr-decay-samples, which is tokens / --seq-length", 1),

@@ -1,8 +1,8 @@
 """Table of all flags of Megatron-LM, and of its older forks, that are not fields here, and their look-up by name.
 
 A flag of Megatron-LM either is a field with the same name and meaning, or stands in `KNOWN`: it *means* fields of other
-names, or it is *idle* (accepted, because it changes no number of the run), or something more exact is computed
-*instead*, or it is *refused*, with a remedy. Values in `harmless` turn the others into an idle flag.
+names, or it is *idle* (accepted, because it changes no number of the run), or something more exact is done *instead*,
+or it is *refused*, with a remedy. Values in `harmless` turn the others into an idle flag.
 """
 
 from megatronish.config.megatron_flags.families import FAMILY_FLAGS, family_flag

@@ -18,7 +18,9 @@ _FP32_STATES = "optimizer states, master weights and gradients are in fp32"
 
 LOOP: dict[str, Known] = {
     "exit-signal-handler": idle("SIGTERM always saves and leaves"),
-    "override-opt-param-scheduler": idle("the schedule of the config always counts"),
+    "override-opt-param-scheduler": idle(
+        "the schedule of the config counts unless --use-checkpoint-opt-param-scheduler is given"
+    ),
     "calculate-per-token-loss": idle("the loss is always a mean over all unmasked tokens of a step"),
     **all_idle(
         _SPEED,

@@ -7,7 +7,7 @@ class Tried(NamedTuple):
     """Launch script, or a set of configs, with the numbers of its uses of flags."""
 
     name: str
-    counts: tuple[int, ...]  # used, work, idle, computed more exactly, refused, unknown
+    counts: tuple[int, ...]  # used, work, idle, done otherwise, refused, unknown
     is_script: bool = True
 
 
