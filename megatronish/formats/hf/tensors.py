@@ -1,7 +1,6 @@
 """Folders of Hugging Face models, read and written as tensors under the names of transformers.
 
-The family of a folder, and the family for a model, are found by `config.py`; the tensors of each family are in
-`tensor_rules.py`.
+`config.py` finds the family of a folder, and the family for a model; `tensor_rules.py` has the tensors of each.
 """
 
 import json
