@@ -27,8 +27,9 @@ megatronish collect-corpus --output text.jsonl --max-bytes 200000
 megatronish preprocess --input text.jsonl --output-prefix shards/one --tokenizer-type bytes --append-eod
 megatronish preprocess --input text.jsonl --output-prefix shards/two --tokenizer-type bytes --append-eod
 megatronish merge --input shards --output-prefix merged
-megatronish pretrain --config quick --mock-data --train-iters 2 --eval-iters 1
+megatronish pretrain --config quick --mock-data --train-iters 2 --eval-iters 1 --device cpu
 megatronish pretrain --config quick --data-path merged --train-iters 2 --eval-iters 1 --run-dir run --dp 2 --device cpu
+megatronish pretrain --config demo --mock-data --dp 1 --tp 1 --pp 1 --train-iters 2 --eval-iters 0 --device cpu
 megatronish generate --load run --num-tokens 5 --device cpu
 megatronish convert --from megatronish --to megatron --load run --save converted
 megatronish verify --config demo --mock-data --dp 1 --tp 2 --pp 1 --steps 1 --num-layers 2 --device cpu

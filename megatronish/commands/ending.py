@@ -18,7 +18,7 @@ def exit_status(work: Callable[[], int], *, prefix: str = "") -> int:
     except UserError as error:
         print(f"{prefix}{error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # no failure: commands/main.py ends quietly
         raise
     except (RunError, OSError) as error:
         print(f"{prefix}{error}", file=sys.stderr)
