@@ -138,7 +138,7 @@ def encode_all(batches: Iterator[Batch], job: EncodingJob, tokenizer: Encoder, *
         under_way: deque[Future[Encoded]] = deque()
         try:
             for batch in batches:
-                with _signals_held():  # it may start a worker, which prints a traceback if that is interrupted
+                with signals_held():  # it may start a worker, which prints a traceback if that is interrupted
                     under_way.append(pool.submit(_encode_in_worker, batch))
                 if len(under_way) >= 2 * workers:
                     yield under_way.popleft().result()
@@ -166,7 +166,7 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Signals that end the program wait. Masking them is not enough: another thread of this process may take them."""
     received: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()

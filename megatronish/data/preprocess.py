@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatronish.data.encoding import Encoder, EncodingJob, encode_all
+from megatronish.data.encoding import Encoder, EncodingJob, encode_all, signals_held
 from megatronish.data.indexed import IndexedWriter, token_dtype
 from megatronish.data.inputs import input_files
 from megatronish.data.readers import read_batches
@@ -71,7 +71,8 @@ def preprocess(
     batches = (batch for path in files for batch in read_batches(path, json_keys))
     with ExitStack() as stack:
         dtype = token_dtype(own_tokenizer.vocab_size)
-        writers = [stack.enter_context(_open_writer(output_prefix, key, dtype=dtype)) for key in json_keys]
+        with signals_held():  # between a file and the note that it must be deleted
+            writers = [stack.enter_context(_open_writer(output_prefix, key, dtype=dtype)) for key in json_keys]
         for encoded in stack.enter_context(closing(encode_all(batches, job, own_tokenizer, workers=workers))):
             for message in encoded.bad_lines:
                 if strict:
