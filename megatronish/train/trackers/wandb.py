@@ -72,6 +72,7 @@ class WeightsAndBiases(Tracker):
             resume="allow",
             mode=mode,
             config=run.config,
+            allow_val_change=True,  # a resume may change layout and logging
             settings=wandb.Settings(console="off", silent=True, **limits),
         )
 
