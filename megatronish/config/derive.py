@@ -127,7 +127,10 @@ def _idle_log(log: LogConfig) -> list[str]:
         "wandb_project": ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
         "mlflow_experiment": ("mlflow_run_name", "mlflow_tracking_uri"),
         "record_memory_history": ("memory_snapshot_path",),
-        "profile": ("use_pytorch_profiler", *(() if log.record_memory_history else ("profile_ranks",))),
+        "profile": (
+            *("use_pytorch_profiler", "pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
+            *(() if log.record_memory_history else ("profile_ranks",)),
+        ),
     }
     return [
         f"{name}={getattr(log, name)} is idle without --{needed.replace('_', '-')}"

@@ -80,6 +80,10 @@ class LogConfig:
     """Record these steps with torch's profiler into RUN_DIR/profile; under nsys, open its capture window instead."""
     use_pytorch_profiler: bool = False
     """Use torch's profiler under nsys, too."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Shapes of the operators' inputs in that trace."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Lines of Python that called the operators in that trace; recording is slower."""
     profile_ranks: tuple[int, ...] | None = None
     """Ranks that --profile and --record-memory-history record. Derived: 0."""
     profile_step_start: Annotated[int, at_least(1), at_most(2**63 - 1)] = 10

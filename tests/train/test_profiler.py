@@ -44,6 +44,15 @@ def test_a_profile_is_a_trace_a_table_and_the_slowest_operators_and_changes_no_l
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "plain")
 
 
+def test_a_profile_has_shapes_and_lines_of_python_where_asked(tmp_path: Path) -> None:
+    flags = "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack"
+    train_on_ranks(tiny(tmp_path / "run", f"{WINDOW} {flags}"))
+    trace = tmp_path / "run" / "profile" / "rank_0_step_2_to_3.trace.json.gz"
+    assert any("engine.py" in name for name in names_in(trace))
+    with gzip.open(trace, "rt") as file:
+        assert any("Input Dims" in event.get("args", {}) for event in json.load(file)["traceEvents"])
+
+
 def test_a_profile_goes_over_the_end_of_a_run_and_a_start_beyond_it_says_so(tmp_path: Path) -> None:
     flags = WINDOW.replace("--profile-step-end 4", "--profile-step-end 9")
     first = train_on_ranks(tiny(tmp_path / "run", f"{flags} --exit-interval 3"))

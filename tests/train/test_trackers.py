@@ -87,11 +87,12 @@ def test_a_tracker_that_answers_never_holds_up_no_step_and_no_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker_module, "LONGEST_WAIT", 0.1)
-    stuck = Recorder(waits_in="add")
-    with Trackers([stuck], RUN) as trackers:
+    stuck, good = Recorder(waits_in="add"), Recorder()
+    with Trackers([stuck, good], RUN) as trackers:
         for step in range(1000):
             trackers.add({"lm loss": 1.0}, step=step, samples=step)
     assert capsys.readouterr().err == "Recorder did not finish in 0.1 s and may lack the end of this run\n"
+    assert len(good.points) == 1000 and good.summary is not None
     stuck.go_on.set()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,31 @@ def test_steps_are_counted_from_1_in_records_and_the_engine_is_told_how_many_are
     trainer.engine.step = counted  # type: ignore[method-assign]
     assert [trainer.step([]).step for _ in range(3)] == [1, 2, 3]
     assert (done, trainer.progress) == ([0, 1, 2], Progress(step=3, consumed_samples=12))
+
+
+class Records(Hook):
+    """A hook that keeps the records of all steps."""
+
+    def __init__(self) -> None:
+        self.kept: list[StepRecord] = []
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self.kept.append(record)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_the_time_that_a_step_waits_for_its_batch_is_not_of_its_update(num_ahead: int) -> None:
+    records = Records()
+    trainer = trainer_of(records, num_steps=3, step=lambda: time.sleep(0.02))
+
+    def slow(*_: int) -> list[MicroBatch]:
+        time.sleep(0.2)
+        return []
+
+    trainer.prepare, trainer.num_ahead = slow, num_ahead
+    trainer.run()
+    for record in records.kept:
+        assert record.data_seconds >= 0.2 - 0.1 * num_ahead and 0.02 <= record.seconds < 0.15
 
 
 @pytest.fixture

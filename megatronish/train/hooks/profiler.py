@@ -84,15 +84,20 @@ class StepWindow(Hook):
 class OperatorProfile(StepWindow):
     """Recording by torch's profiler: a Chrome trace and a table of operators in `folder`, the slowest printed."""
 
-    def __init__(self, folder: Path, *, first: int, last: int, rank: int, device: torch.device) -> None:
-        super().__init__(first=first, last=last, is_main=rank == 0)
-        self.folder, self.rank, self.device = folder, rank, device
+    def __init__(self, folder: Path, *, log: LogConfig, rank: int, device: torch.device) -> None:
+        super().__init__(first=log.profile_step_start, last=log.profile_step_end - 1, is_main=rank == 0)
+        self.folder, self.log, self.rank, self.device = folder, log, rank, device
         self._profile: profile | None = None
 
     def begin(self, stack: ExitStack) -> None:
         """Start a profiler of torch."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-        self._profile = stack.enter_context(profile(activities=activities))
+        recorder = profile(
+            activities=activities,
+            record_shapes=self.log.pytorch_profiler_collect_shapes,
+            with_stack=self.log.pytorch_profiler_collect_callstack,
+        )
+        self._profile = stack.enter_context(recorder)
 
     def name_step(self, stack: ExitStack, step: int) -> None:
         """Mark a step as a range of the trace."""
@@ -150,8 +155,7 @@ class NsightWindow(StepWindow):
 
 def step_profiler(log: LogConfig, folder: Path, *, rank: int, device: torch.device) -> StepWindow:
     """Hook of --profile for this rank."""
-    first, last = log.profile_step_start, log.profile_step_end - 1
     under_nsight = "NSYS_PROFILING_SESSION_ID" in os.environ and device.type == "cuda"
     if under_nsight and not log.use_pytorch_profiler:
-        return NsightWindow(first=first, last=last, is_main=rank == 0)
-    return OperatorProfile(folder, first=first, last=last, rank=rank, device=device)
+        return NsightWindow(first=log.profile_step_start, last=log.profile_step_end - 1, is_main=rank == 0)
+    return OperatorProfile(folder, log=log, rank=rank, device=device)

@@ -7,6 +7,7 @@ without it.
 
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -79,9 +80,12 @@ class TrackerThread:
             self._waiting.put(points)
 
     def end(self, summary: RunSummary) -> None:
-        """Wait for the tracker to send what it has and to close, but not for ever."""
+        """Ask the tracker to send what it has, and to close."""
         self._waiting.put(summary)
-        self._thread.join(LONGEST_WAIT)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the tracker has closed, but no longer than `seconds`."""
+        self._thread.join(seconds)
         self._print_messages()
         if self._thread.is_alive() and not self._is_off:
             tqdm.write(
@@ -143,6 +147,9 @@ class Trackers:
         ending = self.ending if error is None else f"failed: {str(error).strip() or type(error).__name__}"
         for thread in self._threads:
             thread.end(RunSummary(self._last, ending, has_failed=error is not None))
+        deadline = time.monotonic() + LONGEST_WAIT
+        for thread in self._threads:
+            thread.wait(max(0.0, deadline - time.monotonic()))
 
 
 def kept_id(run: RunDescription, title: str) -> str | None:

@@ -19,7 +19,7 @@ from megatronish.train.trackers.tracker import (
     kept_id,
 )
 
-INIT_SECONDS = 30.0  # for the service to answer, before the run is kept offline
+INIT_SECONDS = 15.0  # for the service to answer, before the run is kept offline
 
 
 class WeightsAndBiases(Tracker):
@@ -72,6 +72,7 @@ class WeightsAndBiases(Tracker):
             resume="allow",
             mode=mode,
             config=run.config,
+            allow_val_change=True,  # a resume may change layout and logging
             settings=wandb.Settings(console="off", silent=True, **limits),
         )
 
