@@ -40,7 +40,7 @@ def sync_folder(folder: Path) -> None:
 class AtomicFile:
     """Temporary file that becomes `path` in `commit`. As a context: committed at the end, discarded after an exception.
 
-    A crash leaves at most `<name>.<random>.tmp` beside it, which nothing ever reads.
+    A crash leaves at most `<name>.<random>.tmp` next to it, which nothing ever reads.
     """
 
     def __init__(self, path: Path) -> None:

@@ -82,7 +82,7 @@ class Mesh:
     pipeline. `p2p_axes` are four more process groups over the ranks of pp, for what travels between stages: one by kind
     (F activations, B their gradients) and direction (True: to a later stage). NCCL matches by order within a group, so
     no two directions may share one. `checkpoint_axis` is the world once more, over gloo: checkpoints are written by a
-    thread beside training, and what two threads send through one group would be mixed up.
+    thread in the background of training, and what two threads send through one group would be mixed up.
     """
 
     layout: Layout

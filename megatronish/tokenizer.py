@@ -208,7 +208,7 @@ def _configured_eod(folder: Path) -> tuple[str, ...]:
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}; mend it or take it away") from error
+        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
     name = token.get("content") if isinstance(token, dict) else token
     return (name,) if isinstance(name, str) else ()
 

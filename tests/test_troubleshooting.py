@@ -52,7 +52,7 @@ QUOTED = sorted(
         quoted
         for symptom in symptoms()
         for quoted in re.findall(r"`([^`]+)`", symptom)
-        if " " in quoted and not quoted.startswith("--") or "..." in quoted
+        if (" " in quoted and not quoted.startswith("--")) or "..." in quoted
     }
 )
 

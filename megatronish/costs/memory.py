@@ -1,6 +1,6 @@
 """Memory of a device, estimated before any is allocated: model state, activations, and what is whole for a while.
 
-Model state is exact but for the padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
+Model state is exact except for padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
 8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4, master weight and Adam 12, 18 in all. What ZeRO shares is
 divided by the ranks that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is
 called temporary. Activations are those of activations.py. Not counted: buffers of communication, what one operation
@@ -153,7 +153,7 @@ def _temporary(
         return 4 * min(count, (BUCKETS_AT_ONCE - 1) * bucket + max(bucket, table))
     if zero.stage == 3:
         # The layer at work, the next one, which is gathered meanwhile, and what is left of the stage around them; of
-        # the gradients all but the next one's.
+        # the gradients except the next one's.
         sizes = [cost.parameters.per_rank(tp) for cost in costs]
         rest = count - sum(sizes)
         at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))

@@ -60,7 +60,7 @@ NUM_PIECES, PIECE_BYTES = 256, 4096
 
 
 class IndexedTokens:
-    """Memory-mapped .bin/.idx pair. UserError if either file is missing, foreign, truncated or damaged."""
+    """Memory-mapped .bin/.idx pair. UserError if either file is missing, of another format, truncated or damaged."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -96,7 +96,7 @@ class IndexedTokens:
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size not in (expected, expected + num_sequences) or num_indices < 1:
             raise UserError(
-                f"{path} has {size} bytes but its header tells {expected}: it is truncated or damaged; {REMEDY}"
+                f"{path} has {size} bytes but its header says {expected}: it is truncated or damaged; {REMEDY}"
             )
         return num_sequences, num_indices
 
@@ -120,7 +120,7 @@ class IndexedTokens:
             expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if size != expected:
             fault = "is truncated" if size < expected else "is not the one its .idx was written for"
-            raise UserError(f"{path} has {size} bytes but its .idx tells {expected}: it {fault}; {REMEDY}")
+            raise UserError(f"{path} has {size} bytes but its .idx says {expected}: it {fault}; {REMEDY}")
         return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
 
     @property

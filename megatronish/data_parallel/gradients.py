@@ -178,7 +178,7 @@ class GradientBuckets:
         self._reducing.append((bucket, pending))
 
     def _is_one_all_reduce(self, bucket: Bucket) -> bool:
-        """Whether a bucket is sharded over nobody and kept until the end of the step."""
+        """Whether a bucket is not sharded and is kept until the end of the step."""
         return self.keeps_whole and bucket.plan.domain.shard.size == 1
 
     @property

@@ -28,7 +28,7 @@ from megatronish.train.update_rule import UpdateRule
 
 @dataclass
 class Engine:
-    """One rank's share of a training run. `observers` are told the times of every action."""
+    """One rank's share of a training run. `observers` receive the times of every action."""
 
     mesh: Mesh
     stage: ModelStage

@@ -43,7 +43,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
         mesh = start_mesh(config, place)
         _train(config, notes, mesh, stack)
-    # Not on the way out of a failure: others would tell of a lost peer before this rank has told what happened to it.
+    # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     leave()
     return 0
 

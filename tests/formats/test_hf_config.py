@@ -349,7 +349,7 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention=true is not there"),
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights=false leaves attention unscaled"),
         (GPT2 | {"activation_function": "swish"}, 'activation_function="swish" is not there; gelu_new, '),
-        (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; mend that line'),
+        (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; correct that line'),
         (LLAMA_2_7B | {"attention_bias": True}, "attention_bias=true without mlp_bias"),
         (LLAMA_2_7B | {"hidden_act": "gelu"}, 'hidden_act="gelu" is not there; silu is'),
         (LLAMA_2_7B | {"rms_norm_eps": None}, "rms_norm_eps=null must be a number that is not negative"),
@@ -379,12 +379,12 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers=null must be a whole"),
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": -1}, "must be a whole number of at least 0"),
         (GPT2 | {"activation_function": ["gelu"]}, 'activation_function=["gelu"] is not there; gelu_new, '),
-        (LLAMA_2_7B | {"hidden_size": 10**30}, "000000 must be at most 2147483647; mend that line"),
+        (LLAMA_2_7B | {"hidden_size": 10**30}, "000000 must be at most 2147483647; correct that line"),
         (LLAMA_2_7B | {"vocab_size": 10**19}, "vocab_size=10000000000000000000 must be at most 2147483647"),
         (LLAMA_2_7B | {"vocab_size": 2**31 - 1, "hidden_size": 2**30}, "its largest tensor would have "),
-        (LLAMA_2_7B | {"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 100000; fetch it anew"),
-        (LLAMA_2_7B | {"rope_theta": 10**400}, "must be finite; mend that line"),
-        (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; mend that line"),
+        (LLAMA_2_7B | {"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 100000; download it again"),
+        (LLAMA_2_7B | {"rope_theta": 10**400}, "must be finite; correct that line"),
+        (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; correct that line"),
         (
             LLAMA_31_8B | {"original_max_position_embeddings": 4096},
             "original_max_position_embeddings=4096 contradicts the 8192 beside RoPE's other parameters",
@@ -406,7 +406,11 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         read_hf_config(tmp_path)
     with pytest.raises(UserError, match=rf"{tmp_path}/none does not exist as a folder; name the folder of a Hugging"):
         read_hf_config(tmp_path / "none")
-    texts = {"{": "is not JSON: .*fetch it anew", "[" * 100_000: "is not JSON: .*anew", "[]": "is not a JSON object"}
+    texts = {
+        "{": "is not JSON: .*download it again",
+        "[" * 100_000: "is not JSON: .*again",
+        "[]": "is not a JSON object",
+    }
     for text, told in texts.items():
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=told):

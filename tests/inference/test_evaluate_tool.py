@@ -307,7 +307,7 @@ def test_mistakes_are_told(runs: dict, lines: Path, tmp_path: Path) -> None:
         (Arguments(load=load, data_path=str(tmp_path / "no.jsonl")), "--data-path .*no.jsonl does not exist; check"),
         (Arguments(load=load, data_path=f"{one}.bin"), "give the prefix without its ending: .*/one"),
         (Arguments(load=load, data_path=str(empty)), r"empty.jsonl holds no document \(1 bad lines\); each line"),
-        (Arguments(load=load, data_path=one), "--data-path .*one holds 1 tokens, and to predict one takes another"),
+        (Arguments(load=load, data_path=one), "--data-path .*one holds 1 tokens, and perplexity needs at least two"),
         (Arguments(load=load, data_path=short, per_document=True), "has no document of two tokens"),
         (Arguments(load=load, data_path=foreign), "holds token 301 at place 4, and the model's vocabulary has 300"),
         (Arguments(load=load, data_path=str(lines), stride=17), "--stride 17 must be at least 1 and at most --seq-len"),

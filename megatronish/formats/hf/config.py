@@ -14,7 +14,7 @@ from megatronish.config.check import absurd_size
 from megatronish.config.model import ModelConfig
 from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.errors import UserError
-from megatronish.formats.hf.config_json import CONFIG, MEND, ConfigJson, read_json
+from megatronish.formats.hf.config_json import CONFIG, CORRECT, ConfigJson, read_json
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
@@ -92,7 +92,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     }
     vocab_size, seq_length = config.whole("vocab_size"), config.whole(family.seq_length)
     if absurd := absurd_size(ModelConfig(**model), vocab_size=vocab_size, seq_length=seq_length):
-        raise UserError(f"{path}: {absurd}; fetch it anew")
+        raise UserError(f"{path}: {absurd}; download it again")
     return HfModel(
         model,
         vocab_size,
@@ -107,7 +107,7 @@ def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
     eos = config.values.get("eos_token_id")
     found = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) for token in found):
-        config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=MEND)
+        config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=CORRECT)
     return tuple(found)
 
 

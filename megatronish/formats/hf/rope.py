@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from megatronish.config.model import ModelConfig
-from megatronish.formats.hf.config_json import MEND, ConfigJson
+from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 
 ORIGINAL = "original_max_position_embeddings"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)
@@ -69,7 +69,7 @@ def _original(config: ConfigJson, rope: ConfigJson) -> int:
     """Context length before RoPE scaling. Versions of transformers differ in which of two places they read."""
     inner, outer = rope.values.get(ORIGINAL), config.values.get(ORIGINAL)
     if inner is not None and outer is not None and inner != outer:
-        config.refuse(ORIGINAL, f"contradicts the {inner} beside RoPE's other parameters", remedy=MEND)
+        config.refuse(ORIGINAL, f"contradicts the {inner} beside RoPE's other parameters", remedy=CORRECT)
     return (config if inner is None else rope).whole(ORIGINAL, null=config.whole("max_position_embeddings"))
 
 

@@ -1,6 +1,6 @@
 """Sliding-window attention in config.json: one window in every layer, or none; a window in some layers is refused."""
 
-from megatronish.formats.hf.config_json import MEND, ConfigJson
+from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 
 _SOME = "gives some layers a window and others none, which is not there"
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -28,7 +28,7 @@ def all_layers_slide(config: ConfigJson) -> bool | None:
         return None
     num_layers = config.whole("num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=MEND)
+        config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=CORRECT)
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             config.refuse("layer_types", f"has {kind!r}; full_attention and sliding_attention are known here")
