@@ -112,7 +112,7 @@ def read_file(path: Path) -> dict[str, LazyTensor]:
     # overlap, which also means that none ends beyond the file.
     spans.sort()
     if any(end != begin for (_, end), (begin, _) in pairwise([(0, 0), *spans, (size - start, 0)])):
-        raise _damaged(path, f"its header describes other tensors than the {size - start} bytes that follow it")
+        raise _damaged(path, f"its header describes other than the {size - start} bytes of tensors that follow it")
     return tensors
 
 

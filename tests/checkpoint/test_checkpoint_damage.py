@@ -262,7 +262,7 @@ def test_where_no_checkpoint_is_whole_that_is_said(tmp_path: Path, six_steps: Pa
     told = f"{step(run_dir, 6)} is damaged: __0_0.distcp is missing; no earlier one is whole: remove that folder"
     assert told in call_main(tiny(run_dir)).errors
     # What is loaded from elsewhere is told of, too, and nothing is written where the run would live.
-    assert "none before it" in call_main(tiny(tmp_path / "new", f"--load {run_dir} --ckpt-step 2")).errors
+    assert "no earlier one is whole" in call_main(tiny(tmp_path / "new", f"--load {run_dir} --ckpt-step 2")).errors
     assert checkpoints_of(tmp_path / "new") == []
 
 

@@ -309,7 +309,7 @@ def test_mistakes_are_told(runs: dict, lines: Path, tmp_path: Path) -> None:
         (Arguments(load=load, data_path=str(empty)), r"empty.jsonl holds no document \(1 bad lines\); each line"),
         (Arguments(load=load, data_path=one), "--data-path .*one holds 1 tokens, and perplexity needs at least two"),
         (Arguments(load=load, data_path=short, per_document=True), "has no document of two tokens"),
-        (Arguments(load=load, data_path=foreign), "holds token 301 at place 4, and the model's vocabulary has 300"),
+        (Arguments(load=load, data_path=foreign), "holds token 301 at place 4, but the model's vocabulary has 300"),
         (Arguments(load=load, data_path=str(lines), stride=17), "--stride 17 must be at least 1 and at most --seq-len"),
         (Arguments(load=load, data_path=str(lines), stride=0), "--stride 0 must be at least 1"),
         (Arguments(load=load, data_path=str(lines), seq_length=17), "seq_length=17 exceeds the 16 positions"),
