@@ -71,7 +71,7 @@ def test_the_tutorial_runs_from_text_to_a_fine_tuned_hugging_face_model(tmp_path
 
     for line in re.findall(r"^megatronish on .*$", PAGE, re.MULTILINE):
         assert line in everything
-    assert "stopped after step 2 of 4: --exit-interval is reached; start again to go on" in everything
+    assert "stopped after step 2 of 4: --exit-interval is reached; start again to resume" in everything
     assert "continuing from runs/mine/checkpoints/step_00000002" in everything
     assert "dp 1 x tp 4 x pp 2 trains the same model" in everything
     assert "took the weights of tutorial/hf: step, optimizer and data order start from the beginning" in everything

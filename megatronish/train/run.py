@@ -97,7 +97,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
 
         plot_run(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
-        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
+        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
 
 
