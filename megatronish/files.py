@@ -148,7 +148,7 @@ def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
 
 def _failed(path: Path, error: OSError) -> RunError:
     return RunError(
-        f"{path} could not be written: {error.strerror or error}; nothing of it is left, make room or name another "
+        f"{path} could not be written: {error.strerror or error}; no partial file is left; free space or name another "
         "place"
     )
 

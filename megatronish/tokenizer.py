@@ -71,7 +71,7 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError:
             raise UserError(
-                f"{text!r} is not numbers, which is what the null tokenizer reads; write ids, as in '5 17 3', or name "
+                f"{text!r} is not numbers, which the null tokenizer needs; write ids, as in '5 17 3', or name "
                 "the text's own tokenizer with --tokenizer-model"
             ) from None
         for token in ids:

@@ -1,4 +1,4 @@
-"""Tests of docs/TROUBLESHOOTING.md: the messages it quotes are printed by the package, and its flags exist."""
+"""Tests of docs/TROUBLESHOOTING.md: the messages it quotes are printed by the package."""
 
 import ast
 import re
@@ -8,11 +8,8 @@ from functools import cache
 import pytest
 from paths import ROOT
 
-from megatronish.config.fields import FIELDS
-
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
 VALUE = "\0"  # what stands for a placeholder of an f-string
-OTHER_FLAGS = {"--nproc-per-node", "--ntasks", "--gpus-per-node=8", "--rdzv-endpoint", "--shm-size=8g"}  # of launchers
 
 
 def spelled(node: ast.Constant | ast.JoinedStr) -> str:
@@ -68,16 +65,3 @@ def test_a_quoted_message_is_printed_by_the_package(message: str) -> None:
 
 def test_a_message_that_nobody_prints_is_noticed() -> None:
     assert not is_printed("the run ... was eaten by a dragon")
-
-
-def test_every_flag_of_the_page_exists() -> None:
-    places = [*(ROOT / "megatronish").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
-    code = "".join(path.read_text(encoding="utf-8") for path in places)
-    ours = {flag for field in FIELDS.values() for flag in (field.flag, field.flag.replace("--", "--no-", 1))}
-    named = {flag for quoted in re.findall(r"`([^`]+)`", PAGE) for flag in re.findall(r"--[a-z][\w=-]+", quoted)}
-    unknown = {
-        flag
-        for flag in named - ours - OTHER_FLAGS
-        if f'"{flag}"' not in code and f"    {flag[2:].replace('-', '_')}: " not in code
-    }
-    assert not unknown

@@ -274,4 +274,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; make room first") from error
+        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; free space first") from error

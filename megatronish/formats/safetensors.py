@@ -134,7 +134,7 @@ def _read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name is there twice")
     return entries
 
 

@@ -18,8 +18,8 @@ from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
 
 OVER_CP = {
-    "p2p": "keys and values round a ring over cp, ",
-    "a2a": "sequence traded for heads over cp, ",
+    "p2p": "ring attention over cp, ",
+    "a2a": "all-to-all over cp, ",
 }
 
 
@@ -88,7 +88,7 @@ def _attention(config: Config) -> str:
         sdpa = "scaled_dot_product_attention"
         return over_cp + (f"{sdpa}'s flash operations" if is_ring else f"{sdpa} (flash where the device has it)")
     softmax = "the fused" if backend == "fused_softmax" else "torch's"
-    return f"{over_cp}explicit probabilities by {softmax} softmax, as asked"
+    return f"{over_cp}explicit probabilities by {softmax} softmax, as requested"
 
 
 def _stages(config: Config, stages: Stages, vocab_size: int) -> str:

@@ -171,7 +171,7 @@ def test_a_folder_that_exists_is_filled_and_not_replaced_for_it_may_be_the_root_
     assert moved[-1] == {"hf": "config.json", "megatronish": "latest"}.get(target, "latest_checkpointed_iteration.txt")
     for name in moved:
         shutil.rmtree(disk / name) if (disk / name).is_dir() else (disk / name).unlink()
-    with patch.object(Path, "rename", rename_and_fail), pytest.raises(RunError, match="nothing of it is left"):
+    with patch.object(Path, "rename", rename_and_fail), pytest.raises(RunError, match="no partial file is left"):
         convert(HF / "llama", disk, source="hf", target=target)
     assert [path.name for path in disk.iterdir()] == ["lost+found"]
 

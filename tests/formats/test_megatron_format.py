@@ -377,7 +377,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
     last = list(theirs)[-1]
     theirs[last] = LazyTensor(theirs[last].shape, theirs[last].dtype, fail)
-    with pytest.raises(RunError, match="No space left on device; nothing of it is left"):
+    with pytest.raises(RunError, match="No space left on device; no partial file is left"):
         megatron.write(tmp_path / "a", Model(description, theirs), tensor_parallel_size=2)
     assert not list(tmp_path.iterdir())
     save(tmp_path / "a", GPT2, tensors)
@@ -402,9 +402,9 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
         (lambda content: content.pop("checkpoint_version"), "checkpoint_version 0, whose queries"),
         (without("hidden_size", "seq_length"), "its arguments lack hidden_size, seq_length"),
         (change_args(num_experts=8), r"trained with num_experts \(8\)"),
-        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), and our model has no such thing"),
+        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), which our model does not have"),
         (change_args(softmax_type="learnable"), "softmax_type .'learnable'."),
-        (change_args(position_embedding_type="yarn"), "position_embedding_type is 'yarn'; known here are"),
+        (change_args(position_embedding_type="yarn"), "position_embedding_type is 'yarn'; supported are"),
         (change_args(normalization="L2Norm"), "argument normalization is 'L2Norm'"),
         (change_args(num_layers="four"), "argument num_layers is 'four'"),
         (change_args(num_layers=0), "num_layers is 0, and must be at least 1"),
@@ -477,7 +477,7 @@ def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "iter_0000003" / ".metadata").touch()
-    with pytest.raises(UserError, match="torch_dist, and of its formats torch is known here"):
+    with pytest.raises(UserError, match="torch_dist, and only its format torch is supported"):
         megatron.read(tmp_path)
 
 

@@ -80,7 +80,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     path = folder / CONFIG
     name = origin.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"{path}: model_type {name!r} is not known here; known are {', '.join(FAMILIES)}")
+        raise UserError(f"{path}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     aliased = {family.aliases[key]: value for key, value in origin.items() if key in family.aliases}
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
@@ -131,5 +131,5 @@ def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
         text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
-        raise UserError(f"no family of Hugging Face that is known here can say this model: {text}")
+        raise UserError(f"no supported family of Hugging Face can express this model: {text}")
     return prefer if prefer in able else able[0]

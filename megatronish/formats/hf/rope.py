@@ -17,13 +17,13 @@ BASE = 10000.0
 def read_rope(config: ConfigJson) -> dict[str, Any]:
     """Fields of ModelConfig on RoPE; UserError for a kind of RoPE that is not implemented."""
     rope, spelled = _parameters(config)
-    config.must_be("partial_rotary_factor", None, 1, why="is not there: RoPE turns whole heads in this family")
+    config.must_be("partial_rotary_factor", None, 1, why="is not supported: RoPE turns whole heads in this family")
     if rope.values.get("partial_rotary_factor") not in (None, 1):
         config.refuse(spelled, "turns a part of each head, and in this family RoPE turns whole heads")
     fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", null=config.number("rope_theta", null=BASE))}
     kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
-        config.refuse(spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3 and yarn are known here")
+        config.refuse(spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3 and yarn are supported")
     if kind == "default":
         return fields
     if kind == "yarn":
@@ -57,7 +57,7 @@ def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
     for key in ("rope_scaling", "rope_parameters"):
         values = config.values.get(key)
         if isinstance(values, dict) and any(isinstance(value, dict) for value in values.values()):
-            config.refuse(key, "gives some layers another RoPE than others, which is not there")
+            config.refuse(key, "gives some layers another RoPE than others, which is not supported")
         if values:
             if not isinstance(values, dict):
                 config.refuse(key, "must be an object")

@@ -71,7 +71,7 @@ def read(load: Path) -> Model:
     description = describe(load)
     if not any((load / name).is_file() for name in (FILE, INDEX)):
         old = next((path.name for path in sorted(load.glob("*.bin"))), None)
-        why = f"weights as {old} alone, a pickle" if old else "no weights"
+        why = f"only {old}, a pickle" if old else "no weights"
         raise UserError(
             f"{load} holds {why}, and what is read is {FILE}; fetch that, or load the model with transformers and "
             "save_pretrained it"

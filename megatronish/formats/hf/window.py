@@ -2,7 +2,7 @@
 
 from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 
-_SOME = "gives some layers a window and others none, which is not there"
+_SOME = "gives some layers a window and others none, which is not supported"
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
@@ -31,7 +31,7 @@ def all_layers_slide(config: ConfigJson) -> bool | None:
         config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=CORRECT)
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            config.refuse("layer_types", f"has {kind!r}; full_attention and sliding_attention are known here")
+            config.refuse("layer_types", f"has {kind!r}; full_attention and sliding_attention are supported")
     if kinds.count(kinds[0]) < num_layers:
         config.refuse("layer_types", _SOME)
     return bool(kinds[0] == "sliding_attention")
