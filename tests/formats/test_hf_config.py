@@ -362,7 +362,7 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
         (LLAMA_2_7B | {"rope_scaling": YARN | {"attention_factor": 1.0}}, "multiplies attention by 1, and yarn"),
         (LLAMA_2_7B | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "multiplies attention by"),
         (LLAMA_2_7B | {"rope_parameters": {"full_attention": {}}}, "gives some layers another RoPE"),
-        (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not supported beside a norm"),
+        (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not supported together with a norm"),
         (
             MISTRAL_7B | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
             "some layers a window",
