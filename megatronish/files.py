@@ -1,6 +1,6 @@
 """Atomic writers of files and folders: whole under their name or not there at all, also after a power cut.
 
-Each writes beside the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
+Each writes next to the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
 (`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py.
 """
 

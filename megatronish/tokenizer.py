@@ -201,7 +201,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _configured_eod(folder: Path) -> tuple[str, ...]:
-    """Name of the eos_token in the tokenizer_config.json beside a tokenizer.json, if any."""
+    """Name of the eos_token in the tokenizer_config.json next to a tokenizer.json, if any."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return ()

@@ -45,6 +45,9 @@ PLAIN_WORDS = {
     r"held against": "compared with",
     r"nobody|somebody|anybody": "no rank, a process, a user",
     r"carr(y|ies|ied) out": "execute",
+    r"beside": "next to, in addition to, in the background",
+    r"under way": "in progress",
+    r"travels?": "is sent",
 }
 """Old or figurative words, as patterns, with plain ones. Readers' first language may not be English."""
 

@@ -117,15 +117,15 @@ def _activations(config: Config, device: DeviceType) -> Activations:
 
 
 def _num_moments(optimizer: Literal["adam", "sgd", "muon"], count: int, in_matrices: int) -> int:
-    """Elements that the optimizer keeps beside masters: Adam's two of each, SGD's one, and Muon's one of a matrix."""
+    """Elements of the optimizer in addition to masters: two of each for Adam, one for SGD, one of a matrix for Muon."""
     return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices}[optimizer]
 
 
 def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
     """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
 
-    `num_moments` are the elements that its optimizer would keep beside masters, were nothing shared. `element_bytes`
-    are those of the dtype that is computed in: 4 in fp32, else 2.
+    `num_moments` are the elements that its optimizer would keep with its masters if nothing were shared.
+    `element_bytes` are those of the dtype that is computed in: 4 in fp32, else 2.
     """
     share, moments = (-(-each // zero.ranks) for each in (count, num_moments))
     parameters = 4 * share if zero.stage == 3 else element_bytes * count

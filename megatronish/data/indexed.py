@@ -13,7 +13,7 @@
     int8[n]   modality of each sequence; only multimodal data has it, and it is not read here
 
 An empty document is a repeated document index and has no sequence. The writer commits .bin before .idx, and takes an
-older .idx away before both: an .idx under its name always belongs to the .bin beside it.
+older .idx away first: an .idx under its name always belongs to the .bin next to it.
 """
 
 import hashlib
@@ -135,7 +135,7 @@ class IndexedTokens:
 
     @property
     def identity(self) -> str:
-        """A hash of the .idx: equal wherever the files lie, other as soon as a document's length is."""
+        """A hash of the .idx: equal in every folder, different as soon as a document's length is."""
         return hashlib.sha256(self._index.data).hexdigest()
 
     @property

@@ -51,7 +51,7 @@ class Engine:
         """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
 
         Dropout masks are named by `num_steps_done`. `votes` are asked once the step is computed: numbers of this rank,
-        under the same names on every rank, that travel with the sums of the step.
+        under the same names on every rank, that are reduced with the sums of the step.
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
@@ -121,7 +121,7 @@ class Engine:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """The objective's sums and the votes over all ranks: one all-reduce of one vector.
 
-        Sums differ over data ranks and stages. tp ranks hold the same ones, so the first of them speaks.
+        Sums differ over data ranks and stages. tp ranks hold the same ones, so only the first of them contributes.
         """
         mesh, names = self.mesh, self.objective.names
         vector = torch.zeros(len(names) + len(votes), dtype=torch.float64, device=mesh.device)

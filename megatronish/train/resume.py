@@ -22,7 +22,7 @@ FROM_THE_START = "step, optimizer and data order start from the beginning"
 
 
 class Begun(NamedTuple):
-    """Start of a run: its progress, and what is kept beside the weights.
+    """Start of a run: its progress, and what is kept in addition to the weights.
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
     `hook_states` are those of the resumed run, by name: see `Hook.state`.

@@ -387,7 +387,7 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
         (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; correct that line"),
         (
             LLAMA_31_8B | {"original_max_position_embeddings": 4096},
-            "original_max_position_embeddings=4096 contradicts the 8192 beside RoPE's other parameters",
+            "original_max_position_embeddings=4096 contradicts the 8192 of RoPE's other parameters",
         ),
         (
             {"model_type": "gemma3"},

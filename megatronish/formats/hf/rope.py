@@ -69,7 +69,7 @@ def _original(config: ConfigJson, rope: ConfigJson) -> int:
     """Context length before RoPE scaling. Versions of transformers differ in which of two places they read."""
     inner, outer = rope.values.get(ORIGINAL), config.values.get(ORIGINAL)
     if inner is not None and outer is not None and inner != outer:
-        config.refuse(ORIGINAL, f"contradicts the {inner} beside RoPE's other parameters", remedy=CORRECT)
+        config.refuse(ORIGINAL, f"contradicts the {inner} of RoPE's other parameters", remedy=CORRECT)
     return (config if inner is None else rope).whole(ORIGINAL, null=config.whole("max_position_embeddings"))
 
 

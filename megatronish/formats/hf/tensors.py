@@ -30,7 +30,7 @@ FORMAT = "hf"
 MAX_SHARD_BYTES = 5_000_000_000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD = "lm_head.weight"
-# Masks and wavelengths that older versions kept beside the weights; both follow from the config.
+# Masks and wavelengths that older versions stored with the weights; both follow from the config.
 BUFFERS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 

@@ -49,7 +49,7 @@ LLAMA3 = {"rope_original_max_positions": 8192, "rope_low_freq_factor": 1.0, "rop
 LARGEST = 2**40  # elements of a tensor, more than any model has
 ADDS_A_TOKEN = ("NullTokenizer", "NullMultimodalTokenizer")  # their vocab_size does not count the end-of-document token
 
-# Arguments that change the model and have no counterpart here, with the values beside None, False and 0 that do not.
+# Arguments that change the model and have no counterpart here, with values other than None, False, 0 that do not.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),
     "apply_residual_connection_post_layernorm": (),

@@ -5,7 +5,7 @@ run, which is not read. Tensors are the rank's parts, and layers are numbered fr
 
 Reading has three phases. The pickles of all ranks give names and shapes of their tensors, which are lazy
 (`_read_ranks`). Parts are collected by global name, with layers numbered over all chunks (`_by_global_name`). Parts of
-one tensor are merged when it is used, one part in memory beside the whole (`_merged`).
+one tensor are merged when it is used, one part in memory in addition to the whole (`_merged`).
 """
 
 import logging
