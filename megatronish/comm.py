@@ -1,7 +1,7 @@
 """Collectives and point-to-point transfers over one axis of the mesh. The only file that calls those of a step.
 
 Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
-`Pending`: the caller computes while the bytes travel. `reduce_from`, `reduce_scatter_to_sequence` and `all_to_all` are
+`Pending`: the caller computes during the transfer. `reduce_from`, `reduce_scatter_to_sequence` and `all_to_all` are
 differentiable: each calls one collective forward and the transposed one backward, and waits for it.
 
 Every function takes the `Axis` that it works on. On an axis of size one it returns its input and sends nothing; this
@@ -18,7 +18,7 @@ from megatronish.mesh import Axis
 
 
 class Pending:
-    """Collective under way; `wait` returns its result. Keeps the tensor that is sent alive until then."""
+    """Collective in progress; `wait` returns its result. Keeps the tensor that is sent alive until then."""
 
     def __init__(self, result: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> None:
         self._result, self._works, self._source = result, works, source
@@ -152,7 +152,7 @@ def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
     """Ring shift, [...] -> [...]: send x to the next rank of the axis, and receive from the rank before.
 
     The last rank sends to the first. Not differentiable: a backward shifts gradients by itself (attention/ring.py).
-    On gloo, shifts that are under way at the same time need different tags. NCCL ignores tags and keeps the order of
+    On gloo, shifts that are in progress at the same time need different tags. NCCL ignores tags and keeps the order of
     the calls, so every rank must start its shifts in the same order.
     """
     if axis.size == 1:

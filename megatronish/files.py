@@ -1,6 +1,6 @@
 """Atomic writers of files and folders: whole under their name or not there at all, also after a power cut.
 
-Each writes beside the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
+Each writes next to the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
 (`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py. With
 `one_builder`, processes that want the same file leave its building to one of them.
 """
@@ -45,7 +45,7 @@ def sync_folder(folder: Path) -> None:
 class AtomicFile:
     """Temporary file that becomes `path` in `commit`. As a context: committed at the end, discarded after an exception.
 
-    A process that is killed leaves `<name>.<random>.tmp` beside it, which nothing ever reads. The next writer of the
+    A process that is killed leaves `<name>.<random>.tmp` next to it, which nothing ever reads. The next writer of the
     same path removes it: the temporary file is locked while its writer lives, and the system releases the lock.
     """
 
@@ -215,7 +215,7 @@ def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
 
 def _failed(path: Path, error: OSError) -> RunError:
     return RunError(
-        f"{path} could not be written: {error.strerror or error}; nothing of it is left, make room or name another "
+        f"{path} could not be written: {error.strerror or error}; no partial file is left; free space or name another "
         "place"
     )
 

@@ -118,7 +118,7 @@ class Sharding:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to all but norms and biases."""
+        """Whether weight decay applies: to all except norms and biases."""
         return self.role not in ("vector", "qk_norm")
 
     @property
@@ -152,7 +152,7 @@ class Sharding:
         return tuple(axis for axis in axes if axis.size > 1)
 
     def is_counted(self, domain: Domain) -> bool:
-        """Whether this rank's elements count where every element shall count once over the model axes and stages.
+        """Whether this rank's elements count where every element must count once over the model axes and stages.
 
         Of the model ranks that hold the same elements, the first counts them: rank 0 of every model axis that does not
         cut the parameter, and the first of the two stages that hold a tied embedding. Replicas on data ranks are not

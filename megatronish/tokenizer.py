@@ -76,7 +76,7 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError:
             raise UserError(
-                f"{text!r} is not numbers, which is what the null tokenizer reads; write ids, as in '5 17 3', or name "
+                f"{text!r} is not numbers, which the null tokenizer needs; write ids, as in '5 17 3', or name "
                 "the text's own tokenizer with --tokenizer-model"
             ) from None
         for token in ids:
@@ -224,14 +224,14 @@ def _check_unicode(text: str) -> None:
 
 
 def _configured_eod(folder: Path) -> tuple[str, ...]:
-    """Name of the eos_token in the tokenizer_config.json beside a tokenizer.json, if any."""
+    """Name of the eos_token in the tokenizer_config.json next to a tokenizer.json, if any."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return ()
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}; mend it or take it away") from error
+        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
     name = token.get("content") if isinstance(token, dict) else token
     return (name,) if isinstance(name, str) else ()
 

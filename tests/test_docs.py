@@ -15,6 +15,7 @@ from paths import ROOT
 from megatronish.commands.main import run as run_command
 from megatronish.commands.table import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config
 from megatronish.costs.memory import expected_memory, format_bytes
 from megatronish.costs.parameters import num_parameters
@@ -86,10 +87,11 @@ def world_size(words: list[str]) -> int | None:
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
-    known = ("make", "python", "torchrun", "srun", "megatronish", "pip", "MEGATRONISH_BUILD_KERNELS=1")
+    known = ("make", "python", "torchrun", "srun", "megatronish", "pip", "MEGATRONISH_BUILD_KERNELS=1", "awk")
     assert len(COMMANDS) > 10
     assert not [words for words in COMMANDS if words[0] not in known]
-    scripts = [words for words in COMMANDS if words[0] != "make" and "pip" not in words[:2]]
+    # tests/test_tutorial.py runs awk
+    scripts = [words for words in COMMANDS if words[0] not in ("make", "awk") and "pip" not in words[:2]]
     checked = of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/") + of_command()
     builds = of_script("setup")  # tests/kernels/test_kernels_build.py
     assert len(scripts) == len(checked + builds)
@@ -161,6 +163,44 @@ def test_every_make_target_that_is_named_exists() -> None:
 def test_every_link_leads_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
     assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
+
+
+LAUNCHERS = {"nproc-per-node", "nnodes", "ntasks", "gpus-per-node", "gpus-per-task", "signal", "rdzv-endpoint"}
+OTHER_PROGRAMS = {f"--{name}" for name in LAUNCHERS | {"shm-size", "logdir", "index-url", "inplace", "pid"}}
+"""Flags of launchers, pip and the like."""
+
+OTHER_FLAGS_IN = ("COMING_FROM.md", "CONVERT.md", "DESIGN.md", "FLAGS.md", "GLOSSARY.md", "BENCHMARKS.md", "LOG.md")
+"""Documents that name flags of other frameworks, or of earlier versions."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_in_a_text_exists(document: Path) -> None:
+    if document.name in OTHER_FLAGS_IN:
+        return
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    named = {flag for code in re.findall(r"`([^`]+)`", text) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", code)}
+    fields = {flag for field in FIELDS.values() for flag in (field.flag, *field.aliases)}
+    places = [path for name in ("tools", "benchmarks", "tests", "megatronish") for path in (ROOT / name).rglob("*.py")]
+    code = "".join(path.read_text(encoding="utf-8") for path in places if path.name != "test_docs.py")
+    declared = {flag for flag in named if f'"{flag}"' in code or f"    {flag[2:].replace('-', '_')}: " in code}
+    known = fields | {flag.replace("--", "--no-", 1) for flag in fields} | declared | OTHER_PROGRAMS
+    unknown = named - known
+    assert not unknown
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub spells them."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_anchor_is_a_heading(document: Path) -> None:
+    anchors = re.findall(r"\]\(([\w./-]*\.md)?#([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    lost = [
+        f"{file}#{anchor}" for file, anchor in anchors if anchor not in headings(document.parent / (file or document))
+    ]
+    assert not lost
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

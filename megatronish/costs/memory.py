@@ -1,6 +1,6 @@
 """Memory of a device, estimated before any is allocated: model state, activations, and what is whole for a while.
 
-Model state is exact but for the padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
+Model state is exact except for padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
 8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4, master weight and Adam 12, 18 in all. What ZeRO shares is
 divided by the ranks that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is
 called temporary. Activations are those of activations.py. Not counted: buffers of communication, what one operation
@@ -140,15 +140,15 @@ def _bias_bytes(config: Config, element_bytes: int) -> int:
 
 
 def _num_moments(optimizer: Literal["adam", "sgd", "muon"], count: int, in_matrices: int) -> int:
-    """Elements that the optimizer keeps beside masters: Adam's two of each, SGD's one, and Muon's one of a matrix."""
+    """Elements of the optimizer in addition to masters: two of each for Adam, one for SGD, one of a matrix for Muon."""
     return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices}[optimizer]
 
 
 def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
     """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
 
-    `num_moments` are the elements that its optimizer would keep beside masters, were nothing shared. `element_bytes`
-    are those of the dtype that is computed in: 4 in fp32, else 2.
+    `num_moments` are the elements that its optimizer would keep with its masters if nothing were shared.
+    `element_bytes` are those of the dtype that is computed in: 4 in fp32, else 2.
     """
     share, moments = (-(-each // zero.ranks) for each in (count, num_moments))
     parameters = 4 * share if zero.stage == 3 else element_bytes * count
@@ -176,7 +176,7 @@ def _temporary(
         return 4 * min(count, (BUCKETS_AT_ONCE - 1) * bucket + max(bucket, table))
     if zero.stage == 3:
         # The layer at work, the next one, which is gathered meanwhile, and what is left of the stage around them; of
-        # the gradients all but the next one's.
+        # the gradients except the next one's.
         sizes = [cost.parameters.per_rank(tp) for cost in costs]
         rest = count - sum(sizes)
         at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))

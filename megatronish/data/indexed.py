@@ -13,7 +13,7 @@
     int8[n]   modality of each sequence; only multimodal data has it, and it is not read here
 
 An empty document is a repeated document index and has no sequence. The writer commits .bin before .idx, and takes an
-older .idx away before both: an .idx under its name always belongs to the .bin beside it.
+older .idx away first: an .idx under its name always belongs to the .bin next to it.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ NUM_PIECES, PIECE_BYTES = 256, 4096
 
 
 class IndexedTokens:
-    """Memory-mapped .bin/.idx pair. UserError if either file is missing, foreign, truncated or damaged."""
+    """Memory-mapped .bin/.idx pair. UserError if either file is missing, of another format, truncated or damaged."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -96,7 +96,7 @@ class IndexedTokens:
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size not in (expected, expected + num_sequences) or num_indices < 1:
             raise UserError(
-                f"{path} has {size} bytes but its header tells {expected}: it is truncated or damaged; {REMEDY}"
+                f"{path} has {size} bytes but its header says {expected}: it is truncated or damaged; {REMEDY}"
             )
         return num_sequences, num_indices
 
@@ -120,7 +120,7 @@ class IndexedTokens:
             expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if size != expected:
             fault = "is truncated" if size < expected else "is not the one its .idx was written for"
-            raise UserError(f"{path} has {size} bytes but its .idx tells {expected}: it {fault}; {REMEDY}")
+            raise UserError(f"{path} has {size} bytes but its .idx says {expected}: it {fault}; {REMEDY}")
         return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
 
     @property
@@ -135,7 +135,7 @@ class IndexedTokens:
 
     @property
     def identity(self) -> str:
-        """A hash of the .idx: equal wherever the files lie, other as soon as a document's length is."""
+        """A hash of the .idx: equal in every folder, different as soon as a document's length is."""
         return hashlib.sha256(self._index.data).hexdigest()
 
     @property
@@ -274,4 +274,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; make room first") from error
+        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; free space first") from error

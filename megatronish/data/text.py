@@ -45,16 +45,15 @@ def read_text(
     text = _read_lines(Path(path), tokenizer(), json_key, eod) if is_lines else _open_pair(path, eod)
     if len(text.tokens) < 2:
         raise UserError(
-            f"--data-path {path} holds {len(text.tokens)} tokens, and to predict one takes another before it; name a "
-            "longer text"
+            f"--data-path {path} holds {len(text.tokens)} tokens, and perplexity needs at least two; name a longer text"
         )
     lowest, highest = int(text.tokens.min()), int(text.tokens.max())
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         place = int(np.argmax(text.tokens == wrong))
         raise UserError(
-            f"--data-path {path} holds token {wrong} at place {place:,}, and the model's vocabulary has {vocab_size}; "
-            "name a text that was made with the tokenizer of this model"
+            f"--data-path {path} holds token {wrong} at place {place:,}, but the model's vocabulary has {vocab_size}; "
+            "name a text that was tokenized with the tokenizer of this model"
         )
     return text
 

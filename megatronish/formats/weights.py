@@ -43,7 +43,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class Description:
-    """All that describes a model beside its weights.
+    """All that describes a model except its weights.
 
     `seq_length` is the longest sequence of the model, and `eod` the id of the end-of-document token. `data` has the
     tokenizer's fields, as far as they are known; `tokenizer_files` are copied with the model, under the names that are

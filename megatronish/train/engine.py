@@ -28,7 +28,7 @@ from megatronish.train.update_rule import UpdateRule
 
 @dataclass
 class Engine:
-    """One rank's share of a training run. `observers` are told the times of every action."""
+    """One rank's share of a training run. `observers` receive the times of every action."""
 
     mesh: Mesh
     stage: ModelStage
@@ -52,8 +52,8 @@ class Engine:
         """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
 
         Dropout masks are named by `num_steps_done`. `votes` are asked once the step is computed: numbers of this rank,
-        under the same names on every rank, that travel with the sums of the step. `decoupled_learning_rate` is that of
-        word embedding and output layer, with --decoupled-lr.
+        under the same names on every rank, that are reduced with the sums of the step. `decoupled_learning_rate` is for
+        the word embedding and the output layer, with --decoupled-lr.
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
@@ -127,7 +127,7 @@ class Engine:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """The objective's sums and the votes over all ranks: one all-reduce of one vector.
 
-        Sums differ over data ranks and stages. tp ranks hold the same ones, so the first of them speaks.
+        Sums differ over data ranks and stages. tp ranks hold the same ones, so only the first of them contributes.
         """
         mesh, names = self.mesh, self.objective.names
         vector = torch.zeros(len(names) + len(votes), dtype=torch.float64, device=mesh.device)

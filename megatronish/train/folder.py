@@ -101,7 +101,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """UserError unless the run that goes on has the model, the data and the seed of its checkpoint."""
+    """UserError unless the resumed run has the model, the data and the seed of its checkpoint."""
     changed = differences(saved["config"], now["config"])
     problems = [
         f"{name} was {before} and is {after}"
@@ -118,8 +118,8 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         problems += named or ([] if problems else ["the training data's files were changed under the same name"])
     if problems:
         raise UserError(
-            f"this run was begun with something else: {'; '.join(problems)}. Continue it with what it was begun with, "
-            "or choose another --run-dir for a new run; with --load and --finetune that takes the weights of this one"
+            f"the run in this folder was started with other settings: {'; '.join(problems)}. Resume it with its own "
+            "settings, or choose another --run-dir; with --load and --finetune a new run takes the weights of this one"
         )
 
 

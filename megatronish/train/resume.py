@@ -19,14 +19,14 @@ from megatronish.train.job import TrainingJob
 from megatronish.train.state import read_run, saved_schedule, tensors_of
 from megatronish.train.trainer import Progress
 
-ANEW = "step, optimizer and data order start anew"
+FROM_THE_START = "step, optimizer and data order start from the beginning"
 
 
 class Begun(NamedTuple):
-    """Start of a run: its progress, and what is kept beside the weights.
+    """Start of a run: its progress, and what is kept in addition to the weights.
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
-    `hook_states` are those of the run that continues, by name: see `Hook.state`.
+    `hook_states` are those of the resumed run, by name: see `Hook.state`.
     """
 
     progress: Progress
@@ -66,7 +66,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
         with_optimizer=not keep.no_load_optim,
         check=check,
     )
-    say(f"took the weights of {checkpoint}: {ANEW}" if weights_only else f"continuing from {checkpoint}")
+    say(f"took the weights of {checkpoint}: {FROM_THE_START}" if weights_only else f"continuing from {checkpoint}")
     schedule = job.schedule
     if keep.use_checkpoint_opt_param_scheduler and not weights_only:
         schedule = saved_schedule(saved)
@@ -110,8 +110,8 @@ def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine)
     now = engine.optimizer.name
     if saved not in (None, now):
         raise UserError(
-            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; go on with "
-            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and lets the optimizer start anew"
+            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; resume with "
+            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and resets the optimizer"
         )
 
 
@@ -131,7 +131,9 @@ def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
         source = Path(keep.load)
     checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
     if checkpoint is None and (keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint):
-        told = f"--load {source} holds no checkpoint; correct the path, or leave --load out to start anew"
+        told = (
+            f"--load {source} holds no checkpoint; correct the path, or leave --load out to start from initial weights"
+        )
         raise UserError(of_another_format(source) or told)
     return checkpoint
 
@@ -146,5 +148,5 @@ def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], 
 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
     engine.data_parallel.gather_parameters(frozen=True)
-    say(f"took the weights of {load}: {ANEW}")
+    say(f"took the weights of {load}: {FROM_THE_START}")
     return begun

@@ -53,7 +53,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
         notes = list(notes)
         mesh = start_mesh(config, place, on_note=notes.append)
         _train(config, notes, mesh, stack)
-    # Not on the way out of a failure: others would tell of a lost peer before this rank has told what happened to it.
+    # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     leave()
     return 0
 
@@ -117,7 +117,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
 
         plot_run(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
-        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
+        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
 
 

@@ -70,7 +70,7 @@ def _config_of(saved: dict[str, Any]) -> Config:
 
 
 def _is_valid(state: dict[str, Any]) -> bool:
-    """Whether every entry that a run goes on with has its type, and every number a plausible size."""
+    """Whether every entry that a run resumes with has its type, and every number a plausible size."""
     config, scale = state["config"], state.get("loss_scale", {})
     counts = [state.get(name, 0) for name in (*POSITION, "skipped_steps", "skipped_samples")]
     return (

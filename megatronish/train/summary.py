@@ -20,8 +20,8 @@ from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
 
 OVER_CP = {
-    "p2p": "keys and values round a ring over cp, ",
-    "a2a": "sequence traded for heads over cp, ",
+    "p2p": "ring attention over cp, ",
+    "a2a": "all-to-all over cp, ",
 }
 
 
@@ -105,7 +105,7 @@ def _attention(config: Config) -> str:
     if backend == "fused_softmax" and unknown:
         return f"{over_cp}explicit probabilities {by_torch}"
     softmax = "the fused" if backend == "fused_softmax" else "torch's"
-    return f"{over_cp}explicit probabilities by {softmax} softmax, as asked"
+    return f"{over_cp}explicit probabilities by {softmax} softmax, as requested"
 
 
 def _activation(config: Config) -> str:

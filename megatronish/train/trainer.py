@@ -24,7 +24,7 @@ class Progress:
     step: int = 0
     consumed_samples: int = 0
     skipped_steps: int = 0  # of them: their gradient overflowed, and they changed no parameter
-    skipped_samples: int = 0  # what those consumed: the learning rate stands still over them, as in Megatron-LM
+    skipped_samples: int = 0  # what those consumed: the learning rate is constant over them, as in Megatron-LM
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Trainer:
     stop_reason: str | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Train from where `progress` stands until the end, or until a hook says to stop."""
+        """Train from `progress` until the end, or until a hook says to stop."""
         for hook in self.hooks:
             hook.start(self)
         batches = Prefetcher(

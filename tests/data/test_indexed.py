@@ -142,7 +142,7 @@ def test_a_bin_of_another_idx_is_noticed(tmp_path: Path) -> None:
     write_fixture(tmp_path / "a")
     with bin_path(tmp_path / "a").open("ab") as file:
         file.write(bytes(2))
-    with pytest.raises(ValueError, match=r"a\.bin has 20 bytes but its \.idx tells 18: it is not the one its \.idx"):
+    with pytest.raises(ValueError, match=r"a\.bin has 20 bytes but its \.idx says 18: it is not the one its \.idx"):
         IndexedTokens(tmp_path / "a")
 
 

@@ -171,7 +171,7 @@ def test_a_folder_that_exists_is_filled_and_not_replaced_for_it_may_be_the_root_
     assert moved[-1] == {"hf": "config.json", "megatronish": "latest"}.get(target, "latest_checkpointed_iteration.txt")
     for name in moved:
         shutil.rmtree(disk / name) if (disk / name).is_dir() else (disk / name).unlink()
-    with patch.object(Path, "rename", rename_and_fail), pytest.raises(RunError, match="nothing of it is left"):
+    with patch.object(Path, "rename", rename_and_fail), pytest.raises(RunError, match="no partial file is left"):
         convert(HF / "llama", disk, source="hf", target=target)
     assert [path.name for path in disk.iterdir()] == ["lost+found"]
 
@@ -236,7 +236,7 @@ def test_the_tool_tells_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixtur
     ours, sharded = tmp_path / "ours", tmp_path / "sharded"
     output = told(Arguments("hf", "megatronish", HF / "llama", ours, dtype="bfloat16"), capsys)
     assert "21 tensors in, 15 tensors out: 1,688 parameters, 3.4 kB in" in output
-    assert "the optimizer's state and the order of the data start anew" in output
+    assert "the optimizer's state and the order of the data start from the beginning" in output
     assert f"saved {ours}" in output
     told(Arguments("megatronish", "hf", ours, sharded, ckpt_step=0, max_shard_bytes=2000), capsys)
     assert len(list(sharded.glob("*.safetensors"))) == 2

@@ -391,17 +391,17 @@ def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: s
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true is not there"),
-        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not there"),
-        (GPT2 | {"add_cross_attention": True}, "add_cross_attention=true is not there"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true is not supported"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not supported"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention=true is not supported"),
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights=false leaves attention unscaled"),
-        (GPT2 | {"activation_function": "swish"}, 'activation_function="swish" is not there; gelu_new, '),
-        (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; mend that line'),
+        (GPT2 | {"activation_function": "swish"}, 'activation_function="swish" is not supported; gelu_new, '),
+        (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; correct that line'),
         (LLAMA_2_7B | {"attention_bias": True}, "attention_bias=true without mlp_bias"),
-        (LLAMA_2_7B | {"hidden_act": "gelu"}, 'hidden_act="gelu" is not there; silu is'),
+        (LLAMA_2_7B | {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; silu is'),
         (LLAMA_2_7B | {"rms_norm_eps": None}, "rms_norm_eps=null must be a number that is not negative"),
         (LLAMA_2_7B | {"eos_token_id": "</s>"}, 'eos_token_id="</s>" must be a token id, or a list of them'),
-        (LLAMA_2_7B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not there"),
+        (LLAMA_2_7B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         (LLAMA_2_7B | {"quantization_config": {}}, "take the unquantized model"),
         (LLAMA_2_7B | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none, linear"),
         (LLAMA_2_7B | {"rope_scaling": {"rope_type": "linear"}}, "factor, which is absent, must be a number"),
@@ -409,7 +409,7 @@ def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: s
         (LLAMA_2_7B | {"rope_scaling": YARN | {"attention_factor": 1.0}}, "multiplies attention by 1, and yarn"),
         (LLAMA_2_7B | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "multiplies attention by"),
         (LLAMA_2_7B | {"rope_parameters": {"full_attention": {}}}, "gives some layers another RoPE"),
-        (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not there beside a norm"),
+        (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not supported together with a norm"),
         (
             MISTRAL_7B | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
             "some layers a window",
@@ -425,22 +425,22 @@ def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: s
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": "0"}, 'max_window_layers="0" must be a whole'),
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers=null must be a whole"),
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": -1}, "must be a whole number of at least 0"),
-        (GPT2 | {"activation_function": ["gelu"]}, 'activation_function=["gelu"] is not there; gelu_new, '),
-        (LLAMA_2_7B | {"hidden_size": 10**30}, "000000 must be at most 2147483647; mend that line"),
+        (GPT2 | {"activation_function": ["gelu"]}, 'activation_function=["gelu"] is not supported; gelu_new, '),
+        (LLAMA_2_7B | {"hidden_size": 10**30}, "000000 must be at most 2147483647; correct that line"),
         (LLAMA_2_7B | {"vocab_size": 10**19}, "vocab_size=10000000000000000000 must be at most 2147483647"),
         (LLAMA_2_7B | {"vocab_size": 2**31 - 1, "hidden_size": 2**30}, "its largest tensor would have "),
-        (LLAMA_2_7B | {"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 100000; fetch it anew"),
-        (LLAMA_2_7B | {"rope_theta": 10**400}, "must be finite; mend that line"),
-        (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; mend that line"),
+        (LLAMA_2_7B | {"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 100000; download it again"),
+        (LLAMA_2_7B | {"rope_theta": 10**400}, "must be finite; correct that line"),
+        (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; correct that line"),
         (
             LLAMA_31_8B | {"original_max_position_embeddings": 4096},
-            "original_max_position_embeddings=4096 contradicts the 8192 beside RoPE's other parameters",
+            "original_max_position_embeddings=4096 contradicts the 8192 of RoPE's other parameters",
         ),
         (
             {"model_type": "gemma3"},
-            "model_type 'gemma3' is not known here; known are gpt2, llama, mistral, ",
+            "model_type 'gemma3' is not supported; supported are gpt2, llama, mistral, ",
         ),
-        ({}, "model_type None is not known here"),
+        ({}, "model_type None is not supported"),
     ],
 )
 def test_what_our_model_cannot_do_is_refused_by_name(tmp_path: Path, config: dict[str, Any], told: str) -> None:
@@ -453,7 +453,11 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         read_hf_config(tmp_path)
     with pytest.raises(UserError, match=rf"{tmp_path}/none does not exist as a folder; name the folder of a Hugging"):
         read_hf_config(tmp_path / "none")
-    texts = {"{": "is not JSON: .*fetch it anew", "[" * 100_000: "is not JSON: .*anew", "[]": "is not a JSON object"}
+    texts = {
+        "{": "is not JSON: .*download it again",
+        "[" * 100_000: "is not JSON: .*again",
+        "[]": "is not a JSON object",
+    }
     for text, told in texts.items():
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=told):
@@ -576,7 +580,7 @@ def test_a_model_keeps_the_family_it_came_from_where_that_can_say_it(tmp_path: P
 )
 def test_a_model_that_no_family_can_say_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
     model = ModelConfig(**{**vars(LLAMA), **fields})
-    with pytest.raises(UserError, match="no family of Hugging Face that is known here can say this model") as error:
+    with pytest.raises(UserError, match="no supported family of Hugging Face can express this model") as error:
         hf_config_of(model, vocab_size=100, seq_length=64)
     assert told in str(error.value)
 

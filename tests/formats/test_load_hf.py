@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatronish.formats.convert import convert
 
-ANEW = "step, optimizer and data order start anew"
+ANEW = "step, optimizer and data order start from the beginning"
 VOCABULARY, HIDDEN, FFN, LENGTH = 101, 24, 32, 16
 LLAMA = {
     "model_type": "llama",

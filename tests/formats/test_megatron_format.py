@@ -377,7 +377,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
     last = list(theirs)[-1]
     theirs[last] = LazyTensor(theirs[last].shape, theirs[last].dtype, fail)
-    with pytest.raises(RunError, match="No space left on device; nothing of it is left"):
+    with pytest.raises(RunError, match="No space left on device; no partial file is left"):
         megatron.write(tmp_path / "a", Model(description, theirs), tensor_parallel_size=2)
     assert not list(tmp_path.iterdir())
     save(tmp_path / "a", GPT2, tensors)
@@ -402,14 +402,14 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
         (lambda content: content.pop("checkpoint_version"), "checkpoint_version 0, whose queries"),
         (without("hidden_size", "seq_length"), "its arguments lack hidden_size, seq_length"),
         (change_args(num_experts=8), r"trained with num_experts \(8\)"),
-        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), and our model has no such thing"),
+        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), which our model does not have"),
         (change_args(softmax_type="sparse"), "argument softmax_type is 'sparse', which it cannot be"),
         (change_args(window_attn_skip_freq="2"), "argument window_attn_skip_freq is '2'; a number or a list"),
         (
             change_args(window_size=(3, 0), window_attn_skip_freq=[1, 0]),
             r"window_attn_skip_freq=\[1, 0\] is a list of 2",
         ),
-        (change_args(position_embedding_type="yarn"), "position_embedding_type is 'yarn'; known here are"),
+        (change_args(position_embedding_type="yarn"), "position_embedding_type is 'yarn'; supported are"),
         (change_args(normalization="L2Norm"), "argument normalization is 'L2Norm'"),
         (change_args(num_layers="four"), "argument num_layers is 'four'"),
         (change_args(num_layers=0), "num_layers is 0, and must be at least 1"),
@@ -418,7 +418,7 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
             change_args(hidden_size=24),
             r"a rank's part of embedding.word_embeddings.weight is \[16, 16\], .* \[16, 24\]",
         ),
-        (change_args(window_size=(4, 4)), r"window_size is \(4, 4\); of a window, \(tokens before, 0\) is known"),
+        (change_args(window_size=(4, 4)), r"window_size is \(4, 4\); of a window, \(tokens before, 0\) is supported"),
         (change_args(group_query_attention=True, num_query_groups=3), "4 heads cannot share 3 key/value heads"),
         (change_args(tensor_model_parallel_size=3), "mp_rank_02/model_optim_rng.pt is missing: .* size 3 and"),
         (
@@ -428,11 +428,11 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
         (change_args(num_experts=torch.ones(2)), r"trained with num_experts \(no number or word\)"),
         (change_args(seq_length="abc"), "argument seq_length is 'abc', and must be a number"),
         (change_args(seq_length=-5), "argument seq_length is -5, and must be a number of at least 1"),
-        (change_args(window_size=7), r"window_size is 7; of a window, \(tokens before, 0\) is known"),
+        (change_args(window_size=7), r"window_size is 7; of a window, \(tokens before, 0\) is supported"),
         (change_args(hidden_size=10**30), "hidden_size is beyond 64 bits"),
         (change_args(hidden_size=10**18), "hidden_size=1000000000000000000 .* larger than any model has"),
         (change_args(seq_length=10**15, max_position_embeddings=None), "larger than any model has"),
-        (change_args(tensor_model_parallel_size="2"), "says tensor parallel size '2' .* cannot be"),
+        (change_args(tensor_model_parallel_size="2"), "says tensor parallel size '2' .* not possible"),
         (lambda content: content["model"].pop("embedding.word_embeddings.weight"), "holds no embedding.word_emb"),
         (lambda content: content["model"].update({"decoder.layers.9.x": torch.ones(1)}), "some are missing"),
         (lambda content: content.update(model=torch.ones(1)), "no tensors where its model should be"),
@@ -482,7 +482,7 @@ def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "iter_0000003" / ".metadata").touch()
-    with pytest.raises(UserError, match="torch_dist, and of its formats torch is known here"):
+    with pytest.raises(UserError, match="torch_dist, and only its format torch is supported"):
         megatron.read(tmp_path)
 
 

@@ -396,7 +396,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_one_of_ones_own(
     train_on_ranks(tiny(tmp_path / "run", "--train-iters 1"))
     words = {f"w{token}": token for token in range(100)} | {"</s>": 100}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="'w1' is not numbers, which is what the null tokenizer reads"):
+    with pytest.raises(UserError, match="'w1' is not numbers, which the null tokenizer needs"):
         run(Arguments(load=tmp_path / "run", prompt=("w1",)))
     options: dict[str, Any] = {"temperature": 0.0, "num_tokens": 4}
     ids = written(capsys, tmp_path / "run", prompt="1", **options)

@@ -234,7 +234,9 @@ def test_of_two_starts_one_wins_and_saves_and_leaves_when_told(tmp_path: Path) -
         assert winner.wait() == 0, winner.told
         assert winner.is_gone()
     last = max(steps_of(run_dir))
-    assert f"stopped after step {last} of 100000: SIGTERM or Ctrl-C asked for it; start again to go on" in winner.output
+    assert (
+        f"stopped after step {last} of 100000: SIGTERM or Ctrl-C asked for it; start again to resume" in winner.output
+    )
     assert checkpoints_of(run_dir) == ["latest", f"step_{saved:08d}", f"step_{last:08d}"]
     train_on_ranks([*argv, "--exit-interval", "1"], world_size=2)
     assert max(steps_of(run_dir)) == last + 1

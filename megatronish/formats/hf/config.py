@@ -14,7 +14,7 @@ from megatronish.config.check import absurd_size
 from megatronish.config.model import ModelConfig
 from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.errors import UserError
-from megatronish.formats.hf.config_json import CONFIG, MEND, ConfigJson, read_json
+from megatronish.formats.hf.config_json import CONFIG, CORRECT, ConfigJson, read_json
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import in_no_family
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
@@ -81,7 +81,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     path = folder / CONFIG
     name = origin.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"{path}: model_type {name!r} is not known here; known are {', '.join(FAMILIES)}")
+        raise UserError(f"{path}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     aliased = {family.aliases[key]: value for key, value in origin.items() if key in family.aliases}
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
@@ -93,7 +93,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     }
     vocab_size, seq_length = config.whole("vocab_size"), config.whole(family.seq_length)
     if absurd := absurd_size(ModelConfig(**model), vocab_size=vocab_size, seq_length=seq_length):
-        raise UserError(f"{path}: {absurd}; fetch it anew")
+        raise UserError(f"{path}: {absurd}; download it again")
     return HfModel(
         model,
         vocab_size,
@@ -108,7 +108,7 @@ def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
     eos = config.values.get("eos_token_id")
     found = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) for token in found):
-        config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=MEND)
+        config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=CORRECT)
     return tuple(found)
 
 
@@ -135,5 +135,5 @@ def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
         text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
-        raise UserError(f"no family of Hugging Face that is known here can say this model: {text}")
+        raise UserError(f"no supported family of Hugging Face can express this model: {text}")
     return prefer if prefer in able else able[0]

@@ -36,13 +36,13 @@ _MISTRAL = LLAMA_DEFAULTS | {
 
 def read_llama(config: ConfigJson) -> dict[str, Any]:
     """Fields of ModelConfig that Llama and its descendants have in common, from their keys."""
-    config.must_be("hidden_act", "silu", "swish", why="is not there; silu is")
+    config.must_be("hidden_act", "silu", "swish", why="is not supported; silu is")
     heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", null=heads)
     has_bias = config.flag("attention_bias")
     if has_bias != config.flag("mlp_bias"):
         key, other = ("attention_bias", "mlp_bias") if has_bias else ("mlp_bias", "attention_bias")
-        config.refuse(key, f"without {other} is not there: both, or neither")
+        config.refuse(key, f"without {other} is not supported: both, or neither")
     return {
         "num_layers": config.whole("num_hidden_layers"),
         "hidden_size": hidden_size,

@@ -39,7 +39,7 @@ def _not_qwen2(model: ModelConfig) -> str | None:
 
 
 def _read_qwen3(config: ConfigJson) -> dict[str, Any]:
-    config.must_be("attention_bias", False, None, why="is not there beside a norm of queries and keys")
+    config.must_be("attention_bias", False, None, why="is not supported together with a norm of queries and keys")
     return read_llama(config) | {"qk_layernorm": True} | qwen_window(config)
 
 

@@ -27,7 +27,7 @@ from megatronish.formats.weights import Description, LazyTensor, Model, TensorRu
 FORMAT = "hf"
 MAX_SHARD_BYTES = 5_000_000_000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Masks and wavelengths that older versions kept beside the weights; both follow from the config.
+# Masks and wavelengths that older versions stored with the weights; both follow from the config.
 BUFFERS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 
@@ -56,10 +56,10 @@ def _stops_of_generation(load: Path) -> set[int]:
     try:
         stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}; mend it or take it away") from error
+        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
     found = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if not all(isinstance(token, int) for token in found):
-        raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; mend it")
+        raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; correct it")
     return set(found)
 
 
@@ -68,7 +68,7 @@ def read(load: Path) -> Model:
     description = describe(load)
     if not any((load / name).is_file() for name in (FILE, INDEX)):
         old = next((path.name for path in sorted(load.glob("*.bin"))), None)
-        why = f"weights as {old} alone, a pickle" if old else "no weights"
+        why = f"only {old}, a pickle" if old else "no weights"
         raise UserError(
             f"{load} holds {why}, and what is read is {FILE}; fetch that, or load the model with transformers and "
             "save_pretrained it"
@@ -91,7 +91,7 @@ def _with_prefix(load: Path, description: Description, tensors: Mapping[str, Laz
         whole = f"{_base(description)}.{name}"
         if whole in known and whole in tensors:
             raise UserError(
-                f"{load} holds both {name} and {whole}, which are one tensor of its model; take away the wrong one"
+                f"{load} holds both {name} and {whole}, which are one tensor of its model; remove the wrong one"
             )
         found[whole if whole in known else name] = tensor
     return found
@@ -108,7 +108,7 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
         if head.dtype != table.dtype:
             raise UserError(
                 f"{load}: {HEAD} is of type {NAMES[head.dtype]} and {name} of {NAMES[table.dtype]}, although "
-                "tie_word_embeddings in config.json makes them one; set that to false, or take the head away"
+                "tie_word_embeddings in config.json makes them one; set that to false, or remove the head"
             )
 
         def read_both() -> Tensor:
@@ -116,7 +116,7 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
             if not torch.equal(tensor, head.read()):
                 raise UserError(
                     f"{load}: {HEAD} is not {name}, although tie_word_embeddings says so in config.json; set that to "
-                    "false, or take the head away"
+                    "false, or remove the head"
                 )
             return tensor
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatronish.config.layer_pattern import canonical
 from megatronish.config.model import ModelConfig
-from megatronish.formats.hf.config_json import MEND, ConfigJson
+from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -54,7 +54,7 @@ def layers_that_slide(config: ConfigJson) -> tuple[bool, ...] | None:
         return None
     num_layers = config.whole("num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=MEND)
+        config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=CORRECT)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             config.refuse("layer_types", f"has {kind!r}; {FULL} and {SLIDING} are known here")

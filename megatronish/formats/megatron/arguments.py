@@ -56,7 +56,7 @@ LLAMA3 = {"rope_original_max_positions": 8192, "rope_low_freq_factor": 1.0, "rop
 LARGEST = 2**40  # elements of a tensor, more than any model has
 ADDS_A_TOKEN = ("NullTokenizer", "NullMultimodalTokenizer")  # their vocab_size does not count the end-of-document token
 
-# Arguments that change the model and have no counterpart here, with the values beside None, False and 0 that do not.
+# Arguments that change the model and have no counterpart here, with values other than None, False, 0 that do not.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "attention_output_gate": (),
@@ -134,7 +134,7 @@ def _check(args: Mapping[str, Any]) -> None:
     for name, harmless in REFUSED.items():
         value = args.get(name)
         if value and value not in harmless:
-            raise UserError(f"it was trained with {name} ({quote(value)}), and our model has no such thing")
+            raise UserError(f"it was trained with {name} ({quote(value)}), which our model does not have")
 
 
 def _value(args: Mapping[str, Any], name: str) -> Any:
@@ -145,7 +145,7 @@ def _value(args: Mapping[str, Any], name: str) -> Any:
     if float in kinds and type(value) is int and abs(value) < 2**63:
         return float(value)
     if value is None or (type(value) not in kinds and value not in kinds):
-        raise UserError(f"its argument {name} is {quote(value)}, which it cannot be")
+        raise UserError(f"its argument {name} is {quote(value)}, which is not possible")
     if int in kinds and not 0 < value < 2**63:
         raise UserError(f"its argument {name} is {quote(value)}, and must be at least 1, in 64 bits")
     return value
@@ -164,7 +164,7 @@ def _window(args: Mapping[str, Any]) -> int | None:
             return None
         case [int(before), 0 | -1] if before >= 0:
             return before + 1
-    raise UserError(f"its argument window_size is {quote(window)}; of a window, (tokens before, 0) is known here")
+    raise UserError(f"its argument window_size is {quote(window)}; of a window, (tokens before, 0) is supported")
 
 
 def _pattern(args: Mapping[str, Any], name: str) -> str | None:
@@ -190,14 +190,16 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "learned_absolute" and not _is(args, "add_position_embedding", default=True):
         kind = "none"
     if kind not in POSITIONS:
-        raise UserError(f"its argument position_embedding_type is {quote(kind)}; known here are {', '.join(POSITIONS)}")
+        raise UserError(f"its argument position_embedding_type is {quote(kind)}; supported are {', '.join(POSITIONS)}")
     fields: dict[str, Any] = {"position_embedding_type": kind}
     stretch = args.get(LINEAR_SCALING)
     if kind != "rope":
         return fields
     if _is(args, "use_rope_scaling"):
         if stretch not in (None, 1):
-            raise UserError(f"its arguments have both use_rope_scaling and {LINEAR_SCALING}; one of them is known here")
+            raise UserError(
+                f"its arguments have both use_rope_scaling and {LINEAR_SCALING}; only one of them is supported"
+            )
         factor = _value({"rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}, "rope_scaling_factor")
         fields |= {"rope_scaling_type": "llama3", "rope_scaling_factor": factor} | LLAMA3
     elif stretch not in (None, 1):
