@@ -136,7 +136,7 @@ class LayerCost:
     """Cost row of a layer or of a sublayer.
 
     `kept` are elements a token that wait for the backward besides the inputs of linear layers and norms, `mask_bytes`
-    the bytes of dropout masks, `vectors` parameters beside those of linear layers and norms.
+    the bytes of dropout masks, `vectors` parameters in addition to those of linear layers and norms.
     """
 
     linears: tuple[LinearShape, ...] = ()

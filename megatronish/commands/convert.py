@@ -72,6 +72,6 @@ def run(arguments: ConvertArguments) -> int:
         allow_unmatched=arguments.allow_unmatched,
     )
     print(report)
-    print("weights alone were taken: the optimizer's state and the order of the data start anew")
+    print("weights alone were taken: the optimizer's state and the order of the data start from the beginning")
     print(f"saved {arguments.save}")
     return 0

@@ -53,7 +53,7 @@ def check(arguments: GenerateArguments) -> None:
     if arguments.seq_length is not None and arguments.seq_length < 1:
         raise UserError(f"--seq-length {arguments.seq_length} must be at least 1; or leave it out")
     if arguments.batch_size < 1:
-        raise UserError(f"--batch-size {arguments.batch_size} must be at least 1; use 1 to go on with one at a time")
+        raise UserError(f"--batch-size {arguments.batch_size} must be at least 1; use 1 for one prompt at a time")
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             if line.strip():
                 found.append(read_line(line, ["text"])[0] if path.suffix == ".jsonl" else line.decode())
         except ValueError as error:
-            raise UserError(f"--prompts-file {path}:{number} holds no prompt: {error}; mend the line") from error
+            raise UserError(f"--prompts-file {path}:{number} holds no prompt: {error}; correct the line") from error
     if not found:
         raise UserError(f"--prompts-file {path} holds no prompt; write one a line")
     return tuple(found)

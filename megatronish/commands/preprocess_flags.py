@@ -66,7 +66,7 @@ class OwnFlags(NamedTuple):
 def without_megatron_flags(argv: Sequence[str], own: Collection[str]) -> OwnFlags:
     """Take Megatron-LM's flags out; `own` are the names of this tool's flags, with dashes.
 
-    UserError with all problems together: flags that are refused, and those that nobody knows.
+    UserError with all problems together: flags that are refused, and those that are unknown.
     """
     found, problems = OwnFlags([], []), []
     words = list(argv)

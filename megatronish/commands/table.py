@@ -1,4 +1,4 @@
-"""Table of the commands: `megatronish NAME` calls `main` of the module beside the name."""
+"""Table of the commands: `megatronish NAME` calls `main` of the module next to the name."""
 
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast

@@ -1,7 +1,7 @@
 """Encoding of batches of JSON lines into tokens, in this process or by many workers, in the order of the batches.
 
 A worker is sent the function that builds the tokenizer, not the tokenizer: what a process is sent when it starts must
-fit into a pipe that nobody reads yet. A larger message would block the parent for ever if the worker dies before.
+fit into a pipe that no process reads yet. A larger message would block the parent for ever if the worker dies before.
 """
 
 import json
@@ -39,7 +39,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """Settings by which every worker encodes every line. `tokenizer` builds the tokenizer, in each worker anew."""
+    """Settings by which every worker encodes every line. `tokenizer` builds the tokenizer, in each worker."""
 
     tokenizer: Callable[[], Encoder]
     json_keys: tuple[str, ...]

@@ -140,7 +140,7 @@ def _elements(path: Path, file: OpenInput) -> Iterator[Batch]:
             lines, position, num_bytes = [], file.raw.tell(), 0
     array.skip()
     if array.mark():
-        raise UserError(f"--input {path} goes on after its JSON array; write one object a line, or one array a file")
+        raise UserError(f"--input {path} continues after its JSON array; write one object a line, or one array a file")
     if lines:
         yield Batch(str(path), array.taken - len(lines) + 1, lines, file.raw.tell() - position)
 

@@ -61,7 +61,7 @@ class StepRecord:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the step, of all but decoupled parameters."""
+        """Learning rate of the step, of all except decoupled parameters."""
         return self.learning_rates.base
 
 

@@ -100,7 +100,7 @@ def test_an_element_longer_than_what_is_read_at_once_is_whole(tmp_path: Path) ->
         (b'[{"text": "a"}', "element 2 cannot be read: the file ends before it"),
         (b'[{"text": "a"}, {text: "b"}]', "element 2 cannot be read: .*; correct it, or write one object a line"),
         (b'[{"text": "\xff"}]', "element 1 cannot be read: .*utf-8"),
-        (b'[{"text": "a"}]\n[{"text": "b"}]', "goes on after its JSON array; write one object a line"),
+        (b'[{"text": "a"}]\n[{"text": "b"}]', "continues after its JSON array; write one object a line"),
     ],
 )
 def test_a_broken_array_is_named_with_its_element(tmp_path: Path, content: bytes, message: str) -> None:

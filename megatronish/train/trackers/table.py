@@ -1,4 +1,4 @@
-"""Table of trackers: a new one is a file beside this one and a line here."""
+"""Table of trackers: a new one is a file in this folder and a line here."""
 
 from collections.abc import Callable
 

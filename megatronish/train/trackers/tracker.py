@@ -1,7 +1,7 @@
-"""Trackers: what a run sends its numbers to beside its own files, such as TensorBoard. A tracker never ends a run.
+"""Trackers: what a run sends its numbers to in addition to its own files, such as TensorBoard. A tracker never ends a run.
 
 Only the main rank has trackers. Each works in a thread of its own, so that a library that is slow to import, a network
-that is away or a full disk holds up no step. Whatever a tracker raises is printed in one line, and the run goes on
+that is away or a full disk holds up no step. Whatever a tracker raises is printed in one line, and the run continues
 without it.
 """
 
@@ -120,7 +120,7 @@ class TrackerThread:
             self._is_off = True
             title, words = self.tracker.title, " ".join(str(self._error).split())
             reason = words or type(self._error).__name__
-            tqdm.write(f"{title} is off, and the run goes on without it: {reason:.300}", file=sys.stderr)
+            tqdm.write(f"{title} is off, and the run continues without it: {reason:.300}", file=sys.stderr)
 
 
 class Trackers:
