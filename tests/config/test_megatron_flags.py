@@ -362,7 +362,7 @@ def test_the_table_of_tried_scripts_is_current() -> None:
     scripts = [Tried(name, counts(words)) for name, words in SCRIPTS.items()]
     configs = Tried(f"{len(TEST_CONFIGS)} test configs of Megatron-LM", counts(*TEST_CONFIGS.values()), is_script=False)
     rows = "".join(f"    {each},\n" for each in (*scripts, configs))
-    assert TRIED == (*scripts, configs), f"these are the rows of megatron_flags/tried.py now:\n{rows}"
+    assert (*scripts, configs) == TRIED, f"these are the rows of megatron_flags/tried.py now:\n{rows}"
     assert all(each.counts[-1] == 0 for each in TRIED), "no flag is unknown"
 
 
