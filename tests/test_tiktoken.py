@@ -19,7 +19,9 @@ from megatronish.tiktoken_file import PATTERNS
 from megatronish.tokenizer import Tokenizer, build_tokenizer
 
 CORPUS = ROOT.joinpath("CONTRIBUTING.md").read_text() + "Ein Stück Käse für 12345 €, naïve Ελλάδα 漢字 \U0001f389\n"
+WHOLE_WORD = "zqxjv"  # a token that no joining of pairs reaches: only a whole word is it
 SAMPLES = [
+    WHOLE_WORD, f"a {WHOLE_WORD}",
     "def f(x):\n\treturn  x // 2   # half\n\n\n", " leading", "trailing ", "  two  spaces  ", "", "\n", "\r\n",
     "12345 678", "HelloWorld HTTPServer don't DON'T", "</s> <unk> <|endoftext|>", "Stück Käse €\U0001f389漢字",
 ]  # fmt: skip
@@ -38,7 +40,7 @@ def ranks() -> list[bytes]:
         pair = max(counts, key=lambda each: (counts[each], each))
         found.append(b"".join(pair))
         words = [joined(word, pair) for word in words]
-    return found
+    return [*found, WHOLE_WORD.encode()]
 
 
 def joined(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
@@ -113,14 +115,14 @@ def test_the_patterns_split_words_numbers_and_marks() -> None:
 def test_special_tokens_come_first_in_a_json_list_and_last_in_a_text_file(tmp_path: Path, ranks: list[bytes]) -> None:
     listed = tiktoken(json_file(tmp_path, ranks), tiktoken_num_special_tokens=10)
     lines = tiktoken(text_file(tmp_path, ranks))
-    assert (listed.vocab_size, listed.eod) == (510, 2)
-    assert (lines.vocab_size, lines.eod) == (501, 500)
+    assert (listed.vocab_size, listed.eod) == (511, 2)
+    assert (lines.vocab_size, lines.eod) == (502, 501)
     for text in SAMPLES:
         assert listed.encode(text) == [token + 10 for token in lines.encode(text)]
     assert listed.encode_marked("<s>x</s><SPECIAL_9>") == [1, ranks.index(b"x") + 10, 2, 9]
     assert listed.decode([1, *listed.encode("x"), 2]) == "x"
     own = tiktoken(text_file(tmp_path, ranks), tiktoken_special_tokens=("<|begin|>", "<|end_of_text|>"))
-    assert (own.vocab_size, own.eod) == (502, 501)
+    assert (own.vocab_size, own.eod) == (503, 502)
 
 
 def test_a_long_list_is_cut_to_the_vocabulary(tmp_path: Path, ranks: list[bytes]) -> None:

@@ -1,8 +1,10 @@
 """Settings of the command line and of the TOML file: field names are resolved, values are still text."""
 
 import re
+import shlex
 import tomllib
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,10 +100,23 @@ def _is_text(word: str) -> bool:
     return True
 
 
+def _parts(word: str) -> list[str]:
+    """Words of "--split '99,1,0'"; any other word is left as it is."""
+    if not re.match(r"--[A-Za-z][\w-]*\s", word):
+        return [word]
+    try:
+        return shlex.split(word)
+    except ValueError:  # a quotation mark that nothing closes
+        return word.split()
+
+
 def flags_of(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """[(flag, its values), ...]; a dash before a digit is a number's sign."""
+    """[(flag, its values), ...]; a dash before a digit is a number's sign.
+
+    A flag and its values in one word, as a script that quotes too much passes them, are several words.
+    """
     chunks: list[tuple[str, tuple[str, ...]]] = []
-    for word in argv:
+    for word in chain.from_iterable(map(_parts, argv)):
         if re.match(r"--?[A-Za-z]", word):
             flag, equals, value = word.partition("=")
             chunks.append((flag, (value,) if equals else ()))

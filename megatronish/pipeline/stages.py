@@ -47,9 +47,7 @@ class Stages:
         )
         # Without the embedding and the head: a position that holds one of them alone has no layer.
         layers = range(model.num_layers)
-        own = (
-            range(*(min(max(end - embedding, 0), len(layers)) for end in (each.start, each.stop))) for each in ranges
-        )
+        own = (layers[max(each.start - embedding, 0) : max(each.stop - embedding, 0)] for each in ranges)
         return cls(schedule, num_stages, num_chunks, tuple(own))
 
     @cached_property

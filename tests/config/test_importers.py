@@ -78,6 +78,8 @@ weight_decay: 0.0
 special_tokens:
   pad_token: "<|end_of_text|>"
 output_dir: ./outputs/out
+wandb_project: mine
+wandb_watch: all
 deepspeed: zero2.json
 odd_key: 3
 """
@@ -154,12 +156,14 @@ def test_fp16_auto_and_other_schedules() -> None:
         },
         "tensor_parallel": {"autotp_size": 2},
         "sequence_parallel_size": 4,
+        "wandb": {"enabled": True, "project": "mine", "group": "g"},
     }
     found = from_deepspeed(values)
     assert found.settings == {
         **{"fp16": True, "hysteresis": 3, "initial_loss_scale": 4096.0, "optimizer": "adam", "lr": 1e-4},
         **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 0.0},
         **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a"},
+        "wandb_project": "mine",
     }
     assert found.left_out["train_batch_size"].startswith("auto is filled in by the program")
     assert "linear" in found.left_out["scheduler.params.warmup_type"]
@@ -189,6 +193,7 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
     assert (optimizer.lr, optimizer.lr_warmup_fraction, optimizer.weight_decay) == (2e-4, 0.1, 0.0)
     assert (config.data.split, config.data.reset_attention_mask) == ("0.9,0.1,0", True)
     assert (config.parallel.zero, config.recompute.recompute_granularity) == (2, "full")
+    assert config.log.wandb_project == "mine"
     assert (config.log.run_dir, config.checkpoint.save_interval) == ("./outputs/out", 50)
     for line in (
         "#   base_model: NousResearch/Llama-3.2-1B is not a folder here; download it, and add --load-hf FOLDER",
@@ -199,6 +204,7 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
         "#   num_epochs: lengths are in steps",
         "#   flash_attention: which kernels are used is decided at run time",
         "#   odd_key: it is not known here",
+        "#   wandb_watch: W&B reads its other settings from its environment",
     ):
         assert line in text
 

@@ -174,6 +174,10 @@ def test_a_suggestion_is_close_and_of_the_same_words(name: str, meant: str | Non
 def test_quotes_that_a_script_leaves_are_taken_off() -> None:
     assert read("""--split "'99,1,0'" """).config.data.split == "99,1,0"
     assert read("""--split='"99,1,0"'""").config.data.split == "99,1,0"
+    one_word = read_config([*BASE, "--split '99,1,0'", "--lr  3e-4", "--sample-prompt=--a b"]).config
+    assert (one_word.data.split, one_word.optimizer.lr) == ("99,1,0", 3e-4)
+    assert one_word.log.sample_prompt == "--a b"
+    assert problems([*BASE, "--split '99"])[0].startswith('split="\'99" must be up to three parts')
     assert read("""--sample-prompt "'quoted'" """).config.log.sample_prompt == "'quoted'"
 
 

@@ -42,6 +42,9 @@ RULES: dict[str, Rule] = {
     "context_parallel_size": field("context_parallel_size"),
     "sequence_parallel_degree": field("context_parallel_size"),
     "dp_replicate_size": field("num_distributed_optimizer_instances"),
+    "wandb_project": field("wandb_project"),
+    "wandb_name": field("wandb_exp_name"),
+    "wandb_entity": field("wandb_entity"),
     **dict.fromkeys(("num_epochs", "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), _EPOCHS),
     **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), _DATA),
     **dict.fromkeys(("adapter", "peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), _LORA),
@@ -116,14 +119,11 @@ _OWN = (
 def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = None) -> Imported:
     """Settings of a config.yml in `folder`; `dp` is the data-parallel size, from which the batch follows."""
     found = Imported()
-    for prefix, rule in (("lora_", _LORA), ("wandb_", dropped("add --wandb-project, if this version has it"))):
-        named = [key for key in values if key.startswith(prefix) and key not in RULES and key not in FIELDS]
-        apply(found, {key: values[key] for key in named}, dict.fromkeys(named, rule))
-    own = {key: value for key, value in values.items() if key in FIELDS and key.startswith("wandb_")}
-    apply(found, own, {key: field(key) for key in own})
-    taken = {*found.left_out, *own, *_OWN}
-    rest = {key: value for key, value in values.items() if key not in taken and value is not False}
-    apply(found, {k: _numeric(k, v) for k, v in rest.items() if not k.startswith(("lora_", "wandb_"))}, RULES)
+    rules = dict(RULES)
+    for prefix, rule in (("lora_", _LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
+        rules |= {key: rule for key in values if key.startswith(prefix) and key not in RULES}
+    rest = {key: value for key, value in values.items() if key not in _OWN and value is not False}
+    apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
     _model(found, folder)
     _batch(found, values, dp)
     _optimizer(found, values)

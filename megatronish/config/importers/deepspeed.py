@@ -250,7 +250,5 @@ def _records(found: Imported, values: Mapping[str, Any]) -> None:
     if board.get("enabled") and board.get("output_path"):
         found.set("tensorboard_dir", str(board["output_path"]))
     if wandb.get("enabled"):
-        if "wandb_project" in FIELDS and wandb.get("project"):
-            found.set("wandb_project", str(wandb["project"]))
-        else:
-            found.leave_out("wandb", "add --wandb-project, if this version has it")
+        names = {"project": field("wandb_project"), "team": field("wandb_entity"), "group": _NOT_THERE}
+        apply(found, {key: value for key, value in wandb.items() if key != "enabled"}, names, within="wandb.")
