@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatronish.config.model import ModelConfig
-from megatronish.formats.megatron.arguments import check_counterpart
+from megatronish.formats.megatron.our_arguments import check_counterpart
 from megatronish.formats.weights import Description, TensorRule
 from megatronish.sharding import Cut, Piece, Sharding
 
