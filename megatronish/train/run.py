@@ -52,7 +52,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
 def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] = lambda _note: None) -> Mesh:
     """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected."""
     parallel = config.parallel
-    store = meeting_store(parallel.device, place, timeout_minutes=parallel.distributed_timeout_minutes)
+    store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)
