@@ -118,8 +118,8 @@ def one_builder(path: Path, *, patience_seconds: float = 600.0) -> Iterator[None
     """Let one process at a time build `path`, over all machines that share its folder, as far as that has locks.
 
     The first process enters at once; those that come while it builds enter when it has left or has died, all of them
-    together: each looks whether the file is there now. No process waits longer than `patience_seconds`, or where no lock
-    can be made, in a read-only folder for example.
+    together: each looks whether the file is there now. No process waits longer than `patience_seconds`, or where no
+    lock can be made, in a read-only folder for example.
     """
     lock = path.with_name(f"{path.name}.lock")
     try:

@@ -5,6 +5,7 @@ differently. Ranks that a plain start forked see the same, so each decides by it
 rank sees what its launcher shows it, so they tell each other in the store in which they meet anyway.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatronish.errors import UserError
+from megatronish.errors import RunError, UserError
 from megatronish.launch.place import Place
 
 
@@ -61,12 +62,26 @@ def choose_device(
     return ChosenDevice(torch.device("cuda", index))
 
 
-def meeting_store(wanted: str, place: Place, *, timeout_minutes: float = 10.0) -> dist.Store | None:
-    """The store in which ranks agree on their device, and then meet; None where each can tell by itself."""
-    if wanted != "auto" or place.rendezvous is None or place.rendezvous.startswith("file://"):
+def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store | None:
+    """The store in which the ranks of another launcher meet, and first agree on their device; None for other ranks.
+
+    RunError if its port is in use, or if rank 0 cannot be reached.
+    """
+    if place.rendezvous is None or place.rendezvous.startswith("file://"):
         return None
     timeout = timedelta(minutes=timeout_minutes)
-    store, _rank, _world_size = next(dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout))
+    try:
+        meeting = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
+        store, _rank, _world_size = next(meeting)
+    except dist.DistNetworkError as error:
+        where = place.rendezvous
+        if where == "env://":
+            where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"the ranks cannot meet at {where}: {reason}; if the port is in use, export another MASTER_PORT to all "
+            "ranks; if rank 0 cannot be reached, export as MASTER_ADDR a name of its machine that the others know"
+        ) from error
     store.set_timeout(timeout)
     return store
 
@@ -77,7 +92,7 @@ def _has_own_device(place: Place, device_count: int) -> bool:
 
 def _count_lacking(place: Place, store: dist.Store | None, *, has_own: bool, identity: str | None) -> int:
     """Number of ranks of the run that have no device of their own. Two that see the same one device share it."""
-    if store is None:
+    if store is None:  # ranks that see the same
         return 0 if has_own else place.world_size
     if has_own and identity is not None and store.add(f"device/{identity}", 1) > 1:
         has_own = False

@@ -62,7 +62,7 @@ def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] =
     """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected."""
     parallel = config.parallel
     set_determinism(config.training)  # before the device is used
-    store = meeting_store(parallel.device, place, timeout_minutes=parallel.distributed_timeout_minutes)
+    store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -172,6 +173,21 @@ def test_ranks_of_another_launcher_agree_on_the_cpu(tmp_path: Path) -> None:
             jobs.append(stack.enter_context(started(argv, tmp_path, plant=show_devices, plant_args=(count, own))))
         assert [job.wait() for job in jobs] == [0, 0], [job.told for job in jobs]
         assert "note: device: the CPU, because 2 ranks need as many GPUs" in jobs[0].output
+
+
+def test_a_port_that_is_in_use_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = run_job(tiny(tmp_path / "run", "--tp 2"), tmp_path, plant=show_devices, plant_args=(0, own))
+    assert done.status == 1
+    sentence = f"rank 0 failed: the ranks cannot meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: "
+    assert sentence in done.errors
+    assert "if the port is in use, export another MASTER_PORT" in done.errors
+    assert "Traceback" not in done.errors
 
 
 def test_cuda_with_too_few_gpus_stays_an_error(tmp_path: Path) -> None:
