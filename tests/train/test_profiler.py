@@ -148,7 +148,9 @@ def test_the_memory_history_is_written_at_the_end_and_at_an_error(
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", calls.function("record"))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.function("dump"))
     path = tmp_path / "new" / "rank_3_memory.pickle"
-    walk(MemoryHistory(path, device=torch.device("cuda"), is_main=False), range(1, 3))
+    ended = MemoryHistory(path, device=torch.device("cuda"), is_main=False)
+    walk(ended, range(1, 3))
+    ended.on_error(cast(Trainer, None), RuntimeError("a later hook failed"))
     failing = MemoryHistory(path, device=torch.device("cuda"), is_main=False)
     failing.start(cast(Trainer, None))
     failing.on_error(cast(Trainer, None), torch.OutOfMemoryError())
