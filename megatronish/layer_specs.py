@@ -7,10 +7,11 @@ from specs, and costs (parameters, FLOPs, memory, the split over pipeline stages
 a module, and a test that holds one to the other (tests/costs/test_layer_costs.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatronish.config.model import Activation, ModelConfig
+from megatronish.config.names import BLOCK_NAMES, options_of
 from megatronish.layer_costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
@@ -120,8 +121,17 @@ class MixedModelConfig(ModelConfig):
         assert len(self.layers) == self.num_layers, f"{len(self.layers)} specs for num_layers={self.num_layers}"
 
 
+def transformer_layers(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Layers of --block transformer: one as the options of the config say, over and over."""
+    return (LayerSpec.of(model),) * model.num_layers
+
+
+LAYERS: dict[str, Callable[..., Sequence[LayerSpec]]] = {"transformer": transformer_layers}
+"""Specs of all layers of a model, by --block. Keyword arguments are the options of the name in `BLOCK_NAMES`."""
+
+
 def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
-    """Every layer of a model, first layer first: those that are given, or one as the options say, over and over."""
+    """Every layer of a model, first layer first: those that are given, or those of its kind of block."""
     if isinstance(model, MixedModelConfig):
         return model.layers
-    return (LayerSpec.of(model),) * model.num_layers
+    return LAYERS[model.block](model, **options_of(BLOCK_NAMES, model.block, model.block_args))

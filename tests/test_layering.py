@@ -30,7 +30,7 @@ ROWS = (
     ("checkpoint",),
     ("formats",),
     ("train",),
-    ("inference",),
+    ("inference", "plugins"),
 )
 ROW_OF = {part: number for number, row in enumerate(ROWS) for part in row}
 

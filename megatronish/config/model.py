@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatronish.config.marks import REQUIRED, TRAINING_ONLY, at_least, at_most, fraction, greater_than
+import tyro
+
+from megatronish.config.marks import REQUIRED, TRAINING_ONLY, NamedIn, at_least, at_most, fraction, greater_than
+from megatronish.config.names import BLOCK_NAMES, in_braces
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
 """Nonlinearity of an MLP; swiglu is gated, gelu_tanh is GELU in its tanh form."""
@@ -57,6 +60,10 @@ class ModelConfig:
     """Added to the variance under the root."""
     apply_layernorm_1p: bool = False
     """Norm weights are stored as w - 1 (so that weight decay and zero initialisation pull towards 1)."""
+    block: Annotated[str, NamedIn(BLOCK_NAMES), tyro.conf.arg(metavar=in_braces(BLOCK_NAMES))] = "transformer"
+    """What a layer is: attention and an MLP, each on a normalised copy of the residual stream; or a plug-in's."""
+    block_args: tuple[str, ...] = ()
+    """Options of a plug-in's block: option=value ..."""
     swiglu: bool = False
     """Gated MLP: silu(gate) * up."""
     squared_relu: bool = False

@@ -14,6 +14,7 @@ from megatronish.config.config import Config
 from megatronish.config.derive import derive
 from megatronish.config.fields import FIELDS, SECTIONS, read_fields, with_fields
 from megatronish.config.files import missing_files
+from megatronish.config.plugins import import_plugins
 from megatronish.config.settings import Setting, Settings, read_command_line, read_file
 from megatronish.config.settle import merge, settle
 from megatronish.config.starting import ReadStart, Start, contradictions, stretched, tokenizer_named_by
@@ -62,6 +63,11 @@ def read_config(
 
     # Settings as values: flags override the file, and of settings that exclude each other one is left.
     merged = merge(file=file.settings, typed=line.flags.settings)
+    # Plug-ins come before any value is read: what they register are valid names.
+    try:
+        found_plugins = import_plugins(merged.settings["plugin"].values if "plugin" in merged.settings else ())
+    except UserError as error:
+        raise ConfigError([str(error), *file.problems, *line.flags.problems, *merged.problems]) from error
     values, type_errors = _values(merged.settings)
     settled = settle({name: merged.settings[name] for name in values}, values)
     given = {name: values[name] for name in settled.settings}
@@ -91,7 +97,7 @@ def read_config(
         raise ConfigError(problems)
     idle = [f"{name} (by {winner})" for name, winner in settled.idle.items()]
     idle_line = [f"idle in {path}: {', '.join(idle)}"] if idle else []
-    notes = [*idle_line, *file.notes, *line.flags.notes, *derived.notes]
+    notes = [*found_plugins, *idle_line, *file.notes, *line.flags.notes, *derived.notes]
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)
@@ -136,7 +142,8 @@ def _values(settings: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, 
     for name, setting in settings.items():
         alone = _parse([setting])
         if alone is None:
-            type_errors[name] = f"{setting.spelled}: {name} must be {FIELDS[name].wants}"
+            remedy = "; others are those of plug-ins (--plugin)" if FIELDS[name].is_extensible else ""
+            type_errors[name] = f"{setting.spelled}: {name} must be {FIELDS[name].wants}{remedy}"
         else:
             values |= alone
     return values, type_errors

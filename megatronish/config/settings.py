@@ -69,7 +69,9 @@ def read_file(path: Path) -> Settings:
     """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
     found = Settings([], [], [], set())
     for section, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        if not isinstance(entries, dict):
+        if section == "plugin" and not isinstance(entries, dict):  # it comes before all sections, and may stand there
+            _read_entry(found, section="plugins", key=section, value=entries)
+        elif not isinstance(entries, dict):
             _stray(found, section)
         elif section not in SECTIONS:
             nearest = difflib.get_close_matches(section, SECTIONS, n=1)

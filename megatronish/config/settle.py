@@ -1,9 +1,10 @@
 """Resolution of settings that exclude each other: a flag wins over the file; two flags, or two keys, are an error."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import FIELDS
+from megatronish.config.marks import ADDS_UP
 from megatronish.config.settings import Setting
 
 Values = Mapping[str, Any]
@@ -61,18 +62,37 @@ class Settled(NamedTuple):
     problems: list[str]
 
 
-def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
-    """One setting for each field. Two different values of a field in one source are a problem."""
+def merge(*, file: Sequence[Setting], typed: Sequence[Setting]) -> Settled:
+    """One setting for each field. Two values of a field in one source are a problem, except for lists that add up."""
     merged: dict[str, Setting] = {}
     problems = []
     for source in (file, typed):
         mine: dict[str, Setting] = {}
         for setting in source:
+            if ADDS_UP in FIELDS[setting.field].marks:
+                continue
             before = mine.setdefault(setting.field, setting)
             if before.values != setting.values:
                 problems.append(f"{before.spelled} contradicts {setting.spelled}; leave one of them out")
         merged |= mine
-    return Settled(merged, {}, problems)
+    return Settled(merged | _added_up([*file, *typed]), {}, problems)
+
+
+def _added_up(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """One setting for each list that adds up: what the file has, then what each flag adds, without repetitions."""
+    lists: dict[str, list[Setting]] = {}
+    for setting in settings:
+        if ADDS_UP in FIELDS[setting.field].marks:
+            lists.setdefault(setting.field, []).append(setting)
+    return {
+        field: Setting(
+            field,
+            tuple(dict.fromkeys(value for part in parts for value in part.values)),
+            " ".join(part.spelled for part in parts),
+            any(part.typed for part in parts),
+        )
+        for field, parts in lists.items()
+    }
 
 
 def settle(settings: dict[str, Setting], values: Values) -> Settled:

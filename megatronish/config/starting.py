@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from megatronish.config.dump import section_of
 from megatronish.config.fields import FIELDS
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.model import ModelConfig
@@ -57,7 +58,9 @@ def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
     data = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
     source = f"--use-checkpoint-args of {folder}"
     seq_length = config["training"]["seq_length"]
-    return Start(source, ModelConfig(**config["model"]), state["vocab_size"], seq_length, located(data, folder))
+    return Start(
+        source, section_of(ModelConfig, config["model"]), state["vocab_size"], seq_length, located(data, folder)
+    )
 
 
 def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -33,8 +33,9 @@ from megatronish.checkpoint.tensors import (
 )
 from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
-from megatronish.config.dump import resolved
+from megatronish.config.dump import resolved, section_of
 from megatronish.config.model import ModelConfig
+from megatronish.config.names import BLOCK_NAMES
 from megatronish.config.starting import TOKENIZER, located
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
@@ -74,9 +75,10 @@ def description_of(folder: Path) -> Description:
     state = read_state(folder)
     try:
         config = state["config"]
+        _refuse_unknown_block(config, folder)
         data = data_of(config["data"], folder)
         return Description(
-            model=ModelConfig(**config["model"]),
+            model=section_of(ModelConfig, config["model"]),
             vocab_size=state["vocab_size"],
             seq_length=config["training"]["seq_length"],
             data=data,
@@ -90,10 +92,23 @@ def description_of(folder: Path) -> Description:
         raise DamagedError(folder, f"its config is not one of this version ({error})") from error
 
 
+def _refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
+    """UserError, with the plug-ins of the run, for a block that none of those that are imported has registered.
+
+    A checkpoint runs no code by itself: what it names is imported when the user names it too.
+    """
+    block = config["model"].get("block", "transformer")
+    if block not in BLOCK_NAMES:
+        plugins = " ".join(config.get("plugins", {}).get("plugin", [])) or "MODULE"
+        raise UserError(
+            f"{folder} is of a model with block={block}, which a plug-in of its run registers; add --plugin {plugins}, "
+            "which runs the code of that plug-in"
+        )
+
+
 def data_of(saved: Mapping[str, Any], folder: Path) -> DataConfig:
     """Data section of a checkpoint's config; tokenizer files that lie in its folder are named with their full paths."""
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    return DataConfig(**located(values, folder))
+    return section_of(DataConfig, located(saved, folder))
 
 
 def _files_of(data: DataConfig, folder: Path) -> dict[str, Path]:

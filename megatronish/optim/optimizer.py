@@ -1,10 +1,11 @@
 """The optimizer of a rank: fp32 masters and the update rule of --optimizer, for any compute precision."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from megatronish.config.names import OPTIMIZER_NAMES, options_of
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.mesh import Domain
 from megatronish.optim.adam import AdamW
@@ -14,7 +15,7 @@ from megatronish.optim.sgd import SGD
 from megatronish.sharding import Shard, Sharding
 
 OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
-"""The optimizers of --optimizer."""
+"""The optimizers of --optimizer, under the names of `OPTIMIZER_NAMES`, which has their memory and their options."""
 
 
 def optimizer_line(config: OptimizerConfig, masters_on: torch.device) -> str:
@@ -44,7 +45,9 @@ class Optimizer:
         for name, master in masters.items():
             master.grad = gradients[name]
         self.masters = masters
-        self.update = OPTIMIZERS[config.optimizer](Masters(masters, shards, shardings, domains, device), config)
+        make: Callable[..., Update] = OPTIMIZERS[config.optimizer]
+        options = options_of(OPTIMIZER_NAMES, config.optimizer, config.optimizer_args)
+        self.update = make(Masters(masters, shards, shardings, domains, device), config, **options)
         self.state = self.update.state
         self._num_steps = 0
 

@@ -9,7 +9,7 @@ import torch
 
 from megatronish.config.model import ModelConfig
 from megatronish.mesh import Mesh, TensorParallel
-from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.block import MakeBlock
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.pipeline.stages import Stages
@@ -35,10 +35,13 @@ def build_stage(
     num_positions: int,
     sequence_parallel: bool = False,
     execution: Execution | None = None,
-    make_block: MakeBlock = TransformerBlock,
+    make_block: MakeBlock | None = None,
     device: torch.device | None = None,
 ) -> ModelStage:
-    """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device."""
+    """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device.
+
+    `make_block` None makes the blocks that the config names.
+    """
     places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
     with device or mesh.device:
         model = GPT(

@@ -14,8 +14,10 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatronish.checkpoint.checksums import DamagedError
+from megatronish.config.dump import section_of
 from megatronish.config.fields import FIELDS
 from megatronish.config.model import ModelConfig
+from megatronish.config.plugins import module_name
 from megatronish.config.starting import function_of
 from megatronish.errors import UserError
 
@@ -85,14 +87,23 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two resolved configs differ, {section.field: (saved, now)}."""
+    """Fields in which two resolved configs differ, {section.field: (saved, now)}.
+
+    A field that an older version did not have is at its default there.
+    """
     found = {}
     for section in sorted(saved.keys() | now.keys()):
-        before, after = saved.get(section, {}), now.get(section, {})
+        before, after = _defaults(section) | saved.get(section, {}), now.get(section, {})
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
                 found[f"{section}.{name}"] = (before.get(name), after.get(name))
     return found
+
+
+def _defaults(section: str) -> dict[str, Any]:
+    """Defaults of a section's fields, as a resolved config has them."""
+    defaults = {name: field.default for name, field in FIELDS.items() if field.section == section}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -103,6 +114,7 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         for name, (before, after) in changed.items()
         if name.startswith("model.") or name in FIXED
     ]
+    problems += _missing_plugins(saved["config"], now["config"])
     if saved["vocab_size"] != now["vocab_size"]:
         problems.append(f"the vocabulary was {saved['vocab_size']} and is {now['vocab_size']}")
     if saved["eod"] != now["eod"]:
@@ -118,6 +130,13 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
+def _missing_plugins(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Complaints about plug-ins that the run had and has not; one that lies elsewhere now is the same by its name."""
+    before, after = (config.get("plugins", {}).get("plugin", []) for config in (saved, now))
+    present = set(map(module_name, after))
+    return [f"it had --plugin {each}, which is missing" for each in before if module_name(each) not in present]
+
+
 def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Path) -> None:
     """UserError if the config computes with the weights of `source` something else than they were trained for.
 
@@ -125,7 +144,7 @@ def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source:
     """
     try:
         before, after = (
-            function_of(ModelConfig(**config["model"]), seq_length=config["training"]["seq_length"])
+            function_of(section_of(ModelConfig, config["model"]), seq_length=config["training"]["seq_length"])
             for config in (saved, now)
         )
     except TypeError as error:

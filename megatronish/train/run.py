@@ -12,6 +12,7 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
+from megatronish.config.plugins import import_plugins
 from megatronish.launch.device import choose_backend, choose_device
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
@@ -23,6 +24,7 @@ from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.profile import ProfileSchedule
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
+from megatronish.train.hooks.table import hooks_of
 from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.job import TrainingJob
 from megatronish.train.resume import begin
@@ -50,6 +52,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
 
 def start_mesh(config: Config, place: Place) -> Mesh:
     """Mesh of the config, on this rank's device."""
+    import_plugins(config.plugins.plugin)  # where ranks are spawned and not forked, each for itself
     parallel = config.parallel
     device = choose_device(parallel.device, place)
     backend = choose_backend(parallel.distributed_backend, device)
@@ -146,7 +149,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
                 board=board,
             )
         )
-    return [*hooks, save]
+    return [*hooks, *hooks_of(job), save]
 
 
 def _say_nothing(*_: Any) -> None:

@@ -8,10 +8,10 @@ up-projection are two tensors there and one here. RoPE turns the two halves of a
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,13 +140,16 @@ def config_json(description: Description) -> dict[str, Any]:
 
 
 def _base(description: Description) -> str:
-    return "transformer" if config_json(description)["model_type"] == "gpt2" else "model"
+    return _tensors_of(description).base
 
 
 def rules(description: Description) -> list[TensorRule]:
     """Rules for all tensors of a model, embedding first. UserError if transformers has no such model."""
-    make = _gpt2 if _base(description) == "transformer" else _llama
-    return list(make(description.model))
+    return list(_tensors_of(description).rules(description.model))
+
+
+def _tensors_of(description: Description) -> "FamilyTensors":
+    return FAMILY_TENSORS[config_json(description)["model_type"]]
 
 
 def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -168,18 +171,19 @@ def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -
 # GPT-2
 
 
-def _gpt2(model: ModelConfig) -> Iterator[TensorRule]:
+def gpt2_tensors(model: ModelConfig) -> Iterator[TensorRule]:
+    """Rules of GPT-2's tensors, embedding first."""
     yield TensorRule("embedding.tokens.weight", ("transformer.wte.weight",))
     yield TensorRule("embedding.positions.weight", ("transformer.wpe.weight",))
     for n in range(model.num_layers):
         ours, theirs = f"layers.{n}", f"transformer.h.{n}"
-        yield from _same(f"{ours}.attention_norm", f"{theirs}.ln_1", bias=True)
+        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.ln_1", bias=True)
         yield from _transposed(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn")
         yield from _transposed(f"{ours}.attention.out", f"{theirs}.attn.c_proj")
-        yield from _same(f"{ours}.mlp_norm", f"{theirs}.ln_2", bias=True)
+        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.ln_2", bias=True)
         yield from _transposed(f"{ours}.mlp.fc1", f"{theirs}.mlp.c_fc")
         yield from _transposed(f"{ours}.mlp.fc2", f"{theirs}.mlp.c_proj")
-    yield from _same("final_norm", "transformer.ln_f", bias=True)
+    yield from same_tensors("final_norm", "transformer.ln_f", bias=True)
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
 
@@ -193,42 +197,44 @@ def _transposed(ours: str, theirs: str) -> Iterator[TensorRule]:
 # Llama, Mistral, Qwen2, Qwen3
 
 
-def _llama(model: ModelConfig) -> Iterator[TensorRule]:
+def llama_tensors(model: ModelConfig) -> Iterator[TensorRule]:
+    """Rules of the tensors of Llama and its descendants, embedding first."""
     queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
     yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
     for n in range(model.num_layers):
         ours, theirs = f"layers.{n}", f"model.layers.{n}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        yield from _same(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
-        yield from _stacked(
+        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
+        yield from stacked_tensors(
             f"{ours}.attention.qkv",
             [f"{attention}.{name}_proj" for name in "qkv"],
             (queries, keys, keys),
             bias=model.qkv_bias,
         )
         if model.qk_layernorm:
-            yield from _same(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
-            yield from _same(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
-        yield from _same(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.linear_bias)
-        yield from _same(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
-        yield from _stacked(
+            yield from same_tensors(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
+            yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
+        yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.linear_bias)
+        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
+        yield from stacked_tensors(
             f"{ours}.mlp.fc1",
             [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
             (model.ffn_size, model.ffn_size),
             bias=model.linear_bias,
         )
-        yield from _same(f"{ours}.mlp.fc2", f"{mlp}.down_proj", bias=model.linear_bias)
-    yield from _same("final_norm", "model.norm", bias=False)
+        yield from same_tensors(f"{ours}.mlp.fc2", f"{mlp}.down_proj", bias=model.linear_bias)
+    yield from same_tensors("final_norm", "model.norm", bias=False)
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
 
 
-def _same(ours: str, theirs: str, *, bias: bool) -> Iterator[TensorRule]:
+def same_tensors(ours: str, theirs: str, *, bias: bool) -> Iterator[TensorRule]:
+    """Rules of a weight, and of its bias, that are the same tensors here and there."""
     for kind in ("weight", "bias")[: 1 + bias]:
         yield TensorRule(f"{ours}.{kind}", (f"{theirs}.{kind}",))
 
 
-def _stacked(ours: str, theirs: Sequence[str], sizes: Sequence[int], *, bias: bool) -> Iterator[TensorRule]:
+def stacked_tensors(ours: str, theirs: Sequence[str], sizes: Sequence[int], *, bias: bool) -> Iterator[TensorRule]:
     """Rules of one tensor here whose rows are several tensors there, one below the other."""
     for kind in ("weight", "bias")[: 1 + bias]:
         yield TensorRule(
@@ -237,3 +243,22 @@ def _stacked(ours: str, theirs: Sequence[str], sizes: Sequence[int], *, bias: bo
             lambda parts: torch.cat(tuple(parts)),
             partial(torch.split, split_size_or_sections=list(sizes)),
         )
+
+
+class FamilyTensors(NamedTuple):
+    """Tensors of a family: the module of transformers that holds all but the head, and the rules, embedding first."""
+
+    base: str
+    rules: Callable[[ModelConfig], Iterable[TensorRule]]
+
+
+_LLAMA_TENSORS = FamilyTensors("model", llama_tensors)
+
+FAMILY_TENSORS: dict[str, FamilyTensors] = {
+    "gpt2": FamilyTensors("transformer", gpt2_tensors),
+    "llama": _LLAMA_TENSORS,
+    "mistral": _LLAMA_TENSORS,
+    "qwen2": _LLAMA_TENSORS,
+    "qwen3": _LLAMA_TENSORS,
+}
+"""Tensors of the families, by `model_type`, as in `FAMILIES` of families.py."""
