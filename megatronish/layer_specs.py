@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatronish.config.model import Activation, ModelConfig
 from megatronish.config.names import BLOCK_NAMES, options_of
+from megatronish.errors import UserError
 from megatronish.layer_costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
@@ -134,4 +135,9 @@ def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
     """Every layer of a model, first layer first: those that are given, or those of its kind of block."""
     if isinstance(model, MixedModelConfig):
         return model.layers
-    return LAYERS[model.block](model, **options_of(BLOCK_NAMES, model.block, model.block_args))
+    specs = LAYERS[model.block](model, **options_of(BLOCK_NAMES, model.block, model.block_args))
+    if len(specs) != model.num_layers:
+        raise UserError(
+            f"block={model.block} gives {len(specs)} specs for num_layers={model.num_layers}; correct its `layers`"
+        )
+    return specs

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from megatronish.config.plugins import import_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.formats.convert import convert
 
@@ -27,6 +28,8 @@ class Arguments:
     """A Hugging Face folder, or Megatron-LM's, or our run folder, checkpoints folder or one step's folder."""
     save: Path
     """A new folder. In the format megatronish it is a run's `checkpoints` folder, for --load."""
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """megatronish: read this step instead of the newest."""
     vocab_size: int | None = None
@@ -47,6 +50,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Convert, and say what was done."""
+    import_plugins(arguments.plugin)
     reading = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
     writing = {
         "tensor_parallel_size": arguments.target_tensor_parallel_size,

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
 from megatronish.schedule.draw import draw
 from megatronish.schedule.recorded import Recorded
@@ -32,6 +33,8 @@ _WEIGHT_HELP = f"Time of a weight gradient: a part of the backward except in {_S
 class Arguments:
     """Draw a pipeline schedule."""
 
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     schedule: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b"
     stages: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
     """Pipeline stages."""
@@ -99,6 +102,7 @@ def main() -> int:
     """Draw; the exit status, 2 with a message if it cannot be drawn."""
     arguments = tyro.cli(Arguments, description=__doc__)
     try:
+        import_plugins(arguments.plugin)
         refuse_arguments(arguments)
         title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)
     except UserError as error:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megatronish.config.config import Config
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.training import TrainingConfig
 from megatronish.data.collate import Collator
 from megatronish.data.text import TokenizedText, read_text
@@ -45,6 +46,8 @@ class Arguments:
     """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
     json_key: str = "text"
     """Key of the text in each line's JSON object."""
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
     tokenizer_model: Path | None = None
@@ -91,6 +94,7 @@ class Task:
 def prepare(arguments: Arguments, place: Place | None) -> Task:
     """The task of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
+    import_plugins(arguments.plugin)
     found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length
@@ -117,7 +121,8 @@ def prepare(arguments: Arguments, place: Place | None) -> Task:
         seq_length=windows.seq_length,
         micro_batch_size=min(arguments.micro_batch_size, -(-len(windows) // config.layout.dp)),
     )
-    return Task(arguments, found, replace(config, training=training), text, windows)
+    config = replace(config, training=training, plugins=PluginsConfig(arguments.plugin))
+    return Task(arguments, found, config, text, windows)
 
 
 def check(arguments: Arguments) -> None:

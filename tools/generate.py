@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
@@ -20,6 +20,7 @@ import tyro
 
 from megatronish.config.config import Config
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.training import TrainingConfig
 from megatronish.data.preprocess import read_line
 from megatronish.errors import UserError
@@ -38,6 +39,8 @@ class Arguments:
 
     load: Path
     """A run folder, its checkpoints folder or one step's folder."""
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
     tokenizer_model: Path | None = None
@@ -129,6 +132,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 def prepare(arguments: Arguments) -> Task:
     """The task of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
+    import_plugins(arguments.plugin)
     found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(
         ParallelConfig(
@@ -143,6 +147,7 @@ def prepare(arguments: Arguments) -> Task:
             bf16=arguments.bf16,
         ),
     )
+    config = replace(config, plugins=PluginsConfig(arguments.plugin))
     tokenizer = build_tokenizer(found.description.data)
     prompts = arguments.prompt + (read_prompts(arguments.prompts_file) if arguments.prompts_file else ()) or ("\n",)
     tokens = tuple(

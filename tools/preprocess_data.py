@@ -6,11 +6,13 @@ Exit status: 0 done, 1 a failure (a worker was killed, the disk is full), 2 some
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from tqdm import tqdm
 
 from megatronish.config.data import DataConfig
+from megatronish.config.plugins import import_plugins
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.preprocess import Summary, preprocess
 from megatronish.errors import RunError, UserError
@@ -27,6 +29,8 @@ class Arguments:
     """JSON lines files, plain or .gz; every line an object."""
     output_prefix: str
     """PREFIX of the files written."""
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     tokenizer_type: str = "sentencepiece"
     """sentencepiece, huggingface, bytes or null; Megatron's names are accepted too."""
     tokenizer_model: str | None = None
@@ -80,6 +84,7 @@ class Progress:
 
 def main(arguments: Arguments) -> None:
     """Run the tool; the exit status."""
+    import_plugins(arguments.plugin)
     tokenizer = build_tokenizer(
         DataConfig(
             tokenizer_type=tokenizer_type(arguments.tokenizer_type),

@@ -35,8 +35,7 @@ from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
 from megatronish.config.dump import resolved, section_of
 from megatronish.config.model import ModelConfig
-from megatronish.config.names import BLOCK_NAMES
-from megatronish.config.starting import TOKENIZER, located
+from megatronish.config.starting import TOKENIZER, located, refuse_unknown_block
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
@@ -75,7 +74,7 @@ def description_of(folder: Path) -> Description:
     state = read_state(folder)
     try:
         config = state["config"]
-        _refuse_unknown_block(config, folder)
+        refuse_unknown_block(config, folder)
         data = data_of(config["data"], folder)
         return Description(
             model=section_of(ModelConfig, config["model"]),
@@ -90,20 +89,6 @@ def description_of(folder: Path) -> Description:
         raise DamagedError(folder, f"state.json lacks {error.args[0]}") from error
     except TypeError as error:
         raise DamagedError(folder, f"its config is not one of this version ({error})") from error
-
-
-def _refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
-    """UserError, with the plug-ins of the run, for a block that none of those that are imported has registered.
-
-    A checkpoint runs no code by itself: what it names is imported when the user names it too.
-    """
-    block = config["model"].get("block", "transformer")
-    if block not in BLOCK_NAMES:
-        plugins = " ".join(config.get("plugins", {}).get("plugin", [])) or "MODULE"
-        raise UserError(
-            f"{folder} is of a model with block={block}, which a plug-in of its run registers; add --plugin {plugins}, "
-            "which runs the code of that plug-in"
-        )
 
 
 def data_of(saved: Mapping[str, Any], folder: Path) -> DataConfig:

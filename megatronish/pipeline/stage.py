@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from megatronish.config.model import ModelConfig
+from megatronish.errors import UserError
+from megatronish.layer_specs import layer_specs
 from megatronish.mesh import Mesh, TensorParallel
 from megatronish.model.block import MakeBlock
 from megatronish.model.execution import Execution
@@ -55,4 +57,20 @@ def build_stage(
             execution=execution,
             make_block=make_block,
         )
+    if make_block is None and config.block != "transformer":  # the package's own is tested
+        _refuse_wrong_specs(model, tp=mesh.tp.size)
     return ModelStage(model, collect_shardings(model), stages)
+
+
+def _refuse_wrong_specs(model: GPT, *, tp: int) -> None:
+    """UserError for a block of a plug-in whose spec counts other parameters than the block has."""
+    for layer, spec in enumerate(layer_specs(model.config)):
+        if str(layer) not in model.layers:
+            continue
+        has = sum(parameter.numel() for parameter in model.layers[str(layer)].parameters())
+        counted = spec.cost(model.config).parameters.per_rank(tp)
+        if has != counted:
+            raise UserError(
+                f"block={model.config.block} has {has:,} parameters in layer {layer} of a rank, and its spec counts "
+                f"{counted:,}; correct the cost of the spec, which FLOPs and memory are computed from"
+            )
