@@ -199,6 +199,8 @@ def check_counterpart(model: ModelConfig) -> None:
     def refuse(what: str) -> UserError:
         return UserError(f"Megatron-LM has no counterpart for {what}; keep this model in another format")
 
+    if model.block != "transformer":
+        raise refuse(f"block={model.block}")
     if model.activation == "gelu_tanh" and model.disable_bias_linear:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
     if model.rope_scaling == "yarn":

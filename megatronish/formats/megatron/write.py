@@ -55,8 +55,6 @@ def write(
     UserError for a layout that the model cannot be cut into, RunError if the disk is full or fails.
     """
     description, tensors = model
-    if description.model.block != "transformer":
-        raise UserError(f"Megatron-LM has no block={description.model.block}; convert to megatronish or hf")
     _check_layout(description.model, tp_size=tensor_parallel_size, pp_size=pipeline_parallel_size)
     padded = description.model.padded_vocab_size(description.vocab_size, tensor_parallel_size)
     wanted = cuts(description, padded_vocab_size=padded)
