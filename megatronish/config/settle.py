@@ -32,7 +32,7 @@ CONFLICTS = (
     Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
     Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
     Conflict(("load",), ("load_hf",), "a run starts from one model"),
-    Conflict(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
+    Conflict(("mock_data",), ("data_path", "dataset_type", *_SPLIT_DATA), "made-up tokens stand in for files"),
     Conflict(
         ("num_layers_per_virtual_pipeline_stage",),
         ("num_virtual_stages_per_pipeline_rank",),
