@@ -35,6 +35,7 @@ from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
 from megatronish.config.dump import resolved, section_of
 from megatronish.config.model import ModelConfig
+from megatronish.config.plugins import PluginsConfig
 from megatronish.config.starting import TOKENIZER, located, refuse_unknown_block
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
@@ -84,6 +85,7 @@ def description_of(folder: Path) -> Description:
             eod=state["eod"],
             tokenizer_files=_files_of(data, folder),
             origin=state.get("origin", {}),
+            plugins=tuple(config.get("plugins", {}).get("plugin", ())),
         )
     except KeyError as error:
         raise DamagedError(folder, f"state.json lacks {error.args[0]}") from error
@@ -135,6 +137,7 @@ def _state(description: Description) -> dict[str, Any]:
         model=description.model,
         data=description.data,
         training=TrainingConfig(seq_length=description.seq_length),
+        plugins=PluginsConfig(description.plugins),
     )
     return {
         "config": resolved(config),

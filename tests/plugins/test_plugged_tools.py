@@ -4,6 +4,7 @@ Every command here is a process of its own, in which nothing is registered yet.
 """
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 import tyro
 from jobs import run_job, steps_of, tiny
-from plugged import EXAMPLES, plug
+from plugged import EXAMPLES, forgotten, plug
 from saved_runs import read_whole
 from torch import Tensor
 
+from megatronish.config.read import read_config
 from megatronish.errors import UserError
 from megatronish.formats.safetensors import read_folder
+from megatronish.launch.place import Place
+from megatronish.train.run import train
 from tools import convert_checkpoint, draw_schedule, evaluate, generate, preprocess_data, verify_layout
 
 BLOCK = f"{plug('parallel_block')} --block parallel"
@@ -120,6 +124,8 @@ def test_conversion_keeps_the_block_or_refuses_it(tmp_path: Path, run: Path) -> 
     }
     after = read_whole(tmp_path / "ours" / "step_00000000")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    asked = run_job(["--load", str(tmp_path / "ours"), "--device", "cpu"], tmp_path, main=generate.main)
+    assert f"add --plugin {EXAMPLES / 'parallel_block.py'}, which runs that code" in asked.errors
 
 
 def test_a_schedule_of_a_plug_in_is_verified_and_drawn(tmp_path: Path) -> None:
@@ -142,6 +148,20 @@ def test_a_schedule_that_hangs_is_refused_with_its_picture(tmp_path: Path) -> No
     flags = f"--plugin {tmp_path / 'no_backward.py'} --pipeline-schedule reversed-gpipe --pp 2"
     ended = run_job(tiny(tmp_path / "run", flags), tmp_path)
     assert ended.status == 2, ended
+    assert "pipeline_schedule=reversed-gpipe cannot run 4 micro-batches on 2 stages" in ended.errors
+
+
+def train_from_file(argv: list[str]) -> int:
+    """A rank that was spawned and not forked: it has a pickled config, and imported no plug-in."""
+    return train(pickle.loads(Path(argv[0]).read_bytes()), [], Place())
+
+
+def test_a_spawned_rank_imports_the_plug_ins_itself(tmp_path: Path) -> None:
+    with forgotten():
+        config = read_config(tiny(tmp_path / "run", f"{BLOCK} --train-iters 1")).config
+    (tmp_path / "config").write_bytes(pickle.dumps(config))
+    ended = run_job([str(tmp_path / "config")], tmp_path, main=train_from_file)
+    assert ended.status == 0, ended
 
 
 def test_a_tokenizer_of_a_plug_in_goes_all_the_way(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from plugged import EXAMPLES, TABLES, forgotten, plug
 from megatronish import plugins
 from megatronish.config.check import problems
 from megatronish.config.dump import to_toml
-from megatronish.config.names import OPTIMIZER_NAMES
+from megatronish.config.names import OPTIMIZER_NAMES, Choice, options_of, options_of_each
 from megatronish.config.read import ConfigError, ReadConfig, read_config
+from megatronish.data.datasets import build_datasets
+from megatronish.data.mock import MockSamples
 from megatronish.errors import UserError
 from megatronish.optim.sgd import SGD
 
@@ -165,6 +167,40 @@ def test_a_wrong_option_is_a_sentence(flags: str, sentence: str) -> None:
 def test_options_of_what_has_none_are_a_sentence() -> None:
     assert told("--optimizer-args beta1=0.5") == "optimizer_args: beta1=0.5 is no option of adam; leave it out"
     assert told("--hook-args every=5") == "hook_args: every=5 is no option of any name; leave it out"
+
+
+def test_an_option_has_the_type_of_its_default(tmp_path: Path) -> None:
+    options = {"rate": 0.5, "every": 10, "on": True, "word": "a"}
+    table = {"mine": Choice(options), "other": Choice({"every": 1})}
+    words = ["rate=1e-3", "on=false", "word=x=y"]
+    assert options_of(table, "mine", words) == {"rate": 1e-3, "every": 10, "on": False, "word": "x=y"}
+    each = options_of_each(table, ["other", "mine"], ["every=7"])
+    assert each == {"other": {"every": 7}, "mine": {**options, "every": 7}}
+    for word, wanted in (("every=1.5", "a whole number, such as 10"), ("on=1", "true or false, such as true")):
+        with pytest.raises(UserError, match=f"{word} must be {wanted}"):
+            options_of(table, "mine", [word])
+    assert options == {"rate": 0.5, "every": 10, "on": True, "word": "a"}
+
+
+def test_a_kind_of_data_may_need_no_path_and_gives_every_split(tmp_path: Path) -> None:
+    text = """
+from megatronish.data.mock import MockSamples
+from megatronish.plugins import register_dataset
+
+def open_counted(source, settings, *, seed):
+    assert source.path == "" and source.part == (0.0, 1.0)
+    return MockSamples(name=source.name, seq_length=settings.seq_length, seed=seed, vocab_size=9, eod=8)
+
+register_dataset("counted", open_counted, needs_path=False, options={"seed": 1})
+"""
+    plugin = write(tmp_path, "counted_data.py", text)
+    flags = f"--plugin {plugin} --dataset-type counted --dataset-args seed=5 --tokenizer-type null --vocab-size 9"
+    data = read_config(tiny(tmp_path, "", data=flags)).config.data
+    found = build_datasets(data, seq_length=4, seed=3, vocab_size=9, eod=8)
+    names = [each.name for each in (found.train, *found.valid.values(), found.test) if each is not None]
+    assert names == ["training", "validation", "test"]
+    assert found.train.identity == MockSamples(name="training", seq_length=4, seed=5, vocab_size=9, eod=8).identity
+    assert "--mock-data contradicts --dataset-type counted: made-up tokens stand in for files" in told(flags)
 
 
 # registration
