@@ -32,7 +32,7 @@ RTOL = 1e-5
 LION = f"{plug('lion')} --optimizer lion --optimizer-args beta1=0.8 --lr 1e-3 --weight-decay 0.1"
 SCHEDULE = f"{plug('reversed_gpipe')} --num-layers 4 --global-batch-size 8 --optimizer sgd"
 Z_LOSS = f"{plug('z_loss')} --objective z_loss --objective-args coefficient=0.1 --optimizer sgd"
-BLOCK = f"{plug('parallel_block')} --block parallel --block-args scale=0.5 --optimizer sgd"
+BLOCK = f"{plug('parallel_block')} --block parallel --block-args scale=0.5 --optimizer sgd --init-method-std 0.2"
 EVERYTHING = (
     f"{plug('lion', 'reversed_gpipe', 'z_loss', 'parallel_block', 'early_stop')} --optimizer lion --lr 1e-3 "
     "--objective z_loss --block parallel --hook early_stop --num-layers 4"
@@ -224,6 +224,11 @@ def test_a_hook_stops_a_run_which_is_saved_there(tmp_path: Path) -> None:
     best = lines_of(tmp_path / "best.jsonl")
     assert [line["step"] for line in best] == list(range(1, last))
     assert all(line["params_norm"] > 0 for line in best)
+
+
+def test_a_hook_is_called_before_the_step_is_saved(tmp_path: Path) -> None:
+    train_on_ranks(tiny(tmp_path, f"{plug('early_stop')} --hook early_stop --train-iters 2 --save-interval 1"))
+    assert state_of(tmp_path, 1)["hooks"]["early_stop"]["best_step"] == 1
 
 
 # data
