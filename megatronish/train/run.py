@@ -149,7 +149,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
                 board=board,
             )
         )
-    return [*hooks, *hooks_of(job), save]
+    return [*hooks, *hooks_of(log, job), save]
 
 
 def _say_nothing(*_: Any) -> None:

@@ -25,6 +25,9 @@ from megatronish.layer_specs import LAYERS, LayerSpec, layer_specs
 from megatronish.layers.cross_entropy import VocabParallelLogits
 from megatronish.mesh import Axis, Mesh
 from megatronish.model.gpt import GPT
+from megatronish.optim.masters import Masters
+from megatronish.optim.optimizer import OPTIMIZERS
+from megatronish.sharding import Sharding
 from megatronish.train.build import build_engine
 
 RTOL = 1e-5
@@ -90,26 +93,33 @@ def test_a_run_with_plug_ins_goes_on_in_another_layout(tmp_path: Path) -> None:
         assert [pytest.approx(line, rel=RTOL) for line in theirs] == mine
 
 
+def test_options_reach_what_is_built() -> None:
+    assert run_ranks(1, _built_options)[0] == [0.8, 0.99, 0.5, 0.1]
+
+
+def _built_options(_place: Place) -> list[float]:
+    flags = f"{LION} {plug('z_loss', 'parallel_block')} --objective z_loss --objective-args coefficient=0.1"
+    config = read_config(tiny(Path("never-written"), f"{flags} --block parallel --block-args scale=0.5"))[0]
+    engine: Any = build_engine(config, Mesh.start(), vocab_size=101)
+    (scale,) = set(engine.stage.model.layers["1"].scale.tolist())
+    return [*engine.optimizer.update.betas, scale, engine.objective.coefficient]
+
+
 # the optimizer
 
 
-def test_lion_steps_by_the_sign_of_its_interpolated_momentum(tmp_path: Path) -> None:
+def test_lion_steps_by_the_sign_of_its_interpolated_momentum() -> None:
     seen = run_ranks(1, _lion_step)[0]
     assert seen == pytest.approx([1.0 * (1 - 0.1 * 0.5) - 0.1, 1.0 + 0.1, 0.01 * 2.0], rel=1e-6)
 
 
 def _lion_step(_place: Place) -> list[float]:
     """A weight and a bias of one, gradients 2 and -2: both after a step, and the momentum of the first."""
-    from megatronish.optim.optimizer import OPTIMIZERS
-    from megatronish.sharding import Sharding
-
     config, _ = read_config(tiny(Path("never-written"), LION))
     parameters = {name: torch.nn.Parameter(torch.ones(1)) for name in ("weight", "bias")}
     for parameter, gradient in zip(parameters.values(), (2.0, -2.0), strict=True):
         parameter.grad = torch.tensor([gradient])
     shardings = {"weight": Sharding((1, 1)), "bias": Sharding((1,))}
-    from megatronish.optim.masters import Masters
-
     masters = Masters(parameters, {}, shardings, {}, torch.device("cpu"))
     lion: Any = OPTIMIZERS["lion"]
     update = lion(masters, config.optimizer, beta1=0.9, beta2=0.99)
