@@ -1,6 +1,8 @@
 """Lion, an optimizer (Chen et al. 2023, arXiv:2302.06675): steps by the sign of an interpolated momentum.
 
-python pretrain_gpt.py --plugin examples/plugins/lion.py --optimizer lion --optimizer-args beta1=0.95 ...
+    python pretrain_gpt.py --plugin examples/plugins/lion.py --optimizer lion --optimizer-args beta1=0.95 ...
+
+The paper takes a third to a tenth of Adam's learning rate, and three to ten times its weight decay.
 """
 
 import torch

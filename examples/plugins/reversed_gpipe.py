@@ -1,7 +1,8 @@
 """GPipe with its backwards in reverse order, a pipeline schedule: the last micro-batch comes back first.
 
-python pretrain_gpt.py --plugin examples/plugins/reversed_gpipe.py --pp 4 --pipeline-schedule reversed-gpipe ...
-python tools/draw_schedule.py --plugin examples/plugins/reversed_gpipe.py --schedule reversed-gpipe
+    python pretrain_gpt.py --plugin examples/plugins/reversed_gpipe.py --pp 4 --pipeline-schedule reversed-gpipe ...
+
+As in GPipe, every stage holds the activations of all micro-batches at once.
 """
 
 from megatronish.plugins import register_schedule
