@@ -36,7 +36,6 @@ def import_plugins(plugins: Iterable[str]) -> list[str]:
 
     UserError for one that is not found, and for one that fails, with the file and the line of its own error.
     """
-    _make_importable(Path.cwd())
     return [f"plug-in {plugin}: {_import(plugin)}" for plugin in plugins]
 
 
@@ -52,10 +51,10 @@ def _import(plugin: str) -> str:
         raise UserError(f"--plugin {plugin} is no module; write my.module, or the path of a file that ends in .py")
     if path is not None and not path.is_file():
         raise UserError(f"--plugin {plugin} does not exist; correct the path")
-    if path is not None:
-        if "." in name:
-            raise UserError(f"--plugin {plugin} has a dot in its name, as no module has; rename the file")
-        _make_importable(path.parent)
+    if path is not None and "." in name:
+        raise UserError(f"--plugin {plugin} has a dot in its name, as no module has; rename the file")
+    for folder in (Path.cwd(), *(() if path is None else (path.parent,))):
+        _make_importable(folder)
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(name)

@@ -1,5 +1,6 @@
 """Tests of --plugin: what may be named, what is registered, and the sentence for everything that is wrong."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,6 +84,13 @@ def test_hooks_of_several_flags_are_called_in_their_order(tmp_path: Path) -> Non
     text = "from megatronish.plugins import register_hook\nfor name in 'abc': register_hook(name, print)"
     plugin = write(tmp_path, "three_hooks.py", text)
     assert read(f"--plugin {plugin} --hook c a --hook b").config.log.hook == ("c", "a", "b")
+
+
+def test_without_plug_ins_nothing_becomes_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    read("")
+    assert sys.path == before
 
 
 # what is wrong
