@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatronish.config.marks import at_least, at_most, greater_than
+from megatronish.config.marks import ADDS_UP, NamedIn, at_least, at_most, greater_than
+from megatronish.config.names import HOOK_NAMES
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ class LogConfig:
     """Lines of the console. auto: compact on a terminal, else Megatron-LM's line, which a rank's log always has."""
     progress_bar: Literal["auto", "on", "off"] = "auto"
     """auto: on a terminal."""
+    hook: Annotated[tuple[str, ...], NamedIn(HOOK_NAMES), ADDS_UP] = ()
+    """Hooks of plug-ins, in their order: called at each step after evaluation and before saving."""
+    hook_args: tuple[str, ...] = ()
+    """Options of these hooks: option=value ..., for each hook that has the option."""
     sample_prompt: str | None = None
     """After training, print what the model writes after this text."""
     sample_tokens: Annotated[int, at_least(1), at_most(2**31 - 1)] = 200
