@@ -14,23 +14,30 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare, micro_batches
-from megatronish.data.mock import MockSamples
+from megatronish import (
+    Attention,
+    BatchShare,
+    Collator,
+    ColumnParallelLinear,
+    Config,
+    Context,
+    CoreAttention,
+    Mesh,
+    MockSamples,
+    ModelConfig,
+    Norm,
+    OptimizerConfig,
+    ParallelConfig,
+    Place,
+    RowParallelLinear,
+    TensorParallel,
+    TrainingConfig,
+    build_engine,
+    leave,
+    micro_batches,
+)
 from megatronish.launch.local import launch
-from megatronish.launch.place import Place
 from megatronish.layer_specs import layer_specs
-from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.layers.norm import Norm
-from megatronish.mesh import Mesh, TensorParallel, leave
-from megatronish.model.attention import Attention, CoreAttention
-from megatronish.model.context import Context
-from megatronish.train.build import build_engine
 
 # The config, by sections, whose fields are those of the flags: how many ranks, which model, how large a batch is.
 PARALLEL = ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2)

@@ -10,7 +10,7 @@ a module, and a test that holds one to the other (tests/costs/test_layer_costs.p
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatronish.config.model import Activation, ModelConfig
+from megatronish.config.model import Activation, ModelConfig, SoftmaxType
 from megatronish.layer_costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
@@ -27,6 +27,9 @@ class AttentionSpec:
     """Each head's queries and keys are normalised."""
     qkv_bias: bool = True
     out_bias: bool = True
+    rotary: bool = True
+    """Queries and keys are turned, in a model with RoPE."""
+    softmax: SoftmaxType = "vanilla"
 
     @property
     def sections(self) -> tuple[int, int, int]:
@@ -48,6 +51,7 @@ class AttentionSpec:
             norms=norms if self.qk_norm else (),
             cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
             kept=Count(split=queries + keys + values),
+            vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
         )
 
 
@@ -58,21 +62,35 @@ class MLPSpec:
     ffn_size: int
     activation: Activation = "gelu"
     bias: bool = True
+    up_offset: float = 0.0
+    """Added to the up-projection of a gated MLP."""
+    clamp: float | None = None
+    """Bound of a gated MLP on gate (from above) and up-projection (on both sides)."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "quick_geglu")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the activation is the usual one of its name, without offset and clamp."""
+        return self.up_offset == 0 and self.clamp is None
 
     @property
     def sections(self) -> tuple[int, ...]:
         """Features of the first product: those of the gate and of the up-projection, or the latter alone."""
-        return (self.ffn_size,) * (2 if self.activation == "swiglu" else 1)
+        return (self.ffn_size,) * (2 if self.is_gated else 1)
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """Kept besides the inputs of linear layers: the activation's input, and SwiGLU's activated gate."""
+        """Kept besides the inputs of linear layers: the activation's input, and plain SwiGLU's activated gate."""
         features = sum(self.sections)
         return LayerCost(
             linears=(
                 LinearShape(model.hidden_size, features, "column", self.bias),
                 LinearShape(self.ffn_size, model.hidden_size, "row", self.bias),
             ),
-            kept=Count(split=features + (self.ffn_size if self.activation == "swiglu" else 0)),
+            kept=Count(split=features + (self.ffn_size if self.activation == "swiglu" and self.is_plain else 0)),
         )
 
 
@@ -84,19 +102,27 @@ class LayerSpec:
     mlp: MLPSpec
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "LayerSpec":
-        """The layer that the options of a config describe."""
+    def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> "LayerSpec":
+        """A layer as the options of a config describe it, with the window and with RoPE or without."""
         return cls(
             AttentionSpec(
                 num_heads=model.num_attention_heads,
                 num_kv_heads=model.num_kv_heads,
                 head_size=model.head_size,
-                window=model.window_size,
+                window=model.window_size if windowed else None,
                 qk_norm=model.qk_layernorm,
                 qkv_bias=model.qkv_bias,
                 out_bias=model.linear_bias,
+                rotary=rotary,
+                softmax=model.softmax_type,
             ),
-            MLPSpec(ffn_size=model.ffn_size, activation=model.activation, bias=model.linear_bias),
+            MLPSpec(
+                ffn_size=model.ffn_size,
+                activation=model.activation,
+                bias=model.linear_bias,
+                up_offset=model.glu_linear_offset if model.is_gated else 0.0,
+                clamp=model.activation_func_clamp_value if model.is_gated else None,
+            ),
         )
 
     def cost(self, model: ModelConfig) -> LayerCost:
@@ -121,7 +147,12 @@ class MixedModelConfig(ModelConfig):
 
 
 def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
-    """Every layer of a model, first layer first: those that are given, or one as the options say, over and over."""
+    """Every layer of a model, first layer first: those that are given, or as the options say.
+
+    The options give all layers one spec, but for window and RoPE, which patterns may leave out of some layers.
+    """
     if isinstance(model, MixedModelConfig):
         return model.layers
-    return (LayerSpec.of(model),) * model.num_layers
+    kinds = list(zip(model.windowed_layers, model.rotated_layers, strict=True))
+    specs = {kind: LayerSpec.of(model, windowed=kind[0], rotary=kind[1]) for kind in set(kinds)}
+    return tuple(specs[kind] for kind in kinds)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,9 @@ class Domain:
     """Reduction domain: the groups of ranks that sum the gradients of some parameters. A `Sharding` names its domain.
 
     The ranks of `shard` share what ZeRO shards (one rank without ZeRO), those of `replicate` hold copies of it;
-    together they are all data ranks of the domain. `model` has the axes that may cut a parameter, by name. `embedding`
-    joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard` as torch's
-    `fully_shard` wants it, with ZeRO-3.
+    together they are all data ranks of the domain (dp x cp). `model` has the axes that may cut a parameter, by name.
+    `embedding` joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard`
+    as torch's `fully_shard` wants it, with ZeRO-3.
     """
 
     name: str = "dense"
@@ -59,7 +60,11 @@ class Domain:
 
     @property
     def counting_axes(self) -> tuple[Axis, ...]:
-        """Axes over which the elements that ranks count differ: those of its shards and cuts."""
+        """Axes over which a count is summed: `shard`, whose parts are disjoint, and every model axis.
+
+        Of the copies that model ranks hold `Sharding.is_counted` leaves one. `replicate` is no such axis: its ranks
+        hold the same and would count it again.
+        """
         return self.shard, *self.model.values()
 
     @property
@@ -107,6 +112,7 @@ class Mesh:
         *,
         device: torch.device | None = None,
         backend: str = "gloo",
+        store: dist.Store | None = None,
     ) -> "Mesh":
         """The mesh of a config on the rank at `place`, by default the only one."""
         place = place or Place()
@@ -116,6 +122,7 @@ class Mesh:
             parallel.layout,
             rank=place.rank,
             init_method=place.rendezvous,
+            store=store,
             device=device,
             backend=backend,
             timeout_minutes=parallel.distributed_timeout_minutes,
@@ -131,6 +138,7 @@ class Mesh:
         *,
         rank: int = 0,
         init_method: str | None = None,
+        store: dist.Store | None = None,
         device: torch.device | None = None,
         backend: str = "gloo",
         timeout_minutes: float = 10.0,
@@ -140,16 +148,16 @@ class Mesh:
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
-        `init_method` is `env://` or `file://PATH`, as torch.distributed has it. `copies` is the number of groups that
+        `init_method` is `env://` or `file://PATH`, as torch.distributed has it; a `store` that is open takes its place.
+        `copies` is the number of groups that
         shard what ZeRO shards. `embedding_stages` hold the first and the last position of the model.
         """
         layout = layout or Layout()
         device = device or torch.device("cpu")
         timeout = timedelta(minutes=timeout_minutes)
         if layout.world_size > 1:
-            dist.init_process_group(
-                backend, init_method=init_method, rank=rank, world_size=layout.world_size, timeout=timeout
-            )
+            meeting: dict[str, Any] = {"init_method": init_method} if store is None else {"store": store}
+            dist.init_process_group(backend, rank=rank, world_size=layout.world_size, timeout=timeout, **meeting)
         elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         axis = partial(new_axis, rank=rank, timeout=timeout)

@@ -6,7 +6,11 @@ keyed by the parameter's full name, never by the Parameter object (wrappers repl
 
     pieces        the rectangles of the global tensor that a rank holds
     sums_over     the axes over which a gradient is summed besides those of the data ranks
-    is_counted    the one rule for norms, checkpoints and Muon: of ranks that hold the same elements, one counts them
+    is_counted    of the model ranks and stages that hold the same elements, the one that counts them (norms, Muon,
+                  checkpoints)
+
+Data ranks are no part of `is_counted`: shards are disjoint, and replicas are left out by `Domain.counting_axes` (norms)
+or take turns (checkpoints). The whole rule stands in `global_norm` (optim/global_norm.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,8 +24,11 @@ from torch import Tensor, nn
 from megatronish.mesh import Axis, Domain
 from megatronish.streams import normal_rectangle
 
-Role = Literal["matrix", "embedding", "head", "vector", "router", "adapter"]
+Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "adapter"]
 """What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone.
+
+The norms of queries and keys, which are vectors, decay if --apply-wd-to-qk-layernorm says so. Word embedding and head
+have a learning rate of their own with --decoupled-lr.
 
 No layer of the package is a router or an adapter yet; one from outside may be.
 """
@@ -112,7 +119,12 @@ class Sharding:
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: to all except norms and biases."""
-        return self.role != "vector"
+        return self.role not in ("vector", "qk_norm")
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether the parameter is the word embedding or the output layer."""
+        return self.role in ("embedding", "head")
 
     @property
     def num_elements(self) -> int:
@@ -142,12 +154,13 @@ class Sharding:
     def is_counted(self, domain: Domain) -> bool:
         """Whether this rank's elements count where every element must count once over the model axes and stages.
 
-        Of the ranks that hold a copy, the first one counts it: rank 0 of every model axis that does not cut the
-        parameter, and the first of the two stages that hold a tied embedding.
+        Of the model ranks that hold the same elements, the first counts them: rank 0 of every model axis that does not
+        cut the parameter, and the first of the two stages that hold a tied embedding. Replicas on data ranks are not
+        told apart here: see `Domain.counting_axes`.
         """
-        copies = [axis for name, axis in domain.model.items() if name not in self.cut_axes]
-        copies += [domain.embedding] if self.tied else []
-        return all(axis.is_first for axis in copies)
+        uncut = [axis for name, axis in domain.model.items() if name not in self.cut_axes]
+        uncut += [domain.embedding] if self.tied else []
+        return all(axis.is_first for axis in uncut)
 
 
 def _runs(size: int, sections: tuple[int, ...], axis: Axis) -> Iterator[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face tokenizers, bytes, numbers.
+"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face, tiktoken, bytes, numbers.
 
 Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Only `encode_marked`, for
 prompts that are written so, reads them, and adds what the tokenizer puts around a text: a first token, say. Decoding
@@ -19,6 +19,7 @@ import tokenizers
 from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.errors import UserError
+from megatronish.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
 SPACE_MARK = "\u2581"
@@ -35,6 +36,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any special token. ValueError for a lone surrogate, which is no text."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, as `encode` gives them; ValueError if one of them is no text."""
+        return [self.encode(text) for text in texts]
 
     def encode_marked(self, text: str) -> list[int]:
         """Ids of `text` with the special tokens that it spells, and those that the tokenizer itself puts around it."""
@@ -130,7 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, or of GPT-2's vocab.json and merges.txt."""
+    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, of GPT-2's two files, or of a tiktoken file."""
 
     def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
         self._model = model
@@ -169,6 +174,18 @@ class HuggingFaceTokenizer(Tokenizer):
         model.add_special_tokens([model.id_to_token(eod)])
         return cls(model, eod=eod)
 
+    @classmethod
+    def from_tiktoken(cls, path: Path, data: DataConfig) -> "HuggingFaceTokenizer":
+        """Tokenizer of a tiktoken file, a JSON list or lines of base64."""
+        model = read_tiktoken(
+            path,
+            pattern=data.tiktoken_pattern,
+            special_tokens=data.tiktoken_special_tokens,
+            num_special_tokens=data.tiktoken_num_special_tokens,
+            vocab_size=data.vocab_size,
+        )
+        return cls(model, eod=_find_eod(model.token_to_id, path))
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._take_text_as_it_is()
@@ -182,6 +199,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         _check_unicode(text)
         return list(self._model.encode(text, add_special_tokens=False).ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without the offsets that the library else keeps: a fifth less time for equal tokens."""
+        for text in texts:
+            _check_unicode(text)
+        return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_marked(self, text: str) -> list[int]:
         _check_unicode(text)
@@ -258,6 +281,8 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
     path = Path(data.tokenizer_model)
     if not path.exists():
         raise UserError(f"--tokenizer-model {path} does not exist; check the path")
+    if kind == "tiktoken":
+        return HuggingFaceTokenizer.from_tiktoken(path, data)
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)
 
 

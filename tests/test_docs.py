@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from megatronish.commands.main import run as run_command
+from megatronish.commands.table import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config
@@ -54,6 +56,20 @@ def of_script(start: str) -> list[list[str]]:
     return found
 
 
+def of_command() -> list[list[str]]:
+    """The commands in which the installed `megatronish` runs, each from its subcommand on, under a launcher too."""
+    found = []
+    for words in COMMANDS:
+        before = ["", *words]  # `--from megatronish` is the value of a flag, `-m megatronish` the program
+        places = [
+            i
+            for i, word in enumerate(words)
+            if word == "megatronish" and not before[i].startswith("--") and words[i + 1 :]
+        ]
+        found += [words[place + 1 :] for place in places[:1]]
+    return found
+
+
 def run(words: list[str]) -> str:
     """What a script prints."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
@@ -71,21 +87,29 @@ def world_size(words: list[str]) -> int | None:
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
-    known = ("make", "python", "torchrun", "srun", "awk")
+    known = ("make", "python", "torchrun", "srun", "megatronish", "pip", "MEGATRONISH_BUILD_KERNELS=1", "awk")
     assert len(COMMANDS) > 10
     assert not [words for words in COMMANDS if words[0] not in known]
-    scripts = [words for words in COMMANDS if words[0] not in ("make", "awk")]  # tests/test_tutorial.py runs the latter
-    checked = of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/")
+    # tests/test_tutorial.py runs awk
+    scripts = [words for words in COMMANDS if words[0] not in ("make", "awk") and "pip" not in words[:2]]
+    checked = of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/") + of_command()
     builds = of_script("setup")  # tests/kernels/test_kernels_build.py
     assert len(scripts) == len(checked + builds)
+    assert not [words for words in of_command() if words[0] not in {*COMMANDS_OF_MEGATRONISH, "--version"}]
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if "pretrain_gpt.py" in words], ids=" ".join)
+def training() -> list[list[str]]:
+    """The commands that train, by the script or by `megatronish pretrain`."""
+    return [words for words in COMMANDS if {"pretrain_gpt.py", "pretrain"} & set(words) and words[0] != "make"]
+
+
+@pytest.mark.parametrize("words", training(), ids=" ".join)
 def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     problems: list[str] = []
+    program = "pretrain_gpt.py" if "pretrain_gpt.py" in words else "pretrain"
     try:
-        read_config(words[words.index("pretrain_gpt.py") + 1 :], world_size=world_size(words), read_start=read_start)
+        read_config(words[words.index(program) + 1 :], world_size=world_size(words), read_start=read_start)
     except ConfigError as error:
         problems = error.problems
     assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here
@@ -100,6 +124,31 @@ def help_of(script: str) -> str:
 def test_every_tool_knows_the_flags_it_is_shown_with(words: list[str]) -> None:
     known = set(re.findall(r"--[\w-]+", help_of(words[0])))
     assert not {word for word in words[1:] if word.startswith("--")} - known
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in of_command() if words[0] in COMMANDS_OF_MEGATRONISH], ids=" ".join
+)
+def test_every_command_knows_the_flags_it_is_shown_with(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_command([words[0], "--help"])
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert not {word for word in words[1:] if word.startswith("--")} - known
+
+
+def test_the_table_of_commands_is_current() -> None:
+    page = (ROOT / "docs" / "RUNNING.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `megatronish ([\w-]+)` \| `([\w/.]+)` \|", page, re.MULTILINE))
+    assert list(rows) == list(COMMANDS_OF_MEGATRONISH)
+    for name, script in rows.items():
+        assert f"`megatronish {name}`" in (ROOT / script).read_text()
+
+
+def test_every_extra_is_explained() -> None:
+    page = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
+    extras = re.search(r"extras_require=\{(.*?)\},\n", (ROOT / "setup.py").read_text(), re.DOTALL)
+    assert extras is not None
+    assert not [name for name in re.findall(r'"([\w-]+)": \[', extras[1]) if f'pip install ".[{name}]"' not in page]
 
 
 def test_every_make_target_that_is_named_exists() -> None:
@@ -117,7 +166,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 
 LAUNCHERS = {"nproc-per-node", "nnodes", "ntasks", "gpus-per-node", "gpus-per-task", "signal", "rdzv-endpoint"}
-OTHER_PROGRAMS = {f"--{name}" for name in LAUNCHERS | {"shm-size", "logdir", "index-url", "inplace", "pid"}}
+OTHER_PROGRAMS = {f"--{name}" for name in LAUNCHERS | {"shm-size", "logdir", "index-url", "inplace", "pid", "editable"}}
 """Flags of launchers, pip and the like."""
 
 OTHER_FLAGS_IN = ("COMING_FROM.md", "CONVERT.md", "DESIGN.md", "FLAGS.md", "GLOSSARY.md", "BENCHMARKS.md", "LOG.md")

@@ -1,4 +1,4 @@
-"""Check of a whole config: every field by itself, then the rules over several fields.
+"""Check of a whole config whose values have their types (read.py): what is missing, ranges, rules over several fields.
 
 The range of a field stands on the field (`marks.py`), the rules of a section in the file of that name in `rules/`.
 """

@@ -1,9 +1,10 @@
 """Section [data] of a config: data files, their split, and the tokenizer."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megatronish.config.marks import at_least, at_most
 from megatronish.config.tokenizer_names import TokenizerType
@@ -16,7 +17,7 @@ class DataConfig:
     """Data files, splits and the tokenizer."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split."""
+    """PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split. PREFIX[0:0.9]: 90 % of it."""
     train_data_path: tuple[str, ...] = ()
     """Like --data-path, for training alone."""
     valid_data_path: tuple[str, ...] = ()
@@ -42,11 +43,17 @@ class DataConfig:
     tokenizer_type: TokenizerType = "sentencepiece"
     """Megatron's names (GPTSentencePieceTokenizer, HuggingFaceTokenizer, ...) are accepted too."""
     tokenizer_model: str | None = None
-    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder)."""
+    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None
     """vocab.json of a GPT-2 tokenizer, with --merge-file."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
+    """How a tiktoken tokenizer splits text into words: Megatron-LM's two ways, GPT-2's, or GPT-4's and Llama 3's."""
+    tiktoken_num_special_tokens: Annotated[int, at_least(1), at_most(2**31 - 1)] = 1000
+    """Special tokens that come first in a tiktoken vocabulary of JSON."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Names of a tiktoken tokenizer's special tokens. Derived: <unk> <s> </s> ..., or <|endoftext|> for a text file."""
     vocab_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """True vocabulary. Derived from the tokenizer."""
 
@@ -58,6 +65,8 @@ def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
     is written ./12. ValueError where weights and prefixes do not alternate, or the weights make no sense.
     """
     numbers = [_as_number(value) for value in values]
+    for value in values:
+        split_part(value)
     if all(number is None for number in numbers):
         return [(None, value) for value in values]
     pairs = list(zip(numbers[::2], values[1::2], strict=False))
@@ -71,6 +80,20 @@ def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
         raise ValueError(f"{text!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
     return pairs
+
+
+def split_part(path: str) -> tuple[str, tuple[float, float]]:
+    """PREFIX[0.2:0.9] -> (PREFIX, (0.2, 0.9)), the documents from a fifth up to nine tenths; without it all of them.
+
+    ValueError for a part that is empty, or outside 0 to 1.
+    """
+    found = re.fullmatch(r"(.+)\[([^:\[\]]*):([^:\[\]]*)\]", path)
+    if found is None:
+        return path, (0.0, 1.0)
+    start, end = _as_number(found[2]), _as_number(found[3])
+    if start is None or end is None or not 0 <= start < end <= 1:
+        raise ValueError(f"{path!r} must have a part between 0 and 1, as in {found[1]}[0:0.9]")
+    return found[1], (start, end)
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

@@ -11,10 +11,11 @@ SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1",
 
 
 class Field(NamedTuple):
-    """Field of a section. `type` is the bare type, without Annotated and None."""
+    """Field of a section. `type` is the bare type of its `annotation`, without Annotated and None."""
 
     name: str
     section: str
+    annotation: Any
     type: Any
     default: Any
     marks: tuple[Any, ...]
@@ -51,7 +52,9 @@ class Field(NamedTuple):
             return "one of " + one_of(self.choices)
         if get_origin(self.type) is tuple:
             parts = get_args(self.type)
-            return "a list of texts" if parts[-1] is Ellipsis else f"{len(parts)} whole numbers"
+            if parts[-1] is Ellipsis:
+                return "a list of whole numbers" if parts[0] is int else "a list of texts"
+            return f"{len(parts)} whole numbers"
         return SAMPLE_VALUES.get(self.type, "true or false")
 
 
@@ -75,7 +78,8 @@ def _fields() -> dict[str, Field]:
         annotated = get_type_hints(section_type, include_extras=True)
         for field in dataclasses.fields(section_type):
             marks = getattr(annotated[field.name], "__metadata__", ())
-            found[field.name] = Field(field.name, section, _bare(plain[field.name]), field.default, marks)
+            types = (annotated[field.name], _bare(plain[field.name]))
+            found[field.name] = Field(field.name, section, *types, field.default, marks)
     return found
 
 

@@ -36,6 +36,10 @@ class ParallelConfig:
     """Interleave: each stage holds so many chunks."""
     pipeline_split: Literal["even", "auto"] = "even"
     """even: equal stages, as far as they can be; auto: the slowest stage is as fast as can be, head counted."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as one layer of the even split."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The head counts as one layer of the even split."""
     decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Layers of the first stage; the others share the rest."""
     decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
@@ -95,6 +99,11 @@ class ParallelConfig:
         """Stage of ZeRO, 0 to 3."""
         return self.zero_stage if self.zero_stage is not None else int(self.use_distributed_optimizer)
 
+    @property
+    def ends_in_split(self) -> tuple[int, int]:
+        """1 for each of embedding and head that counts as a layer of the even split, else 0."""
+        return int(self.account_for_embedding_in_pipeline_split), int(self.account_for_loss_in_pipeline_split)
+
     def num_chunks(self, num_layers: int) -> int:
         """Model chunks on each pipeline stage."""
         return SCHEDULES[self.schedule].num_chunks or self.num_virtual_chunks(num_layers)
@@ -103,5 +112,5 @@ class ParallelConfig:
         """Model chunks on each stage by the fields for virtual stages alone."""
         if self.num_layers_per_virtual_pipeline_stage is not None:
             layers_of_a_round = self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage
-            return max(1, num_layers // layers_of_a_round)
+            return max(1, (num_layers + sum(self.ends_in_split)) // layers_of_a_round)
         return self.num_virtual_stages_per_pipeline_rank or 1

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from megatronish.errors import UserError
 
-TokenizerType = Literal["sentencepiece", "huggingface", "bytes", "null"]
+TokenizerType = Literal["sentencepiece", "huggingface", "tiktoken", "bytes", "null"]
 
 MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "SentencePieceTokenizer": "sentencepiece",
@@ -14,6 +14,8 @@ MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "Llama2Tokenizer": "sentencepiece",
     "HuggingFaceTokenizer": "huggingface",
     "GPT2BPETokenizer": "huggingface",
+    "PretrainedFromHF": "huggingface",
+    "TikTokenizer": "tiktoken",
     "NullTokenizer": "null",
 }
 

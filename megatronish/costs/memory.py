@@ -13,10 +13,11 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatronish.config.config import Config
+from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
 from megatronish.costs.parameters import parameters_of_stage
-from megatronish.layer_costs import Count, DeviceType, LayerCost, sum_counts
+from megatronish.layer_costs import Count, DeviceType, LayerCost, NormShape, sum_counts
 from megatronish.layer_specs import layer_specs
 from megatronish.layout import Layout
 
@@ -113,7 +114,29 @@ def _activations(config: Config, device: DeviceType) -> Activations:
         sequence_parallel=parallel.sequence_parallel,
         recompute=config.recompute,
         device=device,
+        embedding_bytes=_embedding_bytes(config.model, element_bytes, device),
+        bias_bytes=0 if is_ring else _bias_bytes(config, element_bytes),
+        shares_bias=not config.data.reset_attention_mask,
     )
+
+
+def _embedding_bytes(model: ModelConfig, element_bytes: int, device: DeviceType) -> int:
+    """Bytes a token that the norm after the embedding keeps."""
+    norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
+    return norm.saved_bytes(element_bytes=element_bytes, device=device).total if model.embed_layernorm else 0
+
+
+def _bias_bytes(config: Config, element_bytes: int) -> int:
+    """Bytes a token of ALiBi's biases, S of each head: a square for all samples, or, with documents, one for each.
+
+    Of a rank that trades heads for the sequence they are those of its heads, over the tokens of its part.
+    """
+    model, training = config.model, config.training
+    if model.position_embedding_type != "alibi":
+        return 0
+    samples = 1 if config.data.reset_attention_mask else training.micro_batch_size
+    heads = model.num_attention_heads // config.layout.tp
+    return heads * training.seq_length * element_bytes // samples
 
 
 def _num_moments(optimizer: Literal["adam", "sgd", "muon"], count: int, in_matrices: int) -> int:

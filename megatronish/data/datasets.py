@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatronish.config.data import DataConfig, parse_blend, parse_split
+from megatronish.config.data import DataConfig, parse_blend, parse_split, split_part
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.mock import open_mock_samples
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, OpenDataset
@@ -18,12 +18,25 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WHOLE = (0.0, 1.0)
 DATASETS: dict[str, OpenDataset] = {"pretrain": open_gpt_samples, "mock": open_mock_samples}
-"""Functions that open data sets, by kind. A new kind is one line here, and a flag that `kind_of` reads."""
+"""Functions that open data sets, by kind.
+
+A new kind: a line here, a field in config/data.py, a branch in `kind_of`. Files other than .bin/.idx pairs:
+`_missing_data` of config/files.py. No files at all: whatever reads `mock_data`.
+"""
 
 
 def kind_of(data: DataConfig) -> str:
     """The kind of data sets that a config asks for: a key of DATASETS."""
     return "mock" if data.mock_data else "pretrain"
+
+
+def _source(name: str, path: str, part: tuple[float, float]) -> DatasetSource:
+    """Source of a path: `part` of the part that the path itself names, as in PREFIX[0:0.9]."""
+    prefix, (start, end) = split_part(path)
+    if part == WHOLE:
+        return DatasetSource(name, prefix, (start, end))
+    first, last = (start + (end - start) * fraction for fraction in part)
+    return DatasetSource(name, prefix, (first, last))
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,7 @@ class _Reader:
     def blend(self, paths: Sequence[str], *, name: str, part: tuple[float, float] = WHOLE) -> Dataset:
         """Several files by weight; without weights in proportion to their samples."""
         pairs = [(weight, path) for weight, path in parse_blend(paths) if weight != 0]
-        members = [self.open(DatasetSource(name, path, part), self.settings) for _, path in pairs]
+        members = [self.open(_source(name, path, part), self.settings) for _, path in pairs]
         if len(members) == 1:
             return members[0]
         weights = [
@@ -67,11 +80,10 @@ class _Reader:
     def each(self, paths: Sequence[str], *, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:
         """Each file by itself, under its name, or under its whole path where two files have one name."""
         paths = [path for _, path in parse_blend(paths)]
-        names = [Path(path).name for path in paths]
+        names = [Path(split_part(path)[0]).name for path in paths]
         names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
         return {
-            name: self.open(DatasetSource(name, path, part), self.settings)
-            for name, path in zip(names, paths, strict=True)
+            name: self.open(_source(name, path, part), self.settings) for name, path in zip(names, paths, strict=True)
         }
 
     def valid(self, paths: Sequence[str], *, multiple: bool, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:

@@ -37,7 +37,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {code: np.dtype(name) for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LARGEST_LENGTH = 2**31 - 1
-REMEDY = "copy both files again or run tools/preprocess_data.py again"
+REMEDY = "copy both files again or run megatronish preprocess again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -88,7 +88,7 @@ class IndexedTokens:
         magic, version, code, num_sequences, num_indices = HEADER.unpack(head)
         if magic != MAGIC or version != 1:
             raise UserError(
-                f"{path} is not an index in Megatron's MMIDIDX format, version 1; make it with tools/preprocess_data.py"
+                f"{path} is not an index in Megatron's MMIDIDX format, version 1; make it with megatronish preprocess"
             )
         if code not in DTYPES or DTYPES[code].kind == "f":
             raise UserError(f"{path} has dtype code {code}, which is no integer type of tokens; {REMEDY}")
@@ -177,7 +177,7 @@ def _missing_remedy(prefix: str) -> str:
     near = sorted(Path(prefix).parent.glob(f"{Path(prefix).name}*.idx"))
     if near and str(near[0])[:-4] != prefix:
         return f"did you mean {str(near[0])[:-4]}?"
-    return "check the path (it is a prefix: P for P.bin and P.idx) or make the files with tools/preprocess_data.py"
+    return "check the path (it is a prefix: P for P.bin and P.idx) or make the files with megatronish preprocess"
 
 
 class IndexedWriter:

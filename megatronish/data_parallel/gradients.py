@@ -4,12 +4,13 @@ A gradient is final once each of its sources has delivered for the last time. A 
 the rank's chunks: (0, "B") is the backward of chunk 0, from which autograd's hooks report, (0, "W") its weight
 gradients, which report themselves (`weight_gradient_ready`). A tied embedding can have two: the backward of the chunk
 that embeds and the weight gradients of the chunk that ends the model. The reduction of a full bucket starts at once, in
-the bucket's turn (the order must be the same on every rank), and `finish` waits for what is still in progress.
+the bucket's turn (the order must be the same on every rank), and `finish_reduction` waits for what is in progress.
 
 What is reduced (Rajbhandari et al. 2020, arXiv:1910.02054), over the data ranks of the bucket's domain: over the ranks
 that *shard* a bucket a reduce-scatter, after which each holds the sum of its own part; then over the ranks that hold
 *replicas* of these an all-reduce of the part. Plain data parallelism has replicas alone, ZeRO-1 shards alone, its
-hybrid both.
+hybrid both. At last `finish_reduction` sums over tp what is partial there, and over two stages what is tied
+(`Sharding.sums_over`).
 
 ZeRO-2 keeps no more of the gradients than this rank's part. A bucket's buffer lives from the first gradient that
 arrives in a backward until it is reduced, after every backward, and the parts add up over the micro-batches.
@@ -46,7 +47,7 @@ class Bucket:
 class GradientBuckets:
     """The gradients of one rank's parameters, accumulated in fp32 over the micro-batches of a step.
 
-    `parts` says of each bucket what this rank keeps of it, [size / shard], summed once `finish` has returned.
+    `parts` says of each bucket what this rank keeps of it, [size / shard], summed once `finish_reduction` has returned.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class GradientBuckets:
         if not self.keeps_whole:
             bucket.flat, bucket.views = None, {}
             while len(self._reducing) >= MAX_PENDING:
-                self._add_up(*self._reducing.popleft())
+                self._take_in(*self._reducing.popleft())
         self._reducing.append((bucket, pending))
 
     def _is_one_all_reduce(self, bucket: Bucket) -> bool:
@@ -186,7 +187,7 @@ class GradientBuckets:
         """Buckets of this step (ZeRO-2: of this backward) whose reduction has begun."""
         return self._num_queued - len(self._queue)
 
-    def _add_up(self, bucket: Bucket, pending: comm.Pending) -> None:
+    def _take_in(self, bucket: Bucket, pending: comm.Pending) -> None:
         """Take what has arrived into the part."""
         arrived = pending.wait()
         if not self.keeps_whole:
@@ -194,23 +195,23 @@ class GradientBuckets:
         elif self.reduce_dtype != bucket.part.dtype:
             bucket.part.copy_(arrived)
 
-    def finish(self) -> None:
+    def finish_reduction(self) -> None:
         """Returns once every part is summed over all that it must be summed over."""
         # 1. Over the ranks that shard a bucket (or, not sharded, over all replicas).
         self._reduce_all()
         while self._reducing:
-            self._add_up(*self._reducing.popleft())
+            self._take_in(*self._reducing.popleft())
         # 2. Over the replicas of a shard, all buckets at once.
         replicated = [
             bucket
             for bucket in self.buckets
             if bucket.plan.domain.replicate.size > 1 and not self._is_one_all_reduce(bucket)
         ]
-        sums = [
+        under_way = [
             comm.start_all_reduce(bucket.part.to(self.reduce_dtype), bucket.plan.domain.replicate)
             for bucket in replicated
         ]
-        for bucket, pending in zip(replicated, sums, strict=True):
+        for bucket, pending in zip(replicated, under_way, strict=True):
             bucket.part.copy_(pending.wait())
         # 3. Over tp where each rank has a part of the gradient, and over both holders of a tied embedding.
         for bucket in self.buckets:

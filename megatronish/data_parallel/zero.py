@@ -76,7 +76,7 @@ class Zero:
 
     def finish_reduction(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
-        self.buckets.finish()
+        self.buckets.finish_reduction()
         self._offloaded.start()
 
     def scale(self, factor: float) -> None:

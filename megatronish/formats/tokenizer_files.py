@@ -29,7 +29,12 @@ def in_folder(folder: Path) -> dict[str, Path]:
 
 
 def files_of(data: DataConfig) -> dict[str, Path]:
-    """Tokenizer files that a config names, by their standard names; files that are missing are left out."""
+    """Tokenizer files that a config names, by their standard names; files that are missing are left out.
+
+    A tiktoken file has no standard name that other programs would read.
+    """
+    if data.tokenizer_type == "tiktoken":
+        return {}
     files: dict[str, Path] = {}
     model = Path(data.tokenizer_model) if data.tokenizer_model else None
     if data.tokenizer_type == "sentencepiece" and model is not None:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.place import Place
 
 
@@ -59,6 +60,7 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
         time.sleep(1.0 if place.rank == 0 else 1.5)
     if ending.message:
         print(failure(place, ending.message), file=sys.stderr, flush=True)
+        report_to_torchrun(failure(place, ending.message))
     if place.world_size > 1 and ending.status != 0:
         sys.stdout.flush()
         os._exit(ending.status)  # leaving in good order could wait for the peers
@@ -149,6 +151,18 @@ def _descriptors_at(log: TextIO) -> Iterator[None]:
             os.close(old)
 
 
+class Shown(str):
+    """A line as the terminal shows it; a log of the rank keeps it as `logged`."""
+
+    logged: str
+
+    def __new__(cls, text: str, *, logged: str) -> "Shown":
+        """Make the text of the terminal."""
+        line = super().__new__(cls, text)
+        line.logged = logged
+        return line
+
+
 class _Copied:
     """A stream that is the terminal in every respect, if there is one, but leaves a copy of what is written in a log.
 
@@ -162,7 +176,7 @@ class _Copied:
     def write(self, text: str) -> int:
         if self._terminal is None or not text.startswith("\r"):  # a progress bar that draws itself anew
             with contextlib.suppress(OSError):
-                self._log.write(text)
+                self._log.write(text.logged if isinstance(text, Shown) else text)
         return len(text) if self._terminal is None else self._terminal.write(text)
 
     def flush(self) -> None:

@@ -28,6 +28,12 @@ class Masters:
     shardings: Mapping[str, Sharding]
     domains: Mapping[str, Domain]
     device: torch.device
+    decays_qk_norms: bool = False
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay applies to a master."""
+        sharding = self.shardings[name]
+        return sharding.decays or (self.decays_qk_norms and sharding.role == "qk_norm")
 
     def only(self, names: Collection[str]) -> "Masters":
         """The masters and shardings of these names alone."""
@@ -76,11 +82,7 @@ class TorchUpdate:
         groups = [
             {"params": parameters, "decays": decays}
             for decays in (True, False)
-            if (
-                parameters := [
-                    each for name, each in self.parameters.items() if masters.shardings[name].decays == decays
-                ]
-            )
+            if (parameters := [each for name, each in self.parameters.items() if masters.decays(name) == decays])
         ]
         self.inner = make(groups) if groups else None
         self.state = {
@@ -99,7 +101,7 @@ class TorchUpdate:
             self.inner.state[each] = self.state[name] | {"step": torch.tensor(float(num_steps), device=each.device)}
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update; weight decay applies to the parameters whose sharding says `decays`."""
+        """One update; weight decay applies to the masters that decay."""
         if self.inner is None:
             return
         for group in self.inner.param_groups:

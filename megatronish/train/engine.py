@@ -17,7 +17,7 @@ from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Objective
-from megatronish.optim.clip import global_norm
+from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stage import ModelStage
@@ -46,18 +46,24 @@ class Engine:
         num_steps_done: int,
         learning_rate: float,
         weight_decay: float,
+        decoupled_learning_rate: float | None = None,
         votes: Votes = no_votes,
     ) -> StepResult:
         """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
 
         Dropout masks are named by `num_steps_done`. `votes` are asked once the step is computed: numbers of this rank,
-        under the same names on every rank, that are reduced with the sums of the step.
+        under the same names on every rank, that are reduced with the sums of the step. `decoupled_learning_rate` is for
+        the word embedding and the output layer, with --decoupled-lr.
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
             self.clip(result.grad_norm)
             self.data_parallel.wait_for_offload()
-            self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+            self.optimizer.step(
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                decoupled_learning_rate=decoupled_learning_rate,
+            )
             self.data_parallel.gather_parameters()
         self.rule.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
         return result

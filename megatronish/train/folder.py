@@ -14,6 +14,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatronish.checkpoint.checksums import DamagedError
+from megatronish.config.config import Config
+from megatronish.config.dump import resolved
 from megatronish.config.fields import FIELDS
 from megatronish.config.model import ModelConfig
 from megatronish.config.starting import function_of
@@ -85,10 +87,13 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two resolved configs differ, {section.field: (saved, now)}."""
-    found = {}
+    """Fields in which two resolved configs differ, {section.field: (saved, now)}.
+
+    A field that the saved config lacks is None, or newer than the checkpoint: its default is what the run had.
+    """
+    found, defaults = {}, resolved(Config())
     for section in sorted(saved.keys() | now.keys()):
-        before, after = saved.get(section, {}), now.get(section, {})
+        before, after = (defaults.get(section, {}) | config.get(section, {}) for config in (saved, now))
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
                 found[f"{section}.{name}"] = (before.get(name), after.get(name))

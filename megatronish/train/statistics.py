@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from megatronish.optim import clip
+from megatronish.optim import global_norm
 from megatronish.sharding import Shard
 from megatronish.train.engine import Engine
 
@@ -13,7 +13,7 @@ def params_norm(engine: Engine) -> float:
     """The 2-norm of all parameters. Collective."""
     masters = {name: [shard.master] for name, shard in _counted_shards(engine)}
     mesh = engine.mesh
-    return clip.global_norm(_by_domain(engine, masters), mesh.domains, pp=mesh.pp, device=mesh.device)
+    return global_norm.global_norm(_by_domain(engine, masters), mesh.domains, pp=mesh.pp, device=mesh.device)
 
 
 def num_zeros(engine: Engine) -> int:
@@ -24,7 +24,7 @@ def num_zeros(engine: Engine) -> int:
         for name, shard in _counted_shards(engine)
         if name in gradients
     }
-    return clip.num_zeros(_by_domain(engine, elements), mesh.domains, pp=mesh.pp, device=mesh.device)
+    return global_norm.num_zeros(_by_domain(engine, elements), mesh.domains, pp=mesh.pp, device=mesh.device)
 
 
 def _counted_shards(engine: Engine) -> Iterator[tuple[str, Shard]]:

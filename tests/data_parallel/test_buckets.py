@@ -114,7 +114,7 @@ def a_step(place: Place, overlap: bool) -> Seen:
             middle.register_hook(lambda _: halfway.append(launched()))
             model[2:](middle).square().sum().backward()
         after_last = launched()
-        buckets.finish()
+        buckets.finish_reduction()
         assert during_first == 0
         return after_last, {name: view.clone() for name, view in views_of(buckets).items()}
 
@@ -166,7 +166,7 @@ def ready_in_any_order(place: Place) -> tuple[list[int], dict[str, Tensor]]:
         views_of(buckets)[name].fill_(ord(name) + place.rank)
         buckets.weight_gradient_ready(parameters[name])
         launched.append(buckets.num_launched)
-    buckets.finish()
+    buckets.finish_reduction()
     return launched, views_of(buckets)
 
 
@@ -237,7 +237,7 @@ def finish_partial_and_tied(place: Place) -> dict[str, list[float]]:
     buckets.zero()
     for view in views_of(buckets).values():
         view.fill_(10.0**place.rank)
-    buckets.finish()
+    buckets.finish_reduction()
     return {name: view.tolist() for name, view in views_of(buckets).items()}
 
 
@@ -255,7 +255,7 @@ def accumulate(dtype: torch.dtype) -> Tensor:
     buckets.zero()
     for gradient in [1.0, *[2.0**-10] * 1000]:
         (parameter * gradient).sum().backward()
-    buckets.finish()
+    buckets.finish_reduction()
     return views_of(buckets)["w"]
 
 
@@ -307,7 +307,7 @@ def test_a_gradient_from_two_places_is_final_when_both_have_delivered_for_the_la
         assert delivered("B", 1, is_last=True) == 0  # autograd reports a weight whose gradient was deferred as well
         assert delivered("W", 1, is_last=True) == 1
         assert delivered("B", 0, is_last=True) == 2
-        buckets.finish()
+        buckets.finish_reduction()
 
 
 def test_scaling_scales_every_gradient() -> None:

@@ -70,9 +70,15 @@ def test_what_is_frozen_of_a_learning_engine_has_no_master() -> None:
 
 
 def peak_while_building(place: Place, flags: str) -> tuple[int, int]:
-    """By how many bytes this rank grows at most while it builds, and those of all parameters in fp32."""
+    """By how many bytes this rank grows at most while it builds, and those of all parameters in fp32.
+
+    A small engine is built first: the first engine of a process costs 11 to 17 MB more than its parameters, however
+    large or small they are.
+    """
     config, _ = read_config(tiny(Path("never-written"), flags))
     mesh = start_mesh(config, place)
+    small, _ = read_config(tiny(Path("never-written"), "--dp 4 --zero-stage 3"))
+    build_engine(small, mesh, vocab_size=VOCABULARY)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = peak()
     engine = build_engine(config, mesh, vocab_size=VOCABULARY)
@@ -86,13 +92,10 @@ def peak() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux, which tells the peak of memory")
 def test_zero_3_never_holds_a_whole_stage() -> None:
-    """A share of rows, its gradients and two moments, all of them a quarter: the parameters once, and not twice.
-
-    The rest is what the process grows by besides: the modules it imports and what the allocator keeps.
-    """
+    """A share of rows, its gradients and two moments, all of them a quarter: the parameters once, and not twice."""
     for grown, whole in run_ranks(4, peak_while_building, LARGE):
         assert whole > 70e6
-        assert grown < 4 * whole / 4 + 30e6
+        assert grown < 4 * whole / 4 + 12e6
 
 
 def unaligned(place: Place, flags: str) -> list[str]:

@@ -19,7 +19,8 @@ from paths import GOLDEN, ROOT
 from ranks import wait_until
 from safetensors.torch import load_file
 
-import tools.convert_checkpoint as tool
+from megatronish.commands.convert import ConvertArguments as Arguments
+from megatronish.commands.convert import run
 from megatronish.config.data import DataConfig
 from megatronish.errors import RunError, UserError
 from megatronish.formats import native, tokenizer_files
@@ -28,7 +29,6 @@ from megatronish.formats.hf import tensors as hf
 from megatronish.formats.safetensors import FILE, nbytes_of
 from megatronish.formats.weights import LazyTensor, Model, from_ours
 from megatronish.train.state import FACTS, POSITION
-from tools.convert_checkpoint import Arguments
 
 HF = GOLDEN / "hf"
 LLAMA = (
@@ -228,7 +228,7 @@ def test_the_tokenizer_that_a_run_names_travels_along_under_the_name_that_others
 
 
 def told(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> str:
-    assert tool.main(arguments) == 0
+    assert run(arguments) == 0
     return capsys.readouterr().out
 
 
@@ -254,7 +254,7 @@ def test_the_tool_tells_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_flags_that_would_do_nothing_are_refused(tmp_path: Path, options: dict[str, Any], why: str) -> None:
     arguments = {"source": "hf", "target": "megatronish", "load": HF / "llama", "save": tmp_path / "save"} | options
     with pytest.raises(UserError, match=why):
-        tool.main(Arguments(**arguments))
+        run(Arguments(**arguments))
     assert not (tmp_path / "save").exists()
 
 

@@ -27,7 +27,7 @@ from megatronish.formats.weights import Description, LazyTensor, Model
 from megatronish.tokenizer import build_tokenizer
 
 HF = GOLDEN / "hf"
-FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "bloom")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

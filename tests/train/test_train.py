@@ -39,16 +39,17 @@ MEGATRONS_LINE = re.compile(
     r"elapsed time per iteration \(ms\): \d+\.\d \| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d+ \| "
     r"learning rate: \d\.\d{6}E[+-]\d\d \| global batch size: [ \d]{4}\d \| lm loss: \d\.\d{6}E[+-]\d\d \| "
     r"loss scale: \d+\.\d \| grad norm: \d+\.\d{3} \| num zeros: \d+ \| params norm: \d+\.\d{3} \| "
-    r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \| tokens per second: \d+ \|"
+    r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \| tokens per second: \d+ \| "
+    r"data time \(ms\): \d+\.\d \|( ETA: \d+s \|)?"
 )
 METRICS = [
     *("step", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped_iterations", "tokens", "consumed_samples"),
-    "step_seconds",
+    *("step_seconds", "data_seconds"),
     *("tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"),
 ]
 TAGS = {
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros", "params-norm"),
-    *("iteration-time", "throughput"),
+    *("iteration-time", "data-time", "throughput", "tokens-per-second"),
     *(f"lm loss {name}{ppl}" for name in ("second", "third", "test") for ppl in ("", " ppl")),
 }
 FLAGS = "--eval-iters 2 --eval-interval 4 --save-interval 4 --log-params-norm --log-num-zeros-in-grad"

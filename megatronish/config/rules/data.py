@@ -50,6 +50,8 @@ def _tokenizer(config: Config) -> str | None:
             "tokenizer_type=sentencepiece needs its file; add --tokenizer-model FILE.model, or --tokenizer-type bytes, "
             "which needs none"
         )
+    if data.tokenizer_type == "tiktoken" and data.tokenizer_model is None:
+        return "tokenizer_type=tiktoken needs its file; add --tokenizer-model FILE.json, or FILE.tiktoken"
     if data.tokenizer_type == "huggingface" and data.tokenizer_model is None:
         if (data.vocab_file is None) != (data.merge_file is None):
             return "vocab_file and merge_file belong together; add the other, or use --tokenizer-model tokenizer.json"
@@ -62,8 +64,14 @@ def _tokenizer(config: Config) -> str | None:
 
 
 RULES = (
-    ConfigRule(("data_path", "train_data_path", "valid_data_path", "mock_data"), _data),
+    ConfigRule(
+        ("data_path", "train_data_path", "valid_data_path", "multiple_validation_sets", "mock_data"),
+        _data,
+    ),
     ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
-    ConfigRule(("split",), _split),
-    ConfigRule(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _tokenizer),
+    ConfigRule(("split", "data_path"), _split),
+    ConfigRule(
+        ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "mock_data", "load_hf"),
+        _tokenizer,
+    ),
 )

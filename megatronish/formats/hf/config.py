@@ -16,6 +16,7 @@ from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.errors import UserError
 from megatronish.formats.hf.config_json import CONFIG, CORRECT, ConfigJson, read_json
 from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.family import in_no_family
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
 
@@ -127,6 +128,9 @@ def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, e
 
 def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
     """Name of a family that has such a model, `prefer` if possible."""
+    nowhere = in_no_family(model)
+    if nowhere is not None:
+        raise UserError(f"no family of Hugging Face that is known here has {nowhere}; keep the model in another format")
     reasons = {name: family.cannot_describe(model) for name, family in FAMILIES.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:

@@ -56,6 +56,7 @@ def _not_gpt2(model: ModelConfig) -> str | None:
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type
             != "learned_absolute",
             f"normalization={model.normalization}": model.normalization != "LayerNorm",
+            "embed_layernorm": model.embed_layernorm,
             "swiglu": model.swiglu,
             "disable_bias_linear": not model.linear_bias,
             "qk_layernorm": model.qk_layernorm,

@@ -98,6 +98,7 @@ def not_llama_block(model: ModelConfig) -> str | None:
         {
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "rope",
             f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+            "embed_layernorm": model.embed_layernorm,
             "rotary_interleaved": model.rotary_interleaved,
             f"normalization={model.normalization}": model.normalization != "RMSNorm",
             "an MLP without swiglu": not model.swiglu,
@@ -118,8 +119,13 @@ def _write_mistral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 
 def _not_mistral(model: ModelConfig) -> str | None:
-    biases = {"biases of linear layers": model.qkv_bias, "qk_layernorm": model.qk_layernorm}
-    return not_llama_block(model) or first_true(biases)
+    return not_llama_block(model) or first_true(
+        {
+            "biases of linear layers": model.qkv_bias,
+            "qk_layernorm": model.qk_layernorm,
+            f"window_attn_skip_freq={model.window_attn_skip_freq}": len(set(model.windowed_layers)) > 1,
+        }
+    )
 
 
 def without_biases(keys: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ ONE_CLOCK = 0.5  # seconds: clocks that agree to this are one machine's clock, o
 class ProfileSchedule(Hook):
     """Record of steps `first` to `last` in the pipeline that holds the main rank.
 
-    Leaves `step_N.json` (tools/draw_schedule.py --recorded draws it), `step_N.trace.json` (for chrome://tracing) and
+    Leaves `step_N.json` (`megatronish draw --recorded` draws it), `step_N.trace.json` (for chrome://tracing) and
     `step_N.png` in `folder`.
     """
 

@@ -15,11 +15,15 @@ ByDomain = Mapping[str, Iterable[Tensor]]
 
 
 def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> float:
-    """The 2-norm of all elements.
+    """The 2-norm of all elements, each counted once. The whole rule:
 
-    The squares of a domain are summed over its own axes, then the sum over all domains over the pipeline stages. Of the
-    ranks that hold a parameter (a norm's weight over tp, a tied embedding over pp) one counts: `Sharding.is_counted`.
-    Replicas on data ranks count it too, each in a sum of its own: `Domain.counting_axes` leaves their axis out.
+    1. Of the model ranks and stages that hold the same elements (a norm's weight over tp, a tied embedding over pp) one
+       counts them: `Sharding.is_counted`.
+    2. Data ranks that shard the parameters (ZeRO) each count their own part; the parts are disjoint, and padding is
+       zero: `BucketPlan.part`, in ZeRO-3 the rows of a rank. `counted_gradients` (zero.py, fully_sharded.py in
+       data_parallel/) selects by 1 and 2; frozen parameters have no gradient.
+    3. The squares of each domain are summed over `Domain.counting_axes`: over shards and model axes, not over replicas.
+    4. The sums of all domains are added, and summed over the pipeline stages.
     """
     squares = {name: [sum_of_squares(part).to(device) for part in parts] for name, parts in counted.items()}
     return float(_total(squares, domains, pp=pp, zero=torch.zeros((), dtype=torch.float64, device=device)).sqrt())

@@ -1,0 +1,66 @@
+"""The `fields` of a rule are all fields that it reads: only then is a rule never asked about an invalid value."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatronish.config.check import RULES
+from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.rules.rule import ConfigRule
+
+VALUES: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "lr": 1e-3,
+    "train_iters": 10,
+    "data_parallel_size": 2,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "data_path": ("prefix",),
+}
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"fp16": True, "grad_reduce_in_bf16": True, "zero_stage": 2, "num_distributed_optimizer_instances": 2},
+    {"recompute_granularity": "full", "distribute_saved_activations": True, "sequence_parallel": True},
+    {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2, "train_samples": 100},
+    {"num_layers_per_virtual_pipeline_stage": 1, "rampup_batch_size": (4, 4, 100), "global_batch_size": 16},
+    {"context_parallel_size": 2, "cp_comm_type": "a2a", "position_embedding_type": "rope", "window_size": 8},
+    {"attention_backend": "flash", "swiglu": True, "num_query_groups": 2, "group_query_attention": True},
+    {"tokenizer_type": "huggingface", "vocab_file": "a", "load_hf": "b", "finetune": True, "keep_every": 3},
+    {"multiple_validation_sets": True, "data_path": (), "train_data_path": ("a",), "save_interval": 2},
+    {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
+]
+
+
+def reading(config: Config, names: set[str]) -> Config:
+    """The same config, which notes in `names` every field that is read of its sections."""
+
+    def watched(section: Any) -> Any:
+        kind = type(section)
+
+        def get(self: Any, name: str) -> Any:
+            if name in FIELDS:
+                names.add(name)
+            return object.__getattribute__(self, name)
+
+        watching = type(kind.__name__, (kind,), {"__getattribute__": get})
+        return watching(**{field.name: getattr(section, field.name) for field in dataclasses.fields(section)})
+
+    sections = {field.name: watched(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    names.clear()
+    return Config(**sections)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.complaint.__name__)
+def test_a_rule_names_every_field_that_it_reads(rule: ConfigRule) -> None:
+    read: set[str] = set()
+    for other in OTHERS:
+        names: set[str] = set()
+        rule.complaint(reading(with_fields(Config(), **(VALUES | other)), names))
+        read |= names
+    assert not read - set(rule.fields)
