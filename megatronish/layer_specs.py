@@ -149,7 +149,7 @@ class MixedModelConfig(ModelConfig):
 def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
     """Every layer of a model, first layer first: those that are given, or as the options say.
 
-    The options give all layers one spec, but for window and RoPE, which patterns may leave out of some layers.
+    The options give all layers one spec, except for window and RoPE, which patterns may leave out of some layers.
     """
     if isinstance(model, MixedModelConfig):
         return model.layers
