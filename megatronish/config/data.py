@@ -38,9 +38,9 @@ class DataConfig:
     dataset_args: tuple[str, ...] = ()
     """Options of a plug-in's kind of data sets: option=value ..."""
     data_cache_path: str | None = None
-    """Where sample indices are kept. Derived: a folder `cache` beside each prefix."""
+    """Where sample indices are kept. Derived: a folder `cache` next to each prefix."""
     reset_position_ids: bool = False
-    """Positions start anew at each document of a sample."""
+    """Positions start from 0 at each document of a sample."""
     reset_attention_mask: bool = False
     """Documents packed into one sample do not see each other."""
     eod_mask_loss: bool = False

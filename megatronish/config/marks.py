@@ -1,4 +1,4 @@
-"""Marks on the fields of a config: what stands beside the type in `Annotated`.
+"""Marks on the fields of a config: what is next to the type in `Annotated`.
 
 A field's range, whether a run must give it, and the table that its names come from stand on the field itself, so that a
 new flag is one edit. `fields.py` collects the marks.

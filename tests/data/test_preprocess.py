@@ -352,7 +352,7 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_
         )
         assert done.returncode == 1, when
         assert (
-            f"error: {tmp_path}/p_text_document.bin and its .idx cannot be written: File too large; make" in done.stderr
+            f"error: {tmp_path}/p_text_document.bin and its .idx cannot be written: File too large; free" in done.stderr
         )
         assert "Traceback" not in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]

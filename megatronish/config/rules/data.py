@@ -44,7 +44,7 @@ def _tokenizer(config: Config) -> str | None:
     if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None and config.checkpoint.load_hf:
         return (
             f"--load-hf {config.checkpoint.load_hf} holds no tokenizer that is known here (tokenizer.json, or "
-            "tokenizer.model); let transformers save it anew, or name one with --tokenizer-model"
+            "tokenizer.model); let transformers save it again, or name one with --tokenizer-model"
         )
     if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None:
         return (
