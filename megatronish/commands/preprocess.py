@@ -144,7 +144,7 @@ def run(arguments: PreprocessArguments) -> int:
 
 
 def plugged_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Tokenizer:
-    """The tokenizer in any process: a worker starts anew, and has not imported the plug-in that may register it."""
+    """The tokenizer in any process: a worker is a new process, which has not imported the plug-in yet."""
     import_plugins(plugins)
     return build_tokenizer(settings)
 
