@@ -26,7 +26,7 @@ from megatronish.config.starting import implied_tokenizer
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import Summary, preprocess
-from megatronish.tokenizer import build_tokenizer
+from megatronish.tokenizer import Tokenizer, build_tokenizer
 
 MAX_BAD_LINES_TOLD = 20
 
@@ -125,7 +125,7 @@ def run(arguments: PreprocessArguments) -> int:
         summary = preprocess(
             arguments.input,
             arguments.output_prefix,
-            tokenizer=partial(build_tokenizer, tokenizer_settings(arguments)),
+            tokenizer=partial(plugged_tokenizer, arguments.plugin, tokenizer_settings(arguments)),
             json_keys=arguments.json_keys,
             append_eod=arguments.append_eod,
             workers=arguments.workers,
@@ -141,6 +141,12 @@ def run(arguments: PreprocessArguments) -> int:
     if summary.bad_lines:
         print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
+
+
+def plugged_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Tokenizer:
+    """The tokenizer in any process: a worker is a new process, which has not imported the plug-in yet."""
+    import_plugins(plugins)
+    return build_tokenizer(settings)
 
 
 def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:
