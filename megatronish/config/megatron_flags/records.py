@@ -119,8 +119,7 @@ LOG: dict[str, Known] = {
     ),
     **all_idle(
         _PROFILE,
-        switches="pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra "
-        "nvtx-ranges",
+        switches="pytorch-profiler-collect-chakra nvtx-ranges",
     ),
 }
 
