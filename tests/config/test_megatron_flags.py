@@ -213,6 +213,8 @@ def test_values_of_megatron_that_mean_others_here() -> None:
     )
     old = read("--activations-checkpoint-method uniform --checkpoint-num-layers 3").config.recompute
     assert (old.recompute_granularity, old.recompute_method, old.recompute_num_layers) == ("full", "uniform", 3)
+    deepspeed = read("--num-key-value-heads 4 --normalization rmsnorm --use-flash-attn-v2").config.model
+    assert (deepspeed.num_kv_heads, deepspeed.normalization) == (4, "RMSNorm")
     split = read("--pp 2 --pp-partition-method type:transformer|embedding".replace("|", "\\|")).config.parallel
     assert split.ends_in_split == (1, 1)
 

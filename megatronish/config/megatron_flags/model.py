@@ -51,6 +51,14 @@ MODEL: dict[str, Known] = {
     "layernorm-zero-centered-gamma": means("apply_layernorm_1p", "true"),
     "add-bias-linear": means("disable_bias_linear", "false"),
     "gated-linear-unit": refused("the activation decides; use --swiglu"),
+    "num-key-value-heads": Known(
+        "means",
+        "--group-query-attention --num-query-groups",
+        1,
+        (),
+        (("group_query_attention", "true"), ("num_query_groups", GIVEN)),
+    ),
+    "mlp-type": Known("refused", "an MLP of experts is not there yet; leave it out", 1, ("standard",)),
     "glu-activation": by_value("use --swiglu", {"swiglu": (("swiglu", "true"),)}),
     "encoder-num-layers": renamed("num_layers"),
     "encoder-seq-length": renamed("seq_length"),
@@ -61,7 +69,10 @@ MODEL: dict[str, Known] = {
         valued="relative-attention-num-buckets relative-attention-max-distance",
     ),
     **all_idle(_PADDING, valued="padded-vocab-size pad-vocab-size-to"),
-    "apply-query-key-layer-scaling": idle("it only moves fp16 rounding; the softmax is computed in fp32"),
+    **all_idle(
+        "it only moves fp16 rounding; the softmax is computed in fp32",
+        switches="apply-query-key-layer-scaling no-query-key-layer-scaling",
+    ),
     **all_idle(_FP32, switches="attention-softmax-in-fp32"),
     "output-logit-dtype": idle(_FP32, 1),
     "apply-residual-connection-post-layernorm": refused("residuals start before the norm (pre-LN); leave it out"),
@@ -142,7 +153,10 @@ RECOMPUTE: dict[str, Known] = {
 
 FUSION: dict[str, Known] = {
     "no-masked-softmax-fusion": idle("the softmax is fused with --attention-backend auto or fused_softmax alone"),
-    "use-flash-attn": idle("--attention-backend auto takes it wherever there is no attention dropout"),
+    **all_idle(
+        "--attention-backend auto takes it wherever there is no attention dropout",
+        switches="use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder",
+    ),
     **all_idle(
         _FUSION,
         switches="no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "

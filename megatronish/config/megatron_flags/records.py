@@ -119,8 +119,7 @@ LOG: dict[str, Known] = {
     ),
     **all_idle(
         _PROFILE,
-        switches="pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra "
-        "nvtx-ranges",
+        switches="pytorch-profiler-collect-chakra nvtx-ranges",
     ),
 }
 
@@ -128,7 +127,7 @@ LOG: dict[str, Known] = {
 DEEPSPEED: dict[str, Known] = {
     **all_idle(
         "there is one engine; the flags of this command line decide",
-        switches="deepspeed deepspeed-mpi deepscale ds-fused-adam ds-inference",
+        switches="deepspeed deepspeed-mpi deepscale ds-fused-adam ds-inference force-ds-sequence-parallel",
         valued="deepscale-config",
     ),
     "deepspeed-config": instead(
@@ -146,6 +145,8 @@ DEEPSPEED: dict[str, Known] = {
     "partition-activations": idle("it changes memory alone; --distribute-saved-activations does this"),
     "ds-sequence-parallel-size": refused("use --context-parallel-size with --cp-comm-type a2a", 1, ("1",)),
     "universal-checkpoint": idle(_CHECKPOINTS),
+    "load-tag": refused("use --ckpt-step to choose a checkpoint", 1),
+    "tensorboard": idle("TensorBoard's files are always written, into --tensorboard-dir"),
     "no-load-lr-state": idle("the schedule of the config counts unless --use-checkpoint-opt-param-scheduler is given"),
     "curriculum-learning": refused("all samples have one length; leave it out"),
     "train-tokens": refused("use --train-samples, which is tokens / --seq-length", 1),

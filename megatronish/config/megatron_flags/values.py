@@ -11,6 +11,7 @@ VALUES: dict[str, Mapping[str, str]] = {
     "attention_backend": {"fused": "flash", "local": "fused_softmax"},
     "cp_comm_type": {"a2a+p2p": "p2p", "all_gather": "p2p", "allgather": "p2p"},
     "eval_iters": {"-1": "0"},
+    "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     "window_size": {"-1": "none"},
 }
 
