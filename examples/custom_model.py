@@ -4,7 +4,7 @@
 
 The block is GPT-J's: attention and MLP read the same norm, and both are added to the residual stream. It knows nothing
 of ranks: it hands `tp` and `core` to the layers that it is built of. Other sizes in `PARALLEL` train the same model.
-Beside the block stands its cost, from which parameters, FLOPs and memory are computed.
+Next to the block is its cost, from which parameters, FLOPs and memory are computed.
 
 What follows is all that a training run is made of: a block, a config, a mesh, an engine, micro-batches, steps. The same
 block as a plug-in of pretrain_gpt.py, with checkpoints, logs and all the rest: examples/plugins/parallel_block.py.
@@ -83,7 +83,7 @@ class ParallelSpec(LayerSpec):
     """The same layer as data: what it computes with, as a list of shapes."""
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """The norm, and an MLP without biases, beside attention; what squared ReLU keeps is its input."""
+        """The norm, and an MLP without biases, in addition to attention; what squared ReLU keeps is its input."""
         width = model.hidden_size
         mlp = (LinearShape(width, 4 * width, "column"), LinearShape(4 * width, width, "row"))
         norm = NormShape("RMSNorm", width)

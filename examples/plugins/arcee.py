@@ -50,7 +50,7 @@ def cannot_describe(model: ModelConfig) -> str | None:
 
 
 def tensors(model: ModelConfig) -> Iterator[TensorRule]:
-    """Rules from the tensors of Hugging Face to ours: Llama's, but for the first product of the MLP."""
+    """Rules from the tensors of Hugging Face to ours: Llama's, except for the first product of the MLP."""
     for rule in llama_tensors(model):
         ours, kind = rule.ours.rsplit(".", 1)
         if ours.endswith("mlp.fc1"):

@@ -35,7 +35,7 @@ class EarlyStop(Hook):
             trainer.stop_reason = f"the loss has not fallen for {self.patience} steps"
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints keep; a run that goes on gets it back in `load_state`."""
+        """What checkpoints keep; a resumed run gets it back in `load_state`."""
         return {"best": self.best, "best_step": self.best_step} if self.best_step else {}
 
     def load_state(self, state: dict[str, Any]) -> None:

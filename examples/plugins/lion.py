@@ -43,5 +43,5 @@ class Lion:
             momentum.lerp_(gradient, 1 - self.betas[1])
 
 
-# `moments`: one number beside each master, which the expected memory counts.
+# `moments`: one number in addition to each master, which the expected memory counts.
 register_optimizer("lion", Lion, moments=1, options={"beta1": 0.9, "beta2": 0.99})

@@ -59,7 +59,7 @@ class ParallelSpec(LayerSpec):
     """The same layer as data, without torch: FLOPs, memory, MFU and --pipeline-split auto read its cost."""
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """One norm, one dropout mask and the scale, beside attention and MLP.
+        """One norm, one dropout mask and the scale, in addition to attention and MLP.
 
         What waits for the backward is right as it is: the scale keeps its input, D elements a token, and attention and
         MLP, whose rows count an input of D elements each, keep the same one.

@@ -33,7 +33,7 @@ class TextFile:
         self.length, self.seed = settings.seq_length + 1, settings.seed
         if len(self.text) < self.length:
             raise TooSmallError(f"{source.path} has {len(self.text)} bytes for {source.name}, fewer than a sample")
-        # A run goes on only with data of the same identity.
+        # A run resumes only with data of the same identity.
         facts = f"text_file {source.name} {self.length} {self.seed} ".encode()
         self.identity = hashlib.sha256(facts + self.text.tobytes()).hexdigest()
 

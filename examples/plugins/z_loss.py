@@ -3,7 +3,7 @@
     python pretrain_gpt.py --plugin examples/plugins/z_loss.py --objective z_loss --objective-args coefficient=1e-3 ...
 
 The z-loss is the squared log-normaliser of the softmax: it keeps logits from drifting away. The log line and
-metrics.jsonl show it as `z_loss` beside the loss that is minimised.
+metrics.jsonl show it as `z_loss` next to the loss that is minimised.
 """
 
 from megatronish.layers.cross_entropy import VocabParallelLogits
@@ -13,7 +13,7 @@ from megatronish.plugins import register_objective
 
 
 class ZLoss:
-    """Sums over the predictions that count. They add up over micro-batches and ranks, and are divided once."""
+    """Sums over the loss tokens. They add up over micro-batches and ranks, and are divided once."""
 
     names: tuple[str, ...] = (LOSS, "z_loss")  # the same for every micro-batch, what is minimised first
 

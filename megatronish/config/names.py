@@ -1,7 +1,7 @@
 """Names that flags take from tables which plug-ins extend, with all that is known of a name before torch is imported.
 
 A config is read, checked and costed without torch, and what a name stands for is often made of torch: so there are two
-tables of each kind. The one here has the names, their options and their costs; the one beside the code (`OPTIMIZERS` of
+tables of each kind. The one here has the names, their options and their costs; the one next to the code (`OPTIMIZERS` of
 optim/optimizer.py, `BLOCKS` of model/block.py, ...) has what is built. `megatronish/plugins.py` adds to both.
 """
 
@@ -25,7 +25,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class OptimizerChoice(Choice):
-    """An optimizer, with the fp32 numbers that it keeps for each element of a parameter, beside the master.
+    """An optimizer, with the fp32 numbers that it keeps for each element of a parameter, in addition to the master.
 
     `matrix_moments` are those of the matrices of layers, where they differ. `reads` are the beginnings of the names of
     the config's fields that belong to it.

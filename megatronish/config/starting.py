@@ -85,7 +85,7 @@ def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
 def refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
     """UserError for the block of a checkpoint that no plug-in which is imported has registered.
 
-    A checkpoint names its plug-ins and imports none: reading somebody's checkpoint runs no code.
+    A checkpoint names its plug-ins and imports none: reading a checkpoint runs no code.
     """
     block = config["model"].get("block", "transformer")
     if block not in BLOCK_NAMES:

@@ -62,7 +62,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 def assert_same_steps(one: Path, other: Path) -> None:
     """Every number of every step that does not depend on time, what an objective adds included."""
-    timed = {"step_seconds", "tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"}
+    timed = {"step_seconds", "data_seconds", "tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"}
     for mine, theirs in zip(lines_of(other / "metrics.jsonl"), lines_of(one / "metrics.jsonl"), strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine.keys() - timed:
@@ -227,7 +227,7 @@ def _with_wrong_spec(_place: Place) -> list[str]:
 def test_a_hook_stops_a_run_which_is_saved_there(tmp_path: Path) -> None:
     flags = f"{plug('early_stop')} --hook early_stop --hook-args patience=1 --lr 5 --train-iters 30"
     output = train_on_ranks(tiny(tmp_path, flags), world_size=1)
-    assert "the loss has not fallen for 1 steps; start again to go on" in output
+    assert "the loss has not fallen for 1 steps; start again to resume" in output
     last = max(steps_of(tmp_path))
     assert 2 <= last < 30
     assert checkpoints_of(tmp_path) == ["latest", f"step_{last:08d}"]
@@ -259,7 +259,7 @@ def test_a_data_set_of_a_plug_in_trains_in_parallel_and_resumes(tmp_path: Path) 
     again = tiny(tmp_path / "one", "--train-iters 4", data=data)
     assert "continuing from" in train_on_ranks(again)
     text.write_text(TEXT.upper())
-    with pytest.raises(AssertionError, match="this run was begun with something else"):
+    with pytest.raises(AssertionError, match="this folder was started with other settings"):
         train_on_ranks(tiny(tmp_path / "one", "--train-iters 5", data=data))
 
 

@@ -5,47 +5,23 @@ Every command here is a process of its own, in which nothing is registered yet.
 
 import json
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import tyro
 from jobs import run_job, steps_of, tiny
 from plugged import EXAMPLES, forgotten, plug
 from saved_runs import read_whole
 from torch import Tensor
 
+from megatronish.commands import convert, draw, evaluate, generate, preprocess, verify
 from megatronish.config.read import read_config
-from megatronish.errors import UserError
 from megatronish.formats.safetensors import read_folder
 from megatronish.launch.place import Place
 from megatronish.train.run import train
-from tools import convert_checkpoint, draw_schedule, evaluate, generate, preprocess_data, verify_layout
 
 BLOCK = f"{plug('parallel_block')} --block parallel"
 HERE = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --device cpu --eval-iters 0"
-
-
-def convert(argv: list[str]) -> int:
-    """tools/convert_checkpoint.py, and its exit status."""
-    try:
-        return convert_checkpoint.main(tyro.cli(convert_checkpoint.Arguments, args=argv))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
-def preprocess(argv: list[str]) -> int:
-    """tools/preprocess_data.py, and its exit status."""
-    preprocess_data.main(tyro.cli(preprocess_data.Arguments, args=argv))
-    return 0
-
-
-def draw(argv: list[str]) -> int:
-    """tools/draw_schedule.py, and its exit status."""
-    sys.argv[1:] = argv
-    return draw_schedule.main()
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +88,12 @@ def test_generation_and_evaluation_need_the_plug_in_to_be_named(tmp_path: Path, 
 def test_conversion_keeps_the_block_or_refuses_it(tmp_path: Path, run: Path) -> None:
     plugin = plug("parallel_block").split()
     words = ["--from", "megatronish", "--load", str(run), "--save"]
-    without = run_job([*words, str(tmp_path / "none"), "--to", "megatronish"], tmp_path, main=convert)
+    without = run_job([*words, str(tmp_path / "none"), "--to", "megatronish"], tmp_path, main=convert.main)
     assert (without.status, "block=parallel, which a plug-in" in without.errors) == (2, True)
     for target, told in (("hf", "gpt2 not block=parallel"), ("megatron", "no counterpart for block=parallel")):
-        refused = run_job([*words, str(tmp_path / target), "--to", target, *plugin], tmp_path, main=convert)
+        refused = run_job([*words, str(tmp_path / target), "--to", target, *plugin], tmp_path, main=convert.main)
         assert (refused.status, told in refused.errors) == (2, True), refused
-    done = run_job([*words, str(tmp_path / "ours"), "--to", "megatronish", *plugin], tmp_path, main=convert)
+    done = run_job([*words, str(tmp_path / "ours"), "--to", "megatronish", *plugin], tmp_path, main=convert.main)
     assert done.status == 0, done
     before = {
         name: each for name, each in read_whole(max((run / "checkpoints").glob("step_*"))).items() if "model." in name
@@ -130,11 +106,11 @@ def test_conversion_keeps_the_block_or_refuses_it(tmp_path: Path, run: Path) -> 
 
 def test_a_schedule_of_a_plug_in_is_verified_and_drawn(tmp_path: Path) -> None:
     flags = f"{plug('reversed_gpipe')} --pipeline-schedule reversed-gpipe --pp 2 --steps 2"
-    verified = run_job(tiny(tmp_path / "run", flags), tmp_path, main=verify_layout.main)
+    verified = run_job(tiny(tmp_path / "run", flags), tmp_path, main=verify.main)
     assert verified.status == 0, verified
     assert "trains the same model" in verified.output
     words = ["--schedule", "reversed-gpipe", "--stages", "2", "--microbatches", "2"]
-    drawn = run_job([*words, *plug("reversed_gpipe").split()], tmp_path, main=draw)
+    drawn = run_job([*words, *plug("reversed_gpipe").split()], tmp_path, main=draw.main)
     assert drawn.status == 0, drawn
     assert drawn.output.splitlines()[:2] == [
         "stage 0:  F0  F1   .   .   .  B1  --  B0  --",
@@ -171,7 +147,7 @@ def test_a_tokenizer_of_a_plug_in_goes_all_the_way(tmp_path: Path) -> None:
     tokenizer = ["--tokenizer-type", "characters", "--tokenizer-model", alphabet, *plug("characters").split()]
     prefix = tmp_path / "data"
     words = ["--input", texts, "--output-prefix", prefix, "--append-eod", "--workers", "2", *tokenizer]
-    made = run_job(list(map(str, words)), tmp_path, main=preprocess)
+    made = run_job(list(map(str, words)), tmp_path, main=preprocess.main)
     assert made.status == 0, made
     flags = [*HERE.split(), "--micro-batch-size", "2", "--train-iters", "2", "--lr", "1e-2"]
     argv = [*flags, "--run-dir", tmp_path / "run", "--data-path", f"{prefix}_text_document", *tokenizer]
@@ -194,9 +170,9 @@ def test_a_family_of_a_plug_in_is_written_read_and_trained(tmp_path: Path) -> No
     assert run_job(tiny(tmp_path / "run", f"{model} --train-iters 1"), tmp_path).status == 0
     plugin = plug("arcee").split()
     words = ["--from", "megatronish", "--to", "hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "hf")]
-    without = run_job(words, tmp_path, main=convert)
+    without = run_job(words, tmp_path, main=convert.main)
     assert (without.status, "llama not an MLP without swiglu" in without.errors) == (2, True), without
-    done = run_job([*words, *plugin], tmp_path, main=convert)
+    done = run_job([*words, *plugin], tmp_path, main=convert.main)
     assert done.status == 0, done
     keys = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (keys["model_type"], keys["hidden_act"]) == ("arcee", "relu2")
@@ -217,4 +193,4 @@ def test_a_family_of_a_plug_in_is_written_read_and_trained(tmp_path: Path) -> No
         losses.append(steps_of(tmp_path / folder)[1].loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     unknown = run_job([*f"{common} --load-hf {tmp_path / 'hf'} --mock-data --device cpu".split()], tmp_path)
-    assert "model_type 'arcee' is not known here; known are gpt2, llama" in unknown.errors
+    assert "model_type 'arcee' is not supported; supported are gpt2, llama" in unknown.errors

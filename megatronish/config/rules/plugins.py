@@ -1,9 +1,9 @@
 """Rules on the options of names that plug-ins register."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megatronish.config.config import Config
-from megatronish.config.fields import read_fields
+from megatronish.config.fields import FIELDS
 from megatronish.config.names import (
     BLOCK_NAMES,
     DATASET_NAMES,
@@ -21,10 +21,9 @@ def _options(field: str, table: Mapping[str, Choice]) -> ConfigRule:
     """The rule that the words of --FIELD-args are options of the name, or of the names, of --FIELD."""
 
     def complaint(config: Config) -> str | None:
-        values = read_fields(config)
-        names: str | Sequence[str] = values[field]
+        names, words = (getattr(getattr(config, FIELDS[name].section), name) for name in (field, arguments))
         try:
-            options_of_each(table, [names] if isinstance(names, str) else names, values[arguments])
+            options_of_each(table, [names] if isinstance(names, str) else names, words)
         except UserError as error:
             return f"{arguments}: {error}"
         return None

@@ -17,6 +17,8 @@ def check_counterpart(model: ModelConfig) -> None:
     def refuse(what: str) -> UserError:
         return UserError(f"Megatron-LM has no counterpart for {what}; keep this model in another format")
 
+    if model.block != "transformer":
+        raise refuse(f"block={model.block}")
     if model.position_embedding_type == "alibi":
         raise refuse("position_embedding_type=alibi")
     if model.embed_layernorm:
