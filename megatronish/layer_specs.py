@@ -7,10 +7,12 @@ from specs, and costs (parameters, FLOPs, memory, the split over pipeline stages
 a module, and a test that holds one to the other (tests/costs/test_layer_costs.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatronish.config.model import Activation, ModelConfig, SoftmaxType
+from megatronish.config.names import BLOCK_NAMES, options_of
+from megatronish.errors import UserError
 from megatronish.layer_costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
@@ -146,13 +148,27 @@ class MixedModelConfig(ModelConfig):
         assert len(self.layers) == self.num_layers, f"{len(self.layers)} specs for num_layers={self.num_layers}"
 
 
-def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
-    """Every layer of a model, first layer first: those that are given, or as the options say.
+def transformer_layers(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Layers of --block transformer, as the options of the config say.
 
-    The options give all layers one spec, but for window and RoPE, which patterns may leave out of some layers.
+    The options give all layers one spec, except for window and RoPE, which patterns may leave out of some layers.
     """
-    if isinstance(model, MixedModelConfig):
-        return model.layers
     kinds = list(zip(model.windowed_layers, model.rotated_layers, strict=True))
     specs = {kind: LayerSpec.of(model, windowed=kind[0], rotary=kind[1]) for kind in set(kinds)}
     return tuple(specs[kind] for kind in kinds)
+
+
+LAYERS: dict[str, Callable[..., Sequence[LayerSpec]]] = {"transformer": transformer_layers}
+"""Specs of all layers of a model, by --block. Keyword arguments are the options of the name in `BLOCK_NAMES`."""
+
+
+def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Every layer of a model, first layer first: those that are given, or those of its kind of block."""
+    if isinstance(model, MixedModelConfig):
+        return model.layers
+    specs = LAYERS[model.block](model, **options_of(BLOCK_NAMES, model.block, model.block_args))
+    if len(specs) != model.num_layers:
+        raise UserError(
+            f"block={model.block} gives {len(specs)} specs for num_layers={model.num_layers}; correct its `layers`"
+        )
+    return specs

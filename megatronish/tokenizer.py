@@ -10,14 +10,15 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import sentencepiece
 import tokenizers
 
 from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
-from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.config.tokenizer_names import TokenizerType, tokenizer_type
 from megatronish.errors import UserError
 from megatronish.tiktoken_file import read_tiktoken
 
@@ -252,7 +253,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     if data.mock_data:
         return NullTokenizer(data.vocab_size or MOCK_VOCAB_SIZE)
     kind = tokenizer_type(data.tokenizer_type)
-    tokenizer = _build(kind, data)
+    tokenizer = TOKENIZERS[kind](data)
     if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "
@@ -284,6 +285,12 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
     if kind == "tiktoken":
         return HuggingFaceTokenizer.from_tiktoken(path, data)
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)
+
+
+TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
+    kind: partial(_build, kind) for kind in get_args(TokenizerType)
+}
+"""The tokenizers of --tokenizer-type, under the names of `TOKENIZER_NAMES`."""
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool = False) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from plugged import EXAMPLES, forgotten
 
 from megatronish.commands.main import run as run_command
 from megatronish.commands.table import COMMANDS as COMMANDS_OF_MEGATRONISH
@@ -51,8 +52,8 @@ def of_script(start: str) -> list[list[str]]:
     """The commands in which a Python script of this name is run, each from the script's name on."""
     found = []
     for words in COMMANDS:
-        places = [i for i, word in enumerate(words) if word.startswith(start) and word.endswith(".py")]
-        found += [words[place:] for place in places[:1]]
+        places = [i for i, word in enumerate(words) if word.endswith(".py")]
+        found += [words[place:] for place in places[:1] if words[place].startswith(start)]
     return found
 
 
@@ -109,7 +110,8 @@ def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch:
     problems: list[str] = []
     program = "pretrain_gpt.py" if "pretrain_gpt.py" in words else "pretrain"
     try:
-        read_config(words[words.index(program) + 1 :], world_size=world_size(words), read_start=read_start)
+        with forgotten():
+            read_config(words[words.index(program) + 1 :], world_size=world_size(words), read_start=read_start)
     except ConfigError as error:
         problems = error.problems
     assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here
@@ -240,6 +242,12 @@ def fullest_stage(config: Config, vocab_size: int) -> str:
 def test_the_drawn_schedule_is_what_the_tool_draws() -> None:
     (words,) = (words for words in of_script("tools/draw_schedule") if "4" in words and "8" in words)
     assert run(words).strip() in (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_the_cookbook_shows_every_plug_in_as_it_is(path: Path) -> None:
+    page = (ROOT / "docs" / "PLUGINS.md").read_text(encoding="utf-8")
+    assert f"({os.path.relpath(path, ROOT / 'docs')})\n\n```python\n{path.read_text(encoding='utf-8')}```\n" in page
 
 
 def test_the_example_trains() -> None:

@@ -30,7 +30,7 @@ ROWS = (
     ("checkpoint",),
     ("formats",),
     ("train",),
-    ("inference",),
+    ("inference", "plugins"),
     ("commands",),
     ("__main__",),
 )

@@ -1,6 +1,6 @@
 """Attention under context parallelism: the choice between ring ("p2p") and all-to-all ("a2a") attention.
 
-"p2p": keys and values travel round the ranks of cp (ring.py). "a2a": for the time of attention each rank holds the
+"p2p": keys and values go around the ranks of cp (ring.py). "a2a": for the time of attention each rank holds the
 whole sequence of some heads (all_to_all.py). Ring attention sends more bytes but overlaps them with computation, and
 can cut the sequence over more ranks than there are heads. All-to-all attention sends less and waits for it. On one rank
 both are plain attention.

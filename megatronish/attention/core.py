@@ -43,7 +43,7 @@ def attend_alone(
 ) -> Tensor:
     """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
 
-    n / kv query heads share a key/value head; `sinks` [n] are logits beside those of the keys. `auto` is SDPA (flash
+    n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` is SDPA (flash
     attention where the device has it), and with dropout the fused softmax on explicit probabilities, because SDPA draws
     its masks from the global generator.
     """

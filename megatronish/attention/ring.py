@@ -1,9 +1,9 @@
 """Ring attention: context parallelism in which no rank holds the whole sequence (Liu et al. 2023, arXiv:2310.01889).
 
-Forward: each rank keeps its queries, and the blocks of keys and values, one of each rank, travel round the ring. While
+Forward: each rank keeps its queries, and the blocks of keys and values, one of each rank, go around the ring. While
 a rank computes with one block, the next one arrives. The output of each block is normalised by the block's own
 log-sum-exp, and partial outputs are merged by their log-sum-exps, in fp32, so that the order of the blocks does not
-matter. Sinks (sinks.py) are merged last. Backward: the blocks travel again, and the gradients of each block travel
+matter. Sinks (sinks.py) are merged last. Backward: the blocks go around again, and the gradients of each block go
 behind it, a sum to which every rank adds its terms; after a whole turn they are back at the block's own rank. Saved for
 the backward: q, k, v, the output and one number a row.
 
@@ -11,7 +11,7 @@ Block and queries are cut into tiles. Rank r holds chunks r and 2 cp - 1 - r of 
 block of rank j it computes: for j = r a causal square; for j < r all its queries with the first half of the keys; for
 j > r the second half of its queries with all keys. This is the same work in each step, and needs no dense mask.
 Windows, documents and ALiBi need dense masks, which are made for one tile of two chunks at a time. Tiles outside of the
-window are left out, though their blocks travel all the same.
+window are left out, but their blocks are sent all the same.
 """
 
 from collections.abc import Callable, Iterator

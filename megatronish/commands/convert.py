@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import tyro
 
 from megatronish.commands.ending import exit_status
+from megatronish.commands.plugin_flag import PluginNames
+from megatronish.config.plugins import import_plugins
 
 FormatName = Literal["hf", "megatronish", "megatron"]
 
@@ -24,6 +26,8 @@ class ConvertArguments:
     """A Hugging Face folder, or Megatron-LM's, or our run folder, checkpoints folder or one step's folder."""
     save: Path
     """A new folder. In the format megatronish it is a run's `checkpoints` folder, for --load."""
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """megatronish: read this step instead of the newest."""
     vocab_size: int | None = None
@@ -54,6 +58,7 @@ def run(arguments: ConvertArguments) -> int:
 
     from megatronish.formats.convert import convert
 
+    import_plugins(arguments.plugin)
     reading = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
     writing = {
         "tensor_parallel_size": arguments.target_tensor_parallel_size,

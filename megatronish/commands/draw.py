@@ -16,6 +16,8 @@ from typing import Annotated
 
 import tyro
 
+from megatronish.commands.plugin_flag import PluginNames
+from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
 from megatronish.schedule.draw import draw
 from megatronish.schedule.recorded import Recorded
@@ -33,6 +35,8 @@ _WEIGHT_HELP = f"Time of a weight gradient: a part of the backward except in {_S
 class DrawArguments:
     """Draw a pipeline schedule."""
 
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     schedule: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(SCHEDULES)}.")] = "1f1b"
     stages: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
     """Pipeline stages."""
@@ -100,6 +104,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
     """Draw; the exit status, 2 with a message if it cannot be drawn."""
     arguments = tyro.cli(DrawArguments, args=argv, prog=program, description=__doc__)
     try:
+        import_plugins(arguments.plugin)
         refuse_arguments(arguments)
         title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)
     except UserError as error:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from megatronish.commands.inference_flags import EvaluateArguments
 from megatronish.config.config import Config
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.training import TrainingConfig
 from megatronish.data.collate import Collator
 from megatronish.data.text import TokenizedText, read_text
@@ -45,6 +46,7 @@ class Evaluation:
 def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
     """The evaluation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
+    import_plugins(arguments.plugin)
     found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length
@@ -71,7 +73,8 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
         seq_length=windows.seq_length,
         micro_batch_size=min(arguments.micro_batch_size, -(-len(windows) // config.layout.dp)),
     )
-    return Evaluation(arguments, found, replace(config, training=training), text, windows)
+    config = replace(config, training=training, plugins=PluginsConfig(arguments.plugin))
+    return Evaluation(arguments, found, config, text, windows)
 
 
 def check(arguments: EvaluateArguments) -> None:

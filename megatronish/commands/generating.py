@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -16,6 +16,7 @@ import torch
 from megatronish.commands.inference_flags import GenerateArguments
 from megatronish.config.config import Config
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.training import TrainingConfig
 from megatronish.data.encoding import read_line
 from megatronish.errors import UserError
@@ -77,6 +78,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 def prepare(arguments: GenerateArguments) -> Generation:
     """The generation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
+    import_plugins(arguments.plugin)
     found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
     config = found.config(
         ParallelConfig(
@@ -91,6 +93,7 @@ def prepare(arguments: GenerateArguments) -> Generation:
             bf16=arguments.bf16,
         ),
     )
+    config = replace(config, plugins=PluginsConfig(arguments.plugin))
     tokenizer = build_tokenizer(found.description.data)
     prompts = arguments.prompt + (read_prompts(arguments.prompts_file) if arguments.prompts_file else ()) or ("\n",)
     tokens = tuple(

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatronish.commands.plugin_flag import PluginNames
+
 
 @dataclass(frozen=True)
 class GenerateArguments:
@@ -13,6 +15,8 @@ class GenerateArguments:
 
     load: Path
     """A run folder, its checkpoints folder or one step's folder."""
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
     tokenizer_model: Path | None = None
@@ -60,6 +64,8 @@ class EvaluateArguments:
     """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
     json_key: str = "text"
     """Key of the text in each line's JSON object."""
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
     tokenizer_model: Path | None = None

@@ -18,13 +18,15 @@ import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
+from megatronish.commands.plugin_flag import PluginNames
 from megatronish.commands.preprocess_flags import without_megatron_flags
 from megatronish.config.data import DataConfig
+from megatronish.config.plugins import import_plugins
 from megatronish.config.starting import implied_tokenizer
 from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import Summary, preprocess
-from megatronish.tokenizer import build_tokenizer
+from megatronish.tokenizer import Tokenizer, build_tokenizer
 
 MAX_BAD_LINES_TOLD = 20
 
@@ -53,6 +55,8 @@ class PreprocessArguments:
     """Names of a tiktoken tokenizer's special tokens."""
     vocab_size: int | None = None
     """Of the null tokenizer; others know theirs."""
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of an object (meta.body: inside of meta), or columns, that hold text; each makes files of its own."""
     append_eod: bool = False
@@ -113,6 +117,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int
 
 def run(arguments: PreprocessArguments) -> int:
     """Write the files, and report what was done; the exit status."""
+    import_plugins(arguments.plugin)
     files = input_files(arguments.input)
     num_bytes = sum(path.stat().st_size for path in files)
     progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
@@ -120,7 +125,7 @@ def run(arguments: PreprocessArguments) -> int:
         summary = preprocess(
             arguments.input,
             arguments.output_prefix,
-            tokenizer=partial(build_tokenizer, tokenizer_settings(arguments)),
+            tokenizer=partial(plugged_tokenizer, arguments.plugin, tokenizer_settings(arguments)),
             json_keys=arguments.json_keys,
             append_eod=arguments.append_eod,
             workers=arguments.workers,
@@ -136,6 +141,12 @@ def run(arguments: PreprocessArguments) -> int:
     if summary.bad_lines:
         print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
+
+
+def plugged_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Tokenizer:
+    """The tokenizer in any process: a worker is a new process, which has not imported the plug-in yet."""
+    import_plugins(plugins)
+    return build_tokenizer(settings)
 
 
 def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:

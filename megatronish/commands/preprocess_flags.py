@@ -30,7 +30,6 @@ def _refused(text: str, num_values: int = 1, harmless: tuple[str, ...] = ()) -> 
 _SENTENCES = "texts are not split into sentences"
 _MODEL = "the vocabulary is padded when the model is trained"
 _TUNING = "it belongs to --find-optimal-num-workers"
-_TIKTOKEN = "give --tokenizer-type huggingface and a tokenizer.json instead"
 
 MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "dataset-impl": _refused("the only format is that of mmap; leave it out", harmless=("mmap", "infer")),
@@ -50,9 +49,6 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "legacy-tokenizer": _idle("there is one way to build a tokenizer", 0),
     "trust-remote-code": _idle("a tokenizer is read from a file, and no code is run", 0),
     "tokenizer-hf-use-fast": _idle("tokenizer.json is read by the fast library", 0),
-    "tiktoken-pattern": _refused(_TIKTOKEN),
-    "tiktoken-num-special-tokens": _refused(_TIKTOKEN),
-    "tiktoken-special-tokens": _refused(_TIKTOKEN, MANY),
 }
 
 

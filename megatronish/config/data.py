@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatronish.config.marks import at_least, at_most
-from megatronish.config.tokenizer_names import TokenizerType
+import tyro
+
+from megatronish.config.marks import NamedIn, at_least, at_most
+from megatronish.config.names import DATASET_NAMES, in_braces
+from megatronish.config.tokenizer_names import TOKENIZER_NAMES
 
 MOCK_VOCAB_SIZE = 4096  # tokens of the made-up data of --mock-data
 
@@ -30,17 +33,23 @@ class DataConfig:
     """Parts of --data-path for training, validation, test. At the default, the last two are left out if too small."""
     mock_data: bool = False
     """Train on made-up tokens that can be learned; needs no file and no tokenizer."""
+    dataset_type: Annotated[str, NamedIn(DATASET_NAMES), tyro.conf.arg(metavar=in_braces(DATASET_NAMES))] = "pretrain"
+    """What the data paths hold: pretrain reads .bin/.idx pairs; a plug-in's kind may read other files, or none."""
+    dataset_args: tuple[str, ...] = ()
+    """Options of a plug-in's kind of data sets: option=value ..."""
     data_cache_path: str | None = None
-    """Where sample indices are kept. Derived: a folder `cache` beside each prefix."""
+    """Where sample indices are kept. Derived: a folder `cache` next to each prefix."""
     reset_position_ids: bool = False
-    """Positions start anew at each document of a sample."""
+    """Positions start from 0 at each document of a sample."""
     reset_attention_mask: bool = False
     """Documents packed into one sample do not see each other."""
     eod_mask_loss: bool = False
     """Predictions made from an end-of-document token do not count."""
     num_workers: Annotated[int, at_least(0), at_most(2**31 - 1)] = 2
     """Batches prepared ahead by a background thread; 0 prepares them in the loop."""
-    tokenizer_type: TokenizerType = "sentencepiece"
+    tokenizer_type: Annotated[str, NamedIn(TOKENIZER_NAMES), tyro.conf.arg(metavar=in_braces(TOKENIZER_NAMES))] = (
+        "sentencepiece"
+    )
     """Megatron's names (GPTSentencePieceTokenizer, HuggingFaceTokenizer, ...) are accepted too."""
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
@@ -56,6 +65,11 @@ class DataConfig:
     """Names of a tiktoken tokenizer's special tokens. Derived: <unk> <s> </s> ..., or <|endoftext|> for a text file."""
     vocab_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """True vocabulary. Derived from the tokenizer."""
+
+    @property
+    def needs_path(self) -> bool:
+        """Whether its kind of data sets reads the data paths in any case."""
+        return not self.mock_data and DATASET_NAMES[self.dataset_type].needs_path
 
 
 def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:

@@ -9,6 +9,7 @@ from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
 from megatronish.config.data import MOCK_VOCAB_SIZE
 from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.rule import MESH
@@ -110,7 +111,7 @@ def _idle_sharing(parallel: ParallelConfig) -> list[str]:
 
 def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
     """Note about settings of other optimizers."""
-    used = {"adam": ("adam_",), "sgd": ("sgd_",), "muon": ("muon_", "adam_")}[optimizer.optimizer]
+    used = OPTIMIZER_NAMES[optimizer.optimizer].reads
     given = [
         f"{name}={getattr(optimizer, name)}"
         for name in vars(optimizer)

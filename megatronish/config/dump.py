@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from megatronish.config.config import Config
 
@@ -17,6 +18,14 @@ def resolved(config: Config) -> dict[str, dict[str, Any]]:
         }
         for section, fields in dataclasses.asdict(config).items()
     }
+
+
+Section = TypeVar("Section")
+
+
+def section_of(kind: type[Section], saved: Mapping[str, Any]) -> Section:
+    """Section of a config from its fields as `resolved` gives them; TypeError for a field that it does not have."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
 
 
 def to_toml(config: Config) -> str:

@@ -41,15 +41,24 @@ class Field(NamedTuple):
         tables = [mark.table for mark in self.marks if isinstance(mark, NamedIn)]
         return get_args(self.type) if get_origin(self.type) is Literal else tuple(*tables)
 
+    @property
+    def is_extensible(self) -> bool:
+        """Whether the choices are the names of a table, to which plug-ins add."""
+        return any(isinstance(mark, NamedIn) for mark in self.marks)
+
     def allows(self, value: Any) -> bool:
-        """Whether a value of the field's type is one of its choices, or None, or the field takes any."""
-        return value is None or not self.choices or value in self.choices
+        """Whether a value of the field's type, or each of a list, is one of its choices, or the field takes any."""
+        if value is None or not (self.choices or self.is_extensible):
+            return True
+        return all(part in self.choices for part in (value if isinstance(value, tuple) else (value,)))
 
     @property
     def wants(self) -> str:
         """Allowed values in words, as in "num_layers must be a whole number such as 4"."""
         if self.choices:
             return "one of " + one_of(self.choices)
+        if self.is_extensible:
+            return "a name that a plug-in registers"
         if get_origin(self.type) is tuple:
             parts = get_args(self.type)
             if parts[-1] is Ellipsis:

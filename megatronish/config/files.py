@@ -15,6 +15,8 @@ def missing_files(data: DataConfig) -> list[str]:
 
 
 def _missing_data(data: DataConfig) -> Iterator[str]:
+    if data.dataset_type != "pretrain":  # what a path of another kind means, that kind knows alone
+        return
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
             prefixes = [split_part(path)[0] for _, path in parse_blend(getattr(data, name))]

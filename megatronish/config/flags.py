@@ -81,7 +81,7 @@ def flags_markdown() -> str:
 def statuses(flags: Sequence[tuple[str, Sequence[str]]]) -> list[str | None]:
     """What becomes of flags, (name, values) pairs of one command line.
 
-    Each works, is idle, done otherwise or refused; None for a flag that nobody knows. The flags of a family
+    Each works, is idle, done otherwise or refused; None for an unknown flag. The flags of a family
     share the fate of its switch, where that is given.
     """
     found = [known_flag(name) for name, _ in flags]

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import tyro
+
 from megatronish.config.layer_pattern import read_marks
-from megatronish.config.marks import REQUIRED, TRAINING_ONLY, at_least, at_most, fraction, greater_than
+from megatronish.config.marks import REQUIRED, TRAINING_ONLY, NamedIn, at_least, at_most, fraction, greater_than
+from megatronish.config.names import BLOCK_NAMES, in_braces
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "quick_geglu", "squared_relu"]
 """Nonlinearity of an MLP; swiglu and quick_geglu are gated, gelu_tanh is GELU in its tanh form."""
@@ -63,6 +66,10 @@ class ModelConfig:
     """Norm weights are stored as w - 1 (so that weight decay and zero initialisation pull towards 1)."""
     embed_layernorm: bool = False
     """A norm after the word embedding (BLOOM)."""
+    block: Annotated[str, NamedIn(BLOCK_NAMES), tyro.conf.arg(metavar=in_braces(BLOCK_NAMES))] = "transformer"
+    """What a layer is: attention and an MLP, each on a normalised copy of the residual stream; or a plug-in's."""
+    block_args: tuple[str, ...] = ()
+    """Options of a plug-in's block: option=value ..."""
     swiglu: bool = False
     """Gated MLP: silu(gate) * up."""
     quick_geglu: bool = False

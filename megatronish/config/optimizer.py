@@ -3,15 +3,20 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatronish.config.marks import REQUIRED, at_least, at_most, fraction, greater_than
+import tyro
+
+from megatronish.config.marks import REQUIRED, NamedIn, at_least, at_most, fraction, greater_than
+from megatronish.config.names import OPTIMIZER_NAMES, in_braces
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer, weight decay, clipping, and the learning rate over time."""
 
-    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    optimizer: Annotated[str, NamedIn(OPTIMIZER_NAMES), tyro.conf.arg(metavar=in_braces(OPTIMIZER_NAMES))] = "adam"
     """adam is AdamW: decoupled weight decay. muon is for the matrices of layers, with adam for the rest."""
+    optimizer_args: tuple[str, ...] = ()
+    """Options of a plug-in's optimizer: option=value ..."""
     lr: Annotated[float | None, REQUIRED, greater_than(0)] = None
     """Learning rate at its peak."""
     decoupled_lr: Annotated[float | None, greater_than(0)] = None

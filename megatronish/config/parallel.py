@@ -45,7 +45,7 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Layers of the last stage; the others share the rest."""
     overlap_grad_reduce: bool = True
-    """Exchange each gradient bucket as soon as it is final, while the backward goes on."""
+    """Exchange each gradient bucket as soon as it is final, while the backward continues."""
     grad_reduce_in_bf16: bool = False
     """Gradients are summed in bf16 instead of fp32: half the bytes, and 8 bits of each sum (needs --bf16)."""
     ddp_bucket_size: Annotated[int, at_least(1), at_most(2**63 - 1)] = 8_000_000
@@ -73,7 +73,7 @@ class ParallelConfig:
 
     @property
     def layout(self) -> Layout:
-        """Sizes of the mesh. `read_config` has set data_parallel_size by the time anybody asks."""
+        """Sizes of the mesh. `read_config` has set data_parallel_size before they are read."""
         return Layout(
             pp=self.pipeline_model_parallel_size,
             dp=self.data_parallel_size or 1,

@@ -6,7 +6,7 @@ import io
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 import tyro
 
@@ -15,6 +15,7 @@ from megatronish.config.config import Config
 from megatronish.config.derive import derive
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
+from megatronish.config.plugins import import_plugins
 from megatronish.config.settings import read_command_line, read_file
 from megatronish.config.settle import merge, settle
 from megatronish.config.shipped import config_path, shipped_configs
@@ -70,6 +71,11 @@ def read_config(
 
     # Settings as values: flags override the file, and of settings that exclude each other one is left.
     merged = merge(file=file.settings, typed=line.flags.settings, yielding=[*line.flags.yielding, *file.yielding])
+    # Plug-ins come before any value is read: what they register are valid names.
+    try:
+        found_plugins = import_plugins(merged.settings["plugin"].values if "plugin" in merged.settings else ())
+    except UserError as error:
+        raise ConfigError([str(error), *file.problems, *line.flags.problems, *merged.problems]) from error
     values, type_errors = _values(merged.settings)
     settled = settle({name: merged.settings[name] for name in values}, values)
     given = {name: values[name] for name in settled.settings}
@@ -98,7 +104,7 @@ def read_config(
         raise ConfigError(problems)
     idle = [f"{name} (by {winner})" for name, winner in settled.idle.items()]
     idle_line = [f"idle in {path}: {', '.join(idle)}"] if idle else []
-    notes = [*idle_line, *merged.notes, *file.notes, *line.flags.notes, *derived.notes]
+    notes = [*found_plugins, *idle_line, *merged.notes, *file.notes, *line.flags.notes, *derived.notes]
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)
@@ -139,17 +145,24 @@ def _values(settings: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, 
     values, wrong = _sift([setting for name, setting in settings.items() if name not in misnamed])
     wrong |= misnamed
     complaints = {
-        name: f"{setting.spelled}: {name} must be {FIELDS[name].wants}"
+        name: f"{setting.spelled}: {name} must be {FIELDS[name].wants}{_others(name)}"
         for name, setting in settings.items()
         if name in wrong
     }
     return values, complaints
 
 
+def _others(name: str) -> str:
+    """What completes the choices of a field that plug-ins extend."""
+    return "; others are those of plug-ins (--plugin)" if FIELDS[name].is_extensible else ""
+
+
 def _is_a_choice(setting: Setting) -> bool:
     """Whether a field that has few values is set to one of them."""
     field = FIELDS[setting.field]
-    return not field.choices or " ".join(setting.values) in {"None", *map(str, field.choices)}
+    if get_origin(field.type) is tuple or not field.choices:
+        return True  # read, and then asked by `allows`
+    return " ".join(setting.values) in {"None", *map(str, field.choices)}
 
 
 def _sift(settings: Sequence[Setting]) -> tuple[dict[str, Any], set[str]]:

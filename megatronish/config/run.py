@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatronish.config.marks import at_least, at_most, greater_than
+from megatronish.config.marks import ADDS_UP, NamedIn, at_least, at_most, greater_than
+from megatronish.config.names import HOOK_NAMES
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class CheckpointConfig:
     save_interval: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Steps between checkpoints; one is always written at the end."""
     async_save: bool = False
-    """Write checkpoints beside training, which waits only while its tensors are copied to host memory."""
+    """Write checkpoints in the background of training, which waits only while its tensors are copied to host memory."""
     keep_last: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
-    """Remove all but so many of the newest checkpoints. Derived: 1 with --keep-every, else all stay."""
+    """Remove all except so many of the newest checkpoints. Derived: 1 with --keep-every, else all stay."""
     keep_every: Annotated[
         int | None, tyro.conf.arg(aliases=["--save-retain-interval"]), at_least(1), at_most(2**63 - 1)
     ] = None
@@ -33,13 +34,13 @@ class CheckpointConfig:
     ckpt_step: Annotated[int | None, at_least(0), at_most(2**63 - 1)] = None
     """Load this step instead of the newest."""
     finetune: bool = False
-    """Take weights alone from --load: step, optimizer and data order start anew."""
+    """Take weights alone from --load: step, optimizer and data order start from the beginning."""
     no_load_optim: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not load the optimizer's state."""
     no_save_optim: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not save the optimizer's state."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """A run that goes on takes its learning-rate and weight-decay schedule from its checkpoint."""
+    """A resumed run takes its learning-rate and weight-decay schedule from its checkpoint."""
     exit_on_missing_checkpoint: bool = False
     """It is an error if --load holds no checkpoint."""
 
@@ -106,6 +107,10 @@ class LogConfig:
     """Lines of the console. auto: compact on a terminal, else Megatron-LM's line, which a rank's log always has."""
     progress_bar: Literal["auto", "on", "off"] = "auto"
     """auto: on a terminal."""
+    hook: Annotated[tuple[str, ...], NamedIn(HOOK_NAMES), ADDS_UP] = ()
+    """Hooks of plug-ins, in their order: called at each step after evaluation and before saving."""
+    hook_args: tuple[str, ...] = ()
+    """Options of these hooks: option=value ..., for each hook that has the option."""
     sample_prompt: str | None = None
     """After training, print what the model writes after this text."""
     sample_tokens: Annotated[int, at_least(1), at_most(2**31 - 1)] = 200

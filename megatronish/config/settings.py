@@ -53,7 +53,9 @@ def read_file(path: Path) -> Settings:
     """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
     found = Settings.empty()
     for section, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        if not isinstance(entries, dict):
+        if section == "plugin" and not isinstance(entries, dict):  # it comes before all sections, and may stand there
+            _read_entry(found, section="plugins", key=section, value=entries)
+        elif not isinstance(entries, dict):
             _stray(found, section)
         elif section not in SECTIONS:
             found.problems.append(one_of_sections(section, SECTIONS))

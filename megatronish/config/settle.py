@@ -4,10 +4,11 @@ A flag wins over the file; of one flag given several times the last counts; two 
 keys of the file, are an error.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import FIELDS
+from megatronish.config.marks import ADDS_UP
 from megatronish.config.understand import Setting
 
 Values = Mapping[str, Any]
@@ -36,7 +37,7 @@ CONFLICTS = (
     Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
     Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
     Conflict(("load",), ("load_hf",), "a run starts from one model"),
-    Conflict(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
+    Conflict(("mock_data",), ("data_path", "dataset_type", *_SPLIT_DATA), "made-up tokens stand in for files"),
     Conflict(
         ("num_layers_per_virtual_pipeline_stage",),
         ("num_virtual_stages_per_pipeline_rank",),
@@ -86,21 +87,22 @@ class Settled(NamedTuple):
     problems: list[str]
 
 
-def merge(*, file: Iterable[Setting], typed: Iterable[Setting], yielding: Iterable[Setting] = ()) -> Merged:
+def merge(*, file: Sequence[Setting], typed: Sequence[Setting], yielding: Iterable[Setting] = ()) -> Merged:
     """One setting for each field: a flag wins over the file, and the last of several flags wins.
 
-    Two different values of a field in the file are a problem. `yielding` settings are for fields that nothing
-    else sets.
+    Two different values of a field in the file are a problem. Lists that add up take what the file and all flags have.
+    `yielding` settings are for fields that nothing else sets.
     """
-    merged: dict[str, Setting] = {}
+    merged = _added_up([*file, *typed])
     notes, problems = [], []
     for setting in file:
         before = merged.setdefault(setting.field, setting)
-        if before.values != setting.values:
+        if before.values != setting.values and ADDS_UP not in FIELDS[setting.field].marks:
             problems.append(f"{before.spelled} contradicts {setting.spelled}; leave one of them out")
     flags: dict[str, list[Setting]] = {}
     for setting in typed:
-        flags.setdefault(setting.field, []).append(setting)
+        if ADDS_UP not in FIELDS[setting.field].marks:
+            flags.setdefault(setting.field, []).append(setting)
     for name, several in flags.items():
         merged[name] = several[-1]
         if len({setting.values for setting in several}) > 1:
@@ -118,6 +120,23 @@ def _last_counts(settings: list[Setting]) -> str:
         return f"{names.pop()} is given {times}; the last, {settings[-1].spelled}, counts"
     spelled = ", ".join(dict.fromkeys(setting.spelled for setting in settings))
     return f"{spelled} set the same field, {settings[-1].field}; the last, {settings[-1].spelled}, counts"
+
+
+def _added_up(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """One setting for each list that adds up: what the file has, then what each flag adds, without repetitions."""
+    lists: dict[str, list[Setting]] = {}
+    for setting in settings:
+        if ADDS_UP in FIELDS[setting.field].marks:
+            lists.setdefault(setting.field, []).append(setting)
+    return {
+        field: Setting(
+            field,
+            tuple(dict.fromkeys(value for part in parts for value in part.values)),
+            " ".join(part.spelled for part in parts),
+            any(part.typed for part in parts),
+        )
+        for field, parts in lists.items()
+    }
 
 
 def settle(settings: dict[str, Setting], values: Values) -> Settled:

@@ -10,13 +10,16 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from megatronish.config.dump import section_of
 from megatronish.config.fields import FIELDS
 from megatronish.config.layer_pattern import canonical
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.model import ModelConfig
+from megatronish.config.names import BLOCK_NAMES
 from megatronish.config.run import CheckpointConfig
 from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.config.understand import Setting
+from megatronish.errors import UserError
 
 TOKENIZER = "tokenizer"  # the folder of a checkpoint in which its tokenizer may lie
 TOKENIZER_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
@@ -69,11 +72,29 @@ def implied_tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
 def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
     """Model of the checkpoint in `folder`, from its state.json; KeyError or TypeError for other fields than ours."""
     config = state["config"]
+    refuse_unknown_block(config, folder)
     saved = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
     data = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     source = f"--use-checkpoint-args of {folder}"
     seq_length = config["training"]["seq_length"]
-    return Start(source, ModelConfig(**config["model"]), state["vocab_size"], seq_length, located(data, folder))
+    return Start(
+        source, section_of(ModelConfig, config["model"]), state["vocab_size"], seq_length, located(data, folder)
+    )
+
+
+def refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
+    """UserError for the block of a checkpoint that no plug-in which is imported has registered.
+
+    A checkpoint names its plug-ins and imports none: reading somebody's checkpoint runs no code.
+    """
+    block = config["model"].get("block", "transformer")
+    if block not in BLOCK_NAMES:
+        named = config.get("plugins", {}).get("plugin") or ["MODULE"]
+        flags = " ".join(f"--plugin {plugin}" for plugin in named)
+        raise UserError(
+            f"{folder} is of a model with block={block}, which a plug-in of its run registers; add {flags}, which runs "
+            "that code"
+        )
 
 
 def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:

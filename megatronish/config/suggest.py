@@ -10,7 +10,7 @@ CLOSE = 0.8  # of difflib's ratio; at 0.6, its default, num-experts is close to 
 
 
 def unknown(name: str, *, spelled: str, typed: bool) -> str:
-    """Complaint about a flag, or a key, that nobody knows."""
+    """Complaint about a flag, or a key, that is unknown."""
     nearest = nearest_name(name)
     if typed:
         remedy = f"did you mean --{nearest}?" if nearest else "see --help"

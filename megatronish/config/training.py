@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatronish.config.marks import REQUIRED, at_least, at_most, greater_than
+import tyro
+
+from megatronish.config.marks import REQUIRED, NamedIn, at_least, at_most, greater_than
+from megatronish.config.names import OBJECTIVE_NAMES, in_braces
 
 LOSS_SCALE_LIMIT = at_most(2.0**120, "2^120, as fp32 ends at 2^128")
 
@@ -58,6 +61,10 @@ class TrainingConfig:
     """fp16: steps in a row without an overflow after which the loss scale is doubled."""
     hysteresis: Annotated[int, at_least(1), at_most(2**63 - 1)] = 2
     """fp16: the loss scale is halved after this many overflows since its last doubling, and after each further one."""
+    objective: Annotated[str, NamedIn(OBJECTIVE_NAMES), tyro.conf.arg(metavar=in_braces(OBJECTIVE_NAMES))] = "causal_lm"
+    """What is minimised: causal_lm is the mean loss of the next token; or a plug-in's."""
+    objective_args: tuple[str, ...] = ()
+    """Options of a plug-in's objective: option=value ..."""
     attention_backend: AttentionBackend = "auto"
     """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
     deterministic_mode: bool = False

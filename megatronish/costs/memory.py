@@ -10,10 +10,11 @@ device's own libraries keep (on CUDA, 1 to 2 GiB).
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
+from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
 from megatronish.costs.parameters import parameters_of_stage
@@ -88,7 +89,7 @@ def expected_memory(
         )
         count, of_layers = held.per_rank(layout.tp), [costs[layer] for layer in stage.all_layers]
         in_matrices = sum_counts(cost.matrices for cost in of_layers).per_rank(layout.tp)
-        num_moments = _num_moments(config.optimizer.optimizer, count, in_matrices)
+        num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments(count=count, in_matrices=in_matrices)
         state = model_state(count, num_moments, zero, element_bytes=activations.element_bytes)
         in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
         table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
@@ -137,11 +138,6 @@ def _bias_bytes(config: Config, element_bytes: int) -> int:
     samples = 1 if config.data.reset_attention_mask else training.micro_batch_size
     heads = model.num_attention_heads // config.layout.tp
     return heads * training.seq_length * element_bytes // samples
-
-
-def _num_moments(optimizer: Literal["adam", "sgd", "muon"], count: int, in_matrices: int) -> int:
-    """Elements of the optimizer in addition to masters: two of each for Adam, one for SGD, one of a matrix for Muon."""
-    return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices}[optimizer]
 
 
 def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:

@@ -1,6 +1,6 @@
 """Preprocessing: JSON lines to .bin/.idx files, read in order, tokenized by many workers, written in the order read.
 
-The parent reads batches of lines, keeps at most two a worker under way, and writes what comes back in the order it went
+The parent reads batches of lines, keeps at most two a worker in work, and writes what comes back in the order it went
 out: the files do not depend on the number of workers, and memory does not grow with the input. A line that is no
 JSON, lacks a key or holds no text there is reported with its place and counted; its other keys are dropped too, so
 that the files of several keys stay aligned. Blank lines are skipped.
@@ -76,7 +76,7 @@ def preprocess(
         for encoded in stack.enter_context(closing(encode_all(batches, job, own_tokenizer, workers=workers))):
             for message in encoded.bad_lines:
                 if strict:
-                    raise UserError(f"{message}; mend the line, or leave --strict out to skip such lines")
+                    raise UserError(f"{message}; correct the line, or leave --strict out to skip such lines")
                 on_bad_line(message)
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
                 writer.add_documents(tokens, lengths)

@@ -3,14 +3,14 @@
 Epoch e is a function of names alone: the .idx (document lengths, not its path), the range of documents, S, the seed,
 and e. So training longer, moving the data or changing the layout never reorders what came before. An epoch of T
 tokens has n = (T - 1) // S samples; sample i of the run is sample i % n of epoch i // n. A sample is the S + 1 tokens
-from a cut on, one more than it predicts from, so neighbours share a token. Thereby every token of an epoch is a label
+from a cut on, one more than it predicts from, so neighbours share a token. So every token of an epoch is a label
 exactly once, except its first and those left over at its end: together fewer than S + 1.
 
 An epoch is three int64 arrays: where each document starts in .bin, where it ends in the epoch, and the order of the
 cuts. They are kept in a cache file. Of the processes that find no such file, one builds it and the others wait, because
 eight ranks of a machine that build it at once take eight times its memory. That they wait is no condition: each
 would build the same bytes and rename them to the same name; the first file stays. A checksum at its end detects a
-damaged file, which is built anew.
+damaged file, which is built again.
 """
 
 import hashlib

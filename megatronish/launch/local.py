@@ -142,7 +142,7 @@ def _use_threads(place: Place) -> None:
 
 
 def _shortened(message: str) -> str:
-    """What fits into a pipe that nobody reads yet; the whole message is in the rank's log."""
+    """What fits into a pipe that is not read yet; the whole message is in the rank's log."""
     return message if len(message) < 8000 else f"{message[:1000]}\n...\n{message[-7000:]}"
 
 
@@ -173,7 +173,7 @@ def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
-        # A helper process of a dead rank can keep its sentinel silent, hence the look every half second.
+        # A helper process of a dead rank can keep its sentinel silent, so it is checked every half second.
         wait([process.sentinel for process in running], timeout=0.5 if left is None else left)
     return [rank for rank in ranks if rank.process.exitcode]
 
@@ -204,7 +204,7 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
         reason = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
         message = f"killed by {signal.Signals(-code).name}{reason}"
     elif ending is None:
-        message = f"it ended with status {code} and without a word"
+        message = f"it ended with status {code} and without a message"
     if message:
         print(failure(culprit.place, message), file=sys.stderr, flush=True)
     return status
@@ -243,7 +243,7 @@ def _forwarded_signals(ranks: Sequence[LocalRank]) -> Iterator[list[int]]:
             os.write(2, b"interrupted: saving before leaving; press Ctrl-C again to leave at once\n")
         _send(ranks, _meaning(signum))
 
-    # A job in the background of a shell ignores Ctrl-C and goes on doing so.
+    # A job in the background of a shell ignores Ctrl-C and continues to.
     heard = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, forward) for signum in heard}
     try:

@@ -22,7 +22,7 @@ from megatronish.layers.norm import Norm
 from megatronish.layers.output import OutputLayer, TiedOutputLayer
 from megatronish.mesh import TensorParallel
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.block import MakeBlock, make_block_of
 from megatronish.model.context import CausalMasks, Context, make_context
 from megatronish.model.execution import Execution
 from megatronish.model.recompute import recompute
@@ -88,7 +88,7 @@ class GPT(nn.Module):
         tp: TensorParallel | None = None,
         chunks: Sequence[ModelChunk] | None = None,
         execution: Execution | None = None,
-        make_block: MakeBlock = TransformerBlock,
+        make_block: MakeBlock | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
@@ -100,8 +100,9 @@ class GPT(nn.Module):
         if self.is_first or (self.is_last and config.tied):
             self.embedding = self._make_embedding(num_positions)
         core = self.execution.core_attention()
+        make_layer = make_block or make_block_of(config)
         self.layers = nn.ModuleDict(
-            {str(n): make_block(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
+            {str(n): make_layer(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
         )
         if self.is_last:
             self.final_norm = self._make_norm()

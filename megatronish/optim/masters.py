@@ -1,6 +1,7 @@
 """Masters, the fp32 parameter shards that an optimizer updates, and the protocol of an update rule.
 
-A new optimizer is a class that implements `Update`, in a file of its own, and a line in `OPTIMIZERS` of optimizer.py.
+A new optimizer is a class that implements `Update`, in a file of its own, and a line in `OPTIMIZERS` of optimizer.py
+and in `OPTIMIZER_NAMES` of config/names.py; or a plug-in (docs/PLUGINS.md).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -76,6 +77,11 @@ class TorchUpdate:
     """An update by a torch.optim.Optimizer, which `make` builds from the two groups with and without weight decay."""
 
     state_names: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def described(cls, _masters_on: torch.device, /) -> str:
+        """The name of the class, for one that says no more."""
+        return cls.__name__
 
     def __init__(self, masters: Masters, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
         self.parameters = masters.parameters

@@ -1,10 +1,12 @@
 """The optimizer of a rank: fp32 masters and the update rule of --optimizer, for any compute precision."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megatronish.config.names import OPTIMIZER_NAMES, options_of
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.mesh import Domain
 from megatronish.optim.adam import AdamW
@@ -14,7 +16,7 @@ from megatronish.optim.sgd import SGD
 from megatronish.sharding import Shard, Sharding
 
 OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
-"""The optimizers of --optimizer."""
+"""The optimizers of --optimizer, under the names of `OPTIMIZER_NAMES`, which has their memory and their options."""
 
 
 def optimizer_line(config: OptimizerConfig, masters_on: torch.device) -> str:
@@ -45,7 +47,9 @@ class Optimizer:
             master.grad = gradients[name]
         self.masters = masters
         whole = Masters(masters, shards, shardings, domains, device, config.apply_wd_to_qk_layernorm)
-        make = OPTIMIZERS[config.optimizer]
+        options = options_of(OPTIMIZER_NAMES, config.optimizer, config.optimizer_args)
+        kind: Callable[..., Update] = OPTIMIZERS[config.optimizer]
+        make = partial(kind, **options)
         # With a learning rate of its own, the vocabulary (word embedding, output layer) has an update rule of its own.
         apart = {name for name, each in shardings.items() if each.is_vocabulary and config.decoupled_lr is not None}
         self.update = make(whole.only(shardings.keys() - apart), config)

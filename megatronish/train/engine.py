@@ -16,7 +16,7 @@ from megatronish.attention.zigzag import places_of
 from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.objectives.objective import LOSS, Objective
+from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
@@ -32,7 +32,7 @@ class Engine:
 
     mesh: Mesh
     stage: ModelStage
-    objective: Objective
+    objective: Objective | LogitsObjective
     data_parallel: DataParallel
     optimizer: Optimizer
     executor: Executor

@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.config.config import Config
-from megatronish.config.dump import resolved
+from megatronish.config.dump import resolved, section_of
 from megatronish.config.fields import FIELDS
 from megatronish.config.model import ModelConfig
+from megatronish.config.plugins import module_name
 from megatronish.config.starting import function_of
 from megatronish.errors import UserError
 
@@ -108,6 +109,7 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         for name, (before, after) in changed.items()
         if name.startswith("model.") or name in FIXED
     ]
+    problems += _missing_plugins(saved["config"], now["config"])
     if saved["vocab_size"] != now["vocab_size"]:
         problems.append(f"the vocabulary was {saved['vocab_size']} and is {now['vocab_size']}")
     if saved["eod"] != now["eod"]:
@@ -123,6 +125,13 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
+def _missing_plugins(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Complaints about plug-ins that the run had and has not; one that lies elsewhere now is the same by its name."""
+    before, after = (config.get("plugins", {}).get("plugin", []) for config in (saved, now))
+    present = set(map(module_name, after))
+    return [f"it had --plugin {each}, which is missing" for each in before if module_name(each) not in present]
+
+
 def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Path) -> None:
     """UserError if the config computes with the weights of `source` something else than they were trained for.
 
@@ -130,7 +139,7 @@ def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source:
     """
     try:
         before, after = (
-            function_of(ModelConfig(**config["model"]), seq_length=config["training"]["seq_length"])
+            function_of(section_of(ModelConfig, config["model"]), seq_length=config["training"]["seq_length"])
             for config in (saved, now)
         )
     except TypeError as error:

@@ -14,6 +14,7 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
+from megatronish.config.plugins import import_plugins
 from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
@@ -29,6 +30,7 @@ from megatronish.train.hooks.profile import ProfileSchedule
 from megatronish.train.hooks.profiler import step_profiler
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
+from megatronish.train.hooks.table import hooks_of
 from megatronish.train.job import TrainingJob
 from megatronish.train.resume import begin
 from megatronish.train.statistics import num_zeros, params_norm
@@ -60,6 +62,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
 
 def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] = lambda _note: None) -> Mesh:
     """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected."""
+    import_plugins(config.plugins.plugin)  # where ranks are spawned and not forked, each for itself
     parallel = config.parallel
     set_determinism(config.training)  # before the device is used
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
@@ -187,7 +190,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
                 console=console,
             )
         )
-    return [*hooks, save]
+    return [*hooks, *hooks_of(log, job), save]
 
 
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:

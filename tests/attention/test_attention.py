@@ -452,16 +452,22 @@ def test_two_tiles_merged_are_attention_over_both_on_a_gpu(explicit: bool, dtype
 
 @pytest.mark.parametrize(
     ("operation", "dtype", "masked"),
-    [(FLASH, torch.bfloat16, False), (EFFICIENT, torch.float32, False), (EFFICIENT, torch.bfloat16, True)],
-    ids=["flash", "efficient", "efficient, masked"],
+    [
+        (FLASH, torch.bfloat16, False),
+        (EFFICIENT, torch.float32, False),
+        (EFFICIENT, torch.bfloat16, True),
+        (EFFICIENT, torch.bfloat16, "alibi"),
+    ],
+    ids=["flash", "efficient", "efficient, masked", "efficient, alibi"],
 )
 @pytest.mark.parametrize(("kv_heads", "size"), [(12, 16), (3, 10)])
 def test_the_operations_of_a_gpu_accept_their_arguments(
-    operation: Operation, dtype: torch.dtype, masked: bool, kv_heads: int, size: int
+    operation: Operation, dtype: torch.dtype, masked: bool | str, kv_heads: int, size: int
 ) -> None:
     """On tensors without data: names, order, optional arguments and shapes. What they compute takes a GPU to see."""
     q, k, v, dout = tensors_of(queries=33, keys=45, kv_heads=kv_heads, size=size, dtype=dtype, device="meta")
-    seen = TileMask(dense=mask_of(33, 45).to("meta") if masked else None)
+    alibi = torch.empty(1, 12, 33, 45, device="meta") if masked == "alibi" else None
+    seen = TileMask(dense=mask_of(33, 45).to("meta") if masked else None, alibi=alibi)
     out, lse = operation.forward(q, k, v, seen)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     grads = operation.backward(dout, q, k, v, out, lse.contiguous(), seen)

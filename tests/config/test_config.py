@@ -208,7 +208,8 @@ def test_a_schedule_of_the_table_can_be_named_in_a_config(tmp_path: Path, monkey
     )
     monkeypatch.delitem(SCHEDULES, "mine")
     assert problems(small("--mock-data", *file)) == [
-        "[parallel] pipeline_schedule = mine: pipeline_schedule must be one of gpipe, 1f1b, interleaved, zb-h1 or zb-v"
+        "[parallel] pipeline_schedule = mine: pipeline_schedule must be one of gpipe, 1f1b, interleaved, zb-h1 or "
+        "zb-v; others are those of plug-ins (--plugin)"
     ]
 
 

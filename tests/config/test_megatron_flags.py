@@ -118,7 +118,7 @@ def test_a_value_that_asks_for_what_is_done_anyway_is_harmless() -> None:
             assert statuses([(name, (value,))]) == ["idle"], name
     assert "it asks for what is done anyway" in read("--ckpt-format torch_dist").notes[0]
     assert "is idle: checkpoints are in the format of" in read("--ckpt-format fsdp_dtensor").notes[0]
-    assert "is refused: make the data anew" in problems([*BASE, "--data-impl", "lazy"])[0]
+    assert "is refused: make the data again" in problems([*BASE, "--data-impl", "lazy"])[0]
 
 
 def test_a_switch_and_its_negation_are_both_known() -> None:

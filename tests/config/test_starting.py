@@ -30,7 +30,7 @@ def other(name: str, value: Any) -> Any:
     """Another value of a field's type."""
     field = FIELDS[name]
     if field.choices:
-        return next(choice for choice in field.choices if choice != value)
+        return next((choice for choice in field.choices if choice != value), "a plug-in's")
     if field.type is bool:
         return not value
     if field.type is str:

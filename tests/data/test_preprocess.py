@@ -190,6 +190,16 @@ def test_a_worker_that_cannot_build_the_tokenizer_says_why(tmp_path: Path) -> No
         preprocess([source], str(tmp_path / "p"), tokenizer=missing_in_workers, workers=2)
 
 
+def test_workers_know_the_tokenizer_of_a_plug_in(tmp_path: Path) -> None:
+    (tmp_path / "alphabet.txt").write_text("abc")
+    source = write_texts(tmp_path / "x.jsonl", ["abc", "ba"])
+    plugin = ROOT / "examples" / "plugins" / "characters.py"
+    options = ("--tokenizer-type", "characters", "--tokenizer-model", tmp_path / "alphabet.txt", "--plugin", plugin)
+    done = tool("--input", source, "--output-prefix", tmp_path / "p", "--workers", "2", *options)
+    assert done.status == 0, done.stderr
+    assert documents(tmp_path / "p_text_document") == [[0, 1, 2], [1, 0]]
+
+
 def test_what_a_worker_is_sent_fits_into_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     """64 KiB on Linux: a large tokenizer.json is named and not sent."""
     vocabulary = {f"token {number}": number for number in range(20_000)} | {"</s>": 20_000}
@@ -352,7 +362,7 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_
         )
         assert done.returncode == 1, when
         assert (
-            f"error: {tmp_path}/p_text_document.bin and its .idx cannot be written: File too large; make" in done.stderr
+            f"error: {tmp_path}/p_text_document.bin and its .idx cannot be written: File too large; free" in done.stderr
         )
         assert "Traceback" not in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]

@@ -317,6 +317,17 @@ def test_a_later_token_never_changes_an_earlier_prediction(name: str) -> None:
         assert not torch.isclose(after[:, place], before[:, place]).all()
 
 
+def test_forwards_without_documents_share_the_masks_that_they_make() -> None:
+    model = model_of(VARIANTS["alibi in a window"])
+    made = [model.masks.of(batch_of(seed=seed), seq_length=S, num_cached=0) for seed in (0, 1)]
+    assert made[0] is made[1]
+    assert model.masks.of(batch_of(), seq_length=S - 1, num_cached=0).seq_length == S - 1
+    packed = [model.masks.of(batch_of(documents=True), seq_length=S, num_cached=0) for _ in range(2)]
+    assert packed[0] is not packed[1]
+    after_some = model.masks.of(batch_of(), seq_length=S, num_cached=3)
+    assert (after_some.seq_length, after_some.first_query) == (S + 3, 3)
+
+
 def test_a_window_ends_what_a_token_sees() -> None:
     model, batch = model_of(replace(VARIANTS["mistral"], num_layers=1)), batch_of()
     before, after = logits_of(model, batch), logits_of(model, changed(batch, slice(3, 4)))

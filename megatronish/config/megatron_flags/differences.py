@@ -11,7 +11,7 @@ DIFFERENCES: dict[str, str] = {
     "Its names are accepted: "
     + ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in MEGATRON_TOKENIZERS.items())
     + ".",
-    "num_query_groups": "Without `--group-query-attention` Megatron-LM ignores it in silence; here that is an error.",
+    "num_query_groups": "Without `--group-query-attention` Megatron-LM ignores it silently; here that is an error.",
     "max_position_embeddings": "Required in Megatron-LM; here it is the sequence length where it is not given.",
     "loss_scale": "Megatron-LM applies it to bf16, too; here it is idle without `--fp16`.",
     "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either. Lengths given "
@@ -30,11 +30,11 @@ DIFFERENCES: dict[str, str] = {
     "position_embedding_type": "`alibi` is Megatron-DeepSpeed's; Megatron-LM has MRoPE and YaRN here, too.",
     "embed_layernorm": "Not in Megatron-LM; Megatron-DeepSpeed has it.",
     "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
-    "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it in silence; here it "
+    "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it silently; here it "
     "clamps either gated activation.",
     "no_rope_freq": "A number N must divide the number of layers in Megatron-LM; here it need not.",
-    "decoupled_min_lr": "Ignored in silence by Megatron-LM without `--decoupled-lr`; here that is an error.",
+    "decoupled_min_lr": "Ignored silently by Megatron-LM without `--decoupled-lr`; here that is an error.",
     "muon_coefficient_type": "Megatron-LM has more sets; here a set beyond the last repeats the last.",
-    "use_checkpoint_args": "In Megatron-LM the checkpoint wins in silence; here what contradicts it is an error.",
+    "use_checkpoint_args": "In Megatron-LM the checkpoint wins silently; here what contradicts it is an error.",
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",
 }

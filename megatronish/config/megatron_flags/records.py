@@ -19,8 +19,8 @@ DATA: dict[str, Known] = {
         "disable-mmap disable-msc",
         valued="num-dataset-builder-threads mid-level-dataset-surplus per-dataset-sequences-path valid-num-workers",
     ),
-    "data-impl": refused("make the data anew with tools/preprocess_data.py", 1, ("mmap", "infer")),
-    "dataset-impl": refused("make the data anew with tools/preprocess_data.py", 1, ("mmap", "infer")),
+    "data-impl": refused("make the data again with tools/preprocess_data.py", 1, ("mmap", "infer")),
+    "dataset-impl": refused("make the data again with tools/preprocess_data.py", 1, ("mmap", "infer")),
     "dataloader-type": Known(
         "refused", "samples come in one seeded random order; leave it out", 1, ("single", "cyclic")
     ),
@@ -123,7 +123,7 @@ LOG: dict[str, Known] = {
     ),
 }
 
-# DeepSpeed's own flags, beside Megatron-LM's.
+# DeepSpeed's own flags, in addition to Megatron-LM's.
 DEEPSPEED: dict[str, Known] = {
     **all_idle(
         "there is one engine; the flags of this command line decide",

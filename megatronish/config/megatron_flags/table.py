@@ -34,7 +34,7 @@ KNOWN: dict[str, Known] = (
 
 
 def known_flag(name: str) -> Known | None:
-    """What a flag that is no field is, by its name without dashes in front; None if nobody knows it."""
+    """What a flag that is no field is, by its name without dashes in front; None if it is unknown."""
     if name in KNOWN:
         return KNOWN[name]
     opposite = KNOWN.get(name.removeprefix("no-") if name.startswith("no-") else f"no-{name}")

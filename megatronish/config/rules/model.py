@@ -25,7 +25,7 @@ def _key_value_heads(config: Config) -> str | None:
         return None
     if not model.group_query_attention and groups != heads:
         return (
-            f"num_query_groups={groups} needs group_query_attention (Megatron-LM would ignore it in silence); "
+            f"num_query_groups={groups} needs group_query_attention (Megatron-LM would ignore it silently); "
             "add --group-query-attention, or leave it out"
         )
     return divide("num_attention_heads", heads, "num_query_groups", groups)

@@ -81,7 +81,10 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     path = folder / CONFIG
     name = origin.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"{path}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{path}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}; "
+            "others are those of plug-ins (--plugin)"
+        )
     family = FAMILIES[name]
     aliased = {family.aliases[key]: value for key, value in origin.items() if key in family.aliases}
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)

@@ -53,6 +53,7 @@ def _write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 def _not_gpt2(model: ModelConfig) -> str | None:
     return first_true(
         {
+            f"block={model.block}": model.block != "transformer",
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type
             != "learned_absolute",
             f"normalization={model.normalization}": model.normalization != "LayerNorm",

@@ -96,6 +96,7 @@ def not_llama_block(model: ModelConfig) -> str | None:
     """Field of a model that Llama and its descendants do not have."""
     return first_true(
         {
+            f"block={model.block}": model.block != "transformer",
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "rope",
             f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
             "embed_layernorm": model.embed_layernorm,

@@ -20,7 +20,7 @@ from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
-from megatronish.formats.hf.tensor_rules import HEAD, LLAMA_PREFIX, PREFIXES, rules_of
+from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, HEAD, FamilyTensors
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
 
@@ -137,12 +137,16 @@ def config_json(description: Description) -> dict[str, Any]:
 
 
 def _base(description: Description) -> str:
-    return PREFIXES.get(config_json(description)["model_type"], LLAMA_PREFIX)
+    return _tensors_of(description).base
 
 
 def rules(description: Description) -> list[TensorRule]:
     """Rules for all tensors of a model, embedding first. UserError if transformers has no such model."""
-    return list(rules_of(config_json(description)["model_type"], description.model))
+    return list(_tensors_of(description).rules(description.model))
+
+
+def _tensors_of(description: Description) -> FamilyTensors:
+    return FAMILY_TENSORS[config_json(description)["model_type"]]
 
 
 def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

@@ -48,7 +48,7 @@ class MemoryHistory(Hook):
 
 
 def snapshot_path(given: str | None, folder: Path, *, rank: int) -> Path:
-    """Path of a rank's snapshot: in `folder`, or the given one, with the rank's number but for rank 0."""
+    """Path of a rank's snapshot: in `folder`, or the given one, with the rank's number except for rank 0."""
     if given is None:
         return folder / f"rank_{rank}_memory.pickle"
     path = Path(given)

@@ -55,7 +55,7 @@ class ProfileSchedule(Hook):
             )
 
     def state(self) -> dict[str, Any]:
-        """Steps recorded so far: a run that goes on beyond them has not missed them."""
+        """Steps recorded so far: a run that continues beyond them has not missed them."""
         return {"recorded": self._recorded}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ REASONS = {
     "stop_on_interval": "--exit-interval is reached",
     "stop_on_file": "the file of --kill-switch-path exists",
 }
-"""Names of votes to stop, and what the user is told; of several the first."""
+"""Names of votes to stop, and what is reported; of several the first."""
 
 
 class Stopper(Hook):
@@ -62,6 +62,6 @@ class Stopper(Hook):
         return {name: float(wish) for name, wish in wishes.items()}
 
     def decided(self, trainer: Trainer, sums: Mapping[str, float]) -> None:
-        """Do what any rank wants; of several reasons to stop the first is told."""
+        """Do what any rank wants; of several reasons to stop the first is reported."""
         self.save_now = sums[SAVE] > 0
         trainer.stop_reason = next((told for name, told in REASONS.items() if sums[name] > 0), trainer.stop_reason)

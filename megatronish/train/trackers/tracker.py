@@ -1,8 +1,8 @@
 """Trackers: what a run sends its numbers to in addition to its own files, such as TensorBoard.
 
-A tracker never ends a run. Only the main rank has trackers. Each works in a thread of its own, so that a library that is slow to import, a network
-that is away or a full disk holds up no step. Whatever a tracker raises is printed in one line, and the run continues
-without it.
+A tracker never ends a run. Only the main rank has trackers. Each works in a thread of its own, so that a library that
+is slow to import, a network that is away or a full disk holds up no step. Whatever a tracker raises is printed in one
+line, and the run continues without it.
 """
 
 import sys
