@@ -84,7 +84,7 @@ def register_optimizer(
 ) -> None:
     """An optimizer, for --optimizer: `make(masters, config)` is an update rule of the fp32 masters of a rank.
 
-    It keeps `moments` numbers for each element in addition to the master, `matrix_moments` for those of matrices of layers.
+    It keeps `moments` numbers for each element in addition to the master, `matrix_moments` for matrices of layers.
     `reads` are the beginnings of the names of flags that it reads ("adam_").
     """
     choice = OptimizerChoice(options, moments, matrix_moments, tuple(reads))
