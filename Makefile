@@ -17,8 +17,8 @@ help: ## this list
 	@echo 'make TARGET [PYTHON=python3.12] [VENV=.venv] [PRETRAIN_FLAGS="--train-iters 100 ..."]'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
-pretrain: demo/python_text_document.idx ## the main job: from Python's own library to a trained GPT, on 8 local ranks
-	$(RUN) pretrain_gpt.py --config configs/demo.toml $(PRETRAIN_FLAGS)
+pretrain: demo/python_text_document.idx ## the main job: from Python's own library to a trained GPT, on 8 local ranks (or all GPUs)
+	$(RUN) pretrain_gpt.py --config configs/demo.toml $$($(RUN) -m megatronish.launch.fit configs/demo.toml $(PRETRAIN_FLAGS)) $(PRETRAIN_FLAGS)
 
 quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
 	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)
@@ -41,6 +41,9 @@ check: $(READY) ## format, lint, types and layering
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests/test_layering.py
 
+package: $(READY) ## build the sdist and the wheel, and try both in a fresh environment
+	$(RUN) .ci/try_package.py
+
 bench: $(READY) ## side by side with a plain PyTorch loop
 	$(RUN) benchmarks/against_plain_loop.py
 
@@ -57,7 +60,7 @@ clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick test test-fast test-all test-peers check bench kernels gpu venv clean
+.PHONY: help pretrain quick test test-fast test-all test-peers check package bench kernels gpu venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

@@ -1,7 +1,7 @@
 """Collectives and point-to-point transfers over one axis of the mesh. The only file that calls those of a step.
 
 Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
-`Pending`: the caller computes while the bytes travel. `reduce_from`, `reduce_scatter_to_sequence`,
+`Pending`: the caller computes during the transfer. `reduce_from`, `reduce_scatter_to_sequence`,
 `gather_whole_sequence`, `split_sequence`, `all_to_all` and `all_to_all_rows` are differentiable: each calls one
 collective forward and the transposed one backward (of the two that cut and join what all ranks hold alike, one of
 both), and waits for it.
@@ -20,7 +20,7 @@ from megatronish.mesh import Axis
 
 
 class Pending:
-    """Collective under way; `wait` returns its result. Keeps the tensor that is sent alive until then."""
+    """Collective in progress; `wait` returns its result. Keeps the tensor that is sent alive until then."""
 
     def __init__(self, result: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> None:
         self._result, self._works, self._source = result, works, source
@@ -226,7 +226,7 @@ def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
     """Ring shift, [...] -> [...]: send x to the next rank of the axis, and receive from the rank before.
 
     The last rank sends to the first. Not differentiable: a backward shifts gradients by itself (attention/ring.py).
-    On gloo, shifts that are under way at the same time need different tags. NCCL ignores tags and keeps the order of
+    On gloo, shifts that are in progress at the same time need different tags. NCCL ignores tags and keeps the order of
     the calls, so every rank must start its shifts in the same order.
     """
     if axis.size == 1:

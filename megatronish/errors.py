@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Mistake that the user can mend: the sentence has the value, the rule and the remedy. Exit status 2."""
+    """Mistake that the user can correct: the sentence has the value, the rule and the remedy. Exit status 2."""
 
 
 class RunError(RuntimeError):

@@ -1,16 +1,21 @@
 """Atomic writers of files and folders: whole under their name or not there at all, also after a power cut.
 
-Each writes beside the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
-(`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py.
+Each writes next to the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
+(`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py. With
+`one_builder`, processes that want the same file leave its building to one of them.
 """
 
+import fcntl
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO, Literal
 
 from megatronish.errors import RunError, UserError
 
@@ -40,24 +45,24 @@ def sync_folder(folder: Path) -> None:
 class AtomicFile:
     """Temporary file that becomes `path` in `commit`. As a context: committed at the end, discarded after an exception.
 
-    A crash leaves at most `<name>.<random>.tmp` beside it, which nothing ever reads.
+    A process that is killed leaves `<name>.<random>.tmp` next to it, which nothing ever reads. The next writer of the
+    same path removes it: the temporary file is locked while its writer lives, and the system releases the lock.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
         self.path = path
-        self._temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-        self.file = self._temporary.open("xb")
+        self._temporary, self.file = _locked_file_beside(path)
 
     def commit(self, *, keep_existing: bool = False) -> None:
         """Rename the file to `path`; a file of that name is replaced, or with `keep_existing` it stays.
 
         Files that other nodes may have mapped need `keep_existing`: over NFS, replacing a file breaks its mappings.
         """
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
         try:
+            self.file.flush()
+            os.fsync(self.file.fileno())
             if keep_existing:
                 os.link(self._temporary, self.path)
             else:
@@ -67,12 +72,13 @@ class AtomicFile:
             pass
         finally:
             self._temporary.unlink(missing_ok=True)
+            self.file.close()  # last: it releases the lock
 
     def discard(self) -> None:
         """Delete the temporary file; a committed file stays."""
+        self._temporary.unlink(missing_ok=True)
         with suppress(OSError):  # a full disk refuses what is still buffered, too
             self.file.close()
-        self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> "AtomicFile":
         return self
@@ -85,6 +91,67 @@ class AtomicFile:
                 self.commit()
         finally:
             self.discard()
+
+
+def _locked_file_beside(path: Path) -> tuple[Path, BinaryIO]:
+    """A new temporary file for `path`, locked by this process where the file system has locks."""
+    while True:
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+        file = temporary.open("xb")
+        # Between the two, another process may have taken the file for a leftover.
+        if _lock(file) != "taken" and temporary.exists():
+            return temporary, file
+        file.close()
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete the temporary files of `path` that no living process writes. One that cannot be locked is left alone."""
+    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{12}\.tmp")
+    for leftover in [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]:
+        with suppress(OSError), leftover.open("r+b") as file:
+            if _lock(file) == "locked":
+                leftover.unlink()
+
+
+@contextmanager
+def one_builder(path: Path, *, patience_seconds: float = 600.0) -> Iterator[None]:
+    """Let one process at a time build `path`, over all machines that share its folder, as far as that has locks.
+
+    The first process enters at once; those that come while it builds enter when it has left or has died, all of them
+    together: each looks whether the file is there now. No process waits longer than `patience_seconds`, or where no
+    lock can be made, in a read-only folder for example.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
+    except OSError:
+        yield
+        return
+    with file:
+        state, deadline = _lock(file), time.monotonic() + patience_seconds
+        if state != "taken":
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    lock.unlink(missing_ok=True)
+            return
+        while state == "taken" and time.monotonic() < deadline:
+            time.sleep(0.02)
+            state = _lock(file)
+    yield
+
+
+def _lock(file: BinaryIO) -> Literal["locked", "taken", "impossible"]:
+    """Lock a file for this process, without waiting. Some network file systems have no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "taken"
+    except OSError:
+        return "impossible"
+    return "locked"
 
 
 @contextmanager
@@ -148,7 +215,7 @@ def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
 
 def _failed(path: Path, error: OSError) -> RunError:
     return RunError(
-        f"{path} could not be written: {error.strerror or error}; nothing of it is left, make room or name another "
+        f"{path} could not be written: {error.strerror or error}; no partial file is left; free space or name another "
         "place"
     )
 

@@ -136,7 +136,7 @@ class LayerCost:
     """Cost row of a layer or of a sublayer.
 
     `kept` are elements a token that wait for the backward besides the inputs of linear layers and norms, `mask_bytes`
-    the bytes of dropout masks.
+    the bytes of dropout masks, `vectors` parameters in addition to those of linear layers and norms.
     """
 
     linears: tuple[LinearShape, ...] = ()
@@ -144,6 +144,7 @@ class LayerCost:
     cores: tuple[AttentionCore, ...] = ()
     kept: Count = field(default_factory=Count)
     mask_bytes: Count = field(default_factory=Count)
+    vectors: Count = field(default_factory=Count)
 
     def __add__(self, other: "LayerCost") -> "LayerCost":
         return LayerCost(
@@ -152,17 +153,20 @@ class LayerCost:
             self.cores + other.cores,
             self.kept + other.kept,
             self.mask_bytes + other.mask_bytes,
+            self.vectors + other.vectors,
         )
 
     @property
     def parameters(self) -> Count:
         """Parameters by how tp cuts them."""
-        return sum_counts(each.parameters for each in self.linears) + sum_counts(n.parameters for n in self.norms)
+        norms = sum_counts(norm.parameters for norm in self.norms)
+        return sum_counts(each.parameters for each in self.linears) + norms + self.vectors
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token passes: of experts the chosen ones alone."""
-        return sum(each.active_parameters for each in self.linears) + sum(n.parameters.total for n in self.norms)
+        norms = sum(norm.parameters.total for norm in self.norms)
+        return sum(each.active_parameters for each in self.linears) + norms + self.vectors.total
 
     @property
     def matrices(self) -> Count:

@@ -7,11 +7,12 @@ from specs, and costs (parameters, FLOPs, memory, the split over pipeline stages
 a module, and a test that holds one to the other (tests/costs/test_layer_costs.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatronish.config.experts import has_experts
-from megatronish.config.model import Activation, ModelConfig
+from megatronish.config.model import Activation, ModelConfig, SoftmaxType
+from megatronish.config.names import BLOCK_NAMES, options_of
+from megatronish.errors import UserError
 from megatronish.layer_costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
@@ -28,6 +29,9 @@ class AttentionSpec:
     """Each head's queries and keys are normalised."""
     qkv_bias: bool = True
     out_bias: bool = True
+    rotary: bool = True
+    """Queries and keys are turned, in a model with RoPE."""
+    softmax: SoftmaxType = "vanilla"
 
     @property
     def sections(self) -> tuple[int, int, int]:
@@ -49,6 +53,7 @@ class AttentionSpec:
             norms=norms if self.qk_norm else (),
             cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
             kept=Count(split=queries + keys + values),
+            vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
         )
 
 
@@ -59,49 +64,75 @@ class MLPSpec:
     ffn_size: int
     activation: Activation = "gelu"
     bias: bool = True
+    up_offset: float = 0.0
+    """Added to the up-projection of a gated MLP."""
+    clamp: float | None = None
+    """Bound of a gated MLP on gate (from above) and up-projection (on both sides)."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, ffn_size: int | None = None, *, bias: bool | None = None) -> "MLPSpec":
+        """The MLP that the options of a config describe, perhaps of another width, with biases or without."""
+        return cls(
+            ffn_size=ffn_size or model.ffn_size,
+            activation=model.activation,
+            bias=model.linear_bias if bias is None else bias,
+            up_offset=model.glu_linear_offset if model.is_gated else 0.0,
+            clamp=model.activation_func_clamp_value if model.is_gated else None,
+        )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "quick_geglu")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the activation is the usual one of its name, without offset and clamp."""
+        return self.up_offset == 0 and self.clamp is None
 
     @property
     def sections(self) -> tuple[int, ...]:
         """Features of the first product: those of the gate and of the up-projection, or the latter alone."""
-        return (self.ffn_size,) * (2 if self.activation == "swiglu" else 1)
+        return (self.ffn_size,) * (2 if self.is_gated else 1)
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """Kept besides the inputs of linear layers: the activation's input, and SwiGLU's activated gate."""
+        """Kept besides the inputs of linear layers: the activation's input, and plain SwiGLU's activated gate."""
         features = sum(self.sections)
         return LayerCost(
             linears=(
                 LinearShape(model.hidden_size, features, "column", self.bias),
                 LinearShape(self.ffn_size, model.hidden_size, "row", self.bias),
             ),
-            kept=Count(split=features + (self.ffn_size if self.activation == "swiglu" else 0)),
+            kept=Count(split=features + (self.ffn_size if self.activation == "swiglu" and self.is_plain else 0)),
         )
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Mixture of experts in the place of an MLP: E experts of F features, of which a token passes K, and shared ones.
+    """Mixture of experts in the place of an MLP: E experts, of which a token passes K, and shared ones.
 
-    `shared` are experts that every token passes, as one MLP; with `shared_gate` their output has a gate.
+    Each expert is an MLP without biases. `shared` are experts that every token passes, as one MLP; with `shared_gate`
+    their output has a gate.
     """
 
     num_experts: int
     num_chosen: int
-    ffn_size: int
-    activation: Activation = "swiglu"
+    expert: MLPSpec
     shared: MLPSpec | None = None
     shared_gate: bool = False
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """Kept besides the inputs of linear layers: the activation's input, SwiGLU's gate, and the rows sent back."""
-        gates = 2 if self.activation == "swiglu" else 1
-        copies, used = self.num_experts, self.num_chosen
+        """Router, experts and shared experts; the rows that come back are kept, too."""
+        copies, used, size = self.num_experts, self.num_chosen, self.expert.ffn_size
+        features = sum(self.expert.sections)
+        kept = features + (size if self.expert.activation == "swiglu" and self.expert.is_plain else 0)
         cost = LayerCost(
             linears=(
                 LinearShape(model.hidden_size, self.num_experts, "none"),
-                LinearShape(model.hidden_size, gates * self.ffn_size, "column", copies=copies, used=used),
-                LinearShape(self.ffn_size, model.hidden_size, "row", copies=copies, used=used),
+                LinearShape(model.hidden_size, features, "column", copies=copies, used=used),
+                LinearShape(size, model.hidden_size, "row", copies=copies, used=used),
             ),
-            kept=Count(split=used * self.ffn_size * (gates + (gates == 2)), whole=used * model.hidden_size),
+            kept=Count(split=used * kept, whole=used * model.hidden_size),
         )
         if self.shared_gate:
             cost += LayerCost(linears=(LinearShape(model.hidden_size, 1, "none"),))
@@ -116,19 +147,23 @@ class LayerSpec:
     mlp: MLPSpec | ExpertsSpec
 
     @classmethod
-    def of(cls, model: ModelConfig, layer: int = 0) -> "LayerSpec":
-        """The layer of this number that the options of a config describe."""
+    def of(
+        cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True, experts: bool = False
+    ) -> "LayerSpec":
+        """A layer as the options of a config describe it, with window, RoPE and experts or without."""
         return cls(
             AttentionSpec(
                 num_heads=model.num_attention_heads,
                 num_kv_heads=model.num_kv_heads,
                 head_size=model.head_size,
-                window=model.window_size,
+                window=model.window_size if windowed else None,
                 qk_norm=model.qk_layernorm,
                 qkv_bias=model.qkv_bias,
                 out_bias=model.linear_bias,
+                rotary=rotary,
+                softmax=model.softmax_type,
             ),
-            _experts(model) if model.num_experts and has_experts(model.moe_layer_freq, layer) else _mlp(model),
+            _experts(model) if experts else MLPSpec.of(model),
         )
 
     def cost(self, model: ModelConfig) -> LayerCost:
@@ -138,19 +173,14 @@ class LayerSpec:
         return LayerCost(norms=(norm, norm), mask_bytes=masks) + self.attention.cost(model) + self.mlp.cost(model)
 
 
-def _mlp(model: ModelConfig) -> MLPSpec:
-    return MLPSpec(ffn_size=model.ffn_size, activation=model.activation, bias=model.linear_bias)
-
-
 def _experts(model: ModelConfig) -> ExpertsSpec:
     assert model.num_experts is not None
     shared = model.moe_shared_expert_intermediate_size
     return ExpertsSpec(
         model.num_experts,
         model.moe_router_topk,
-        model.expert_ffn_size,
-        activation=model.activation,
-        shared=None if shared is None else MLPSpec(shared, model.activation, bias=False),
+        MLPSpec.of(model, model.expert_ffn_size, bias=False),
+        shared=None if shared is None else MLPSpec.of(model, shared, bias=False),
         shared_gate=model.moe_shared_expert_gate,
     )
 
@@ -169,10 +199,27 @@ class MixedModelConfig(ModelConfig):
         assert len(self.layers) == self.num_layers, f"{len(self.layers)} specs for num_layers={self.num_layers}"
 
 
+def transformer_layers(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Layers of --block transformer, as the options of the config say.
+
+    The options give all layers one spec, except for window, RoPE and experts, which patterns leave out of some layers.
+    """
+    kinds = list(zip(model.windowed_layers, model.rotated_layers, model.expert_layers, strict=True))
+    specs = {kind: LayerSpec.of(model, windowed=kind[0], rotary=kind[1], experts=kind[2]) for kind in set(kinds)}
+    return tuple(specs[kind] for kind in kinds)
+
+
+LAYERS: dict[str, Callable[..., Sequence[LayerSpec]]] = {"transformer": transformer_layers}
+"""Specs of all layers of a model, by --block. Keyword arguments are the options of the name in `BLOCK_NAMES`."""
+
+
 def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
-    """Every layer of a model, first layer first: those that are given, or one as the options say, over and over."""
+    """Every layer of a model, first layer first: those that are given, or those of its kind of block."""
     if isinstance(model, MixedModelConfig):
         return model.layers
-    if model.num_experts is None:
-        return (LayerSpec.of(model),) * model.num_layers
-    return tuple(LayerSpec.of(model, layer) for layer in range(model.num_layers))
+    specs = LAYERS[model.block](model, **options_of(BLOCK_NAMES, model.block, model.block_args))
+    if len(specs) != model.num_layers:
+        raise UserError(
+            f"block={model.block} gives {len(specs)} specs for num_layers={model.num_layers}; correct its `layers`"
+        )
+    return specs

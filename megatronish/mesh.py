@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,10 +92,10 @@ class Mesh:
 
     `data` flattens dp and cp: gradients reduce over both. `domains` cut it into the groups that ZeRO shards over and
     across them, by the name of each reduction domain. `embedding_axis` joins the first and the last position of the
-    pipeline. `p2p_axes` are four more process groups over the ranks of pp, for what travels between stages: one by kind
+    pipeline. `p2p_axes` are four more process groups over the ranks of pp, for what stages send: one by kind
     (F activations, B their gradients) and direction (True: to a later stage). NCCL matches by order within a group, so
     no two directions may share one. `checkpoint_axis` is the world once more, over gloo: checkpoints are written by a
-    thread beside training, and what two threads send through one group would be mixed up.
+    thread in the background of training, and what two threads send through one group would be mixed up.
     """
 
     layout: Layout
@@ -121,6 +122,7 @@ class Mesh:
         device: torch.device | None = None,
         backend: str = "gloo",
         has_experts: bool = False,
+        store: dist.Store | None = None,
     ) -> "Mesh":
         """The mesh of a config on the rank at `place`, by default the only one."""
         place = place or Place()
@@ -130,6 +132,7 @@ class Mesh:
             parallel.layout,
             rank=place.rank,
             init_method=place.rendezvous,
+            store=store,
             device=device,
             backend=backend,
             timeout_minutes=parallel.distributed_timeout_minutes,
@@ -146,6 +149,7 @@ class Mesh:
         *,
         rank: int = 0,
         init_method: str | None = None,
+        store: dist.Store | None = None,
         device: torch.device | None = None,
         backend: str = "gloo",
         timeout_minutes: float = 10.0,
@@ -156,17 +160,16 @@ class Mesh:
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
-        `init_method` is `env://` or `file://PATH`, as torch.distributed has it. `copies` is the number of groups that
-        shard what ZeRO shards. `embedding_stages` hold the first and the last position of the model. `experts` is
-        the grid of a model with experts, on the same ranks.
+        `init_method` is `env://` or `file://PATH`, as torch.distributed has it; a `store` that is open takes its place.
+        `copies` is the number of groups that shard what ZeRO shards. `embedding_stages` hold the first and the last
+        position of the model. `experts` is the grid of a model with experts, on the same ranks.
         """
         layout = layout or Layout()
         device = device or torch.device("cpu")
         timeout = timedelta(minutes=timeout_minutes)
         if layout.world_size > 1:
-            dist.init_process_group(
-                backend, init_method=init_method, rank=rank, world_size=layout.world_size, timeout=timeout
-            )
+            meeting: dict[str, Any] = {"init_method": init_method} if store is None else {"store": store}
+            dist.init_process_group(backend, rank=rank, world_size=layout.world_size, timeout=timeout, **meeting)
         elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         axis = partial(new_axis, rank=rank, timeout=timeout)

@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from megatronish.mesh import Axis, Domain
 from megatronish.streams import normal_rectangle
 
-Role = Literal["matrix", "embedding", "head", "vector", "router", "adapter"]
+Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "adapter"]
 """What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone.
+
+The norms of queries and keys, which are vectors, decay if --apply-wd-to-qk-layernorm says so. Word embedding and head
+have a learning rate of their own with --decoupled-lr.
 
 No layer of the package is a router or an adapter yet; one from outside may be.
 """
@@ -115,8 +118,13 @@ class Sharding:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to all but norms and biases."""
-        return self.role != "vector"
+        """Whether weight decay applies: to all except norms and biases."""
+        return self.role not in ("vector", "qk_norm")
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether the parameter is the word embedding or the output layer."""
+        return self.role in ("embedding", "head")
 
     @property
     def num_elements(self) -> int:
@@ -144,7 +152,7 @@ class Sharding:
         return tuple(axis for axis in axes if axis.size > 1)
 
     def is_counted(self, domain: Domain) -> bool:
-        """Whether this rank's elements count where every element shall count once over the model axes and stages.
+        """Whether this rank's elements count where every element must count once over the model axes and stages.
 
         Of the model ranks that hold the same elements, the first counts them: rank 0 of every model axis that does not
         cut the parameter, and the first of the two stages that hold a tied embedding. Replicas on data ranks are not

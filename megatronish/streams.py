@@ -41,7 +41,7 @@ def normal_rectangle(
 
     `names` name the tensor. Its last two dims are drawn in tiles; the index on each dim before them is part of a tile's
     name, so one expert of a stacked [E, 2, F, D] is drawn without the other experts. A vector is a matrix of one row.
-    Values are drawn on the CPU whatever the device, so that a GPU run starts from the same weights.
+    Values are drawn on the CPU for every device, so that a GPU run starts from the same weights.
     """
     if len(shape) == 1:
         return normal_rectangle((1, *shape), (0, *offset), (1, *sizes), names=names)[0]

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face tokenizers, bytes, numbers.
+"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face, tiktoken, bytes, numbers.
 
 Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Only `encode_marked`, for
 prompts that are written so, reads them, and adds what the tokenizer puts around a text: a first token, say. Decoding
@@ -10,15 +10,17 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import sentencepiece
 import tokenizers
 
 from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
-from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.config.tokenizer_names import TokenizerType, tokenizer_type
 from megatronish.errors import UserError
+from megatronish.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
 SPACE_MARK = "\u2581"
@@ -35,6 +37,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any special token. ValueError for a lone surrogate, which is no text."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, as `encode` gives them; ValueError if one of them is no text."""
+        return [self.encode(text) for text in texts]
 
     def encode_marked(self, text: str) -> list[int]:
         """Ids of `text` with the special tokens that it spells, and those that the tokenizer itself puts around it."""
@@ -71,7 +77,7 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError:
             raise UserError(
-                f"{text!r} is not numbers, which is what the null tokenizer reads; write ids, as in '5 17 3', or name "
+                f"{text!r} is not numbers, which the null tokenizer needs; write ids, as in '5 17 3', or name "
                 "the text's own tokenizer with --tokenizer-model"
             ) from None
         for token in ids:
@@ -130,7 +136,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, or of GPT-2's vocab.json and merges.txt."""
+    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, of GPT-2's two files, or of a tiktoken file."""
 
     def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
         self._model = model
@@ -169,6 +175,18 @@ class HuggingFaceTokenizer(Tokenizer):
         model.add_special_tokens([model.id_to_token(eod)])
         return cls(model, eod=eod)
 
+    @classmethod
+    def from_tiktoken(cls, path: Path, data: DataConfig) -> "HuggingFaceTokenizer":
+        """Tokenizer of a tiktoken file, a JSON list or lines of base64."""
+        model = read_tiktoken(
+            path,
+            pattern=data.tiktoken_pattern,
+            special_tokens=data.tiktoken_special_tokens,
+            num_special_tokens=data.tiktoken_num_special_tokens,
+            vocab_size=data.vocab_size,
+        )
+        return cls(model, eod=_find_eod(model.token_to_id, path))
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._take_text_as_it_is()
@@ -182,6 +200,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         _check_unicode(text)
         return list(self._model.encode(text, add_special_tokens=False).ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without the offsets that the library else keeps: a fifth less time for equal tokens."""
+        for text in texts:
+            _check_unicode(text)
+        return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_marked(self, text: str) -> list[int]:
         _check_unicode(text)
@@ -201,14 +225,14 @@ def _check_unicode(text: str) -> None:
 
 
 def _configured_eod(folder: Path) -> tuple[str, ...]:
-    """Name of the eos_token in the tokenizer_config.json beside a tokenizer.json, if any."""
+    """Name of the eos_token in the tokenizer_config.json next to a tokenizer.json, if any."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return ()
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}; mend it or take it away") from error
+        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
     name = token.get("content") if isinstance(token, dict) else token
     return (name,) if isinstance(name, str) else ()
 
@@ -229,7 +253,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     if data.mock_data:
         return NullTokenizer(data.vocab_size or MOCK_VOCAB_SIZE)
     kind = tokenizer_type(data.tokenizer_type)
-    tokenizer = _build(kind, data)
+    tokenizer = TOKENIZERS[kind](data)
     if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "
@@ -258,7 +282,15 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
     path = Path(data.tokenizer_model)
     if not path.exists():
         raise UserError(f"--tokenizer-model {path} does not exist; check the path")
+    if kind == "tiktoken":
+        return HuggingFaceTokenizer.from_tiktoken(path, data)
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)
+
+
+TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
+    kind: partial(_build, kind) for kind in get_args(TokenizerType)
+}
+"""The tokenizers of --tokenizer-type, under the names of `TOKENIZER_NAMES`."""
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool = False) -> list[int]:

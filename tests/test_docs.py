@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from plugged import EXAMPLES, forgotten
 
+from megatronish.commands.main import run as run_command
+from megatronish.commands.table import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config
 from megatronish.costs.memory import expected_memory, format_bytes
 from megatronish.costs.parameters import num_parameters
@@ -48,8 +52,22 @@ def of_script(start: str) -> list[list[str]]:
     """The commands in which a Python script of this name is run, each from the script's name on."""
     found = []
     for words in COMMANDS:
-        places = [i for i, word in enumerate(words) if word.startswith(start) and word.endswith(".py")]
-        found += [words[place:] for place in places[:1]]
+        places = [i for i, word in enumerate(words) if word.endswith(".py")]
+        found += [words[place:] for place in places[:1] if words[place].startswith(start)]
+    return found
+
+
+def of_command() -> list[list[str]]:
+    """The commands in which the installed `megatronish` runs, each from its subcommand on, under a launcher too."""
+    found = []
+    for words in COMMANDS:
+        before = ["", *words]  # `--from megatronish` is the value of a flag, `-m megatronish` the program
+        places = [
+            i
+            for i, word in enumerate(words)
+            if word == "megatronish" and not before[i].startswith("--") and words[i + 1 :]
+        ]
+        found += [words[place + 1 :] for place in places[:1]]
     return found
 
 
@@ -70,21 +88,30 @@ def world_size(words: list[str]) -> int | None:
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
-    known = ("make", "python", "torchrun", "srun")
+    known = ("make", "python", "torchrun", "srun", "megatronish", "pip", "MEGATRONISH_BUILD_KERNELS=1", "awk")
     assert len(COMMANDS) > 10
     assert not [words for words in COMMANDS if words[0] not in known]
-    scripts = [words for words in COMMANDS if words[0] != "make"]
-    checked = of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/")
+    # tests/test_tutorial.py runs awk
+    scripts = [words for words in COMMANDS if words[0] not in ("make", "awk") and "pip" not in words[:2]]
+    checked = of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/") + of_command()
     builds = of_script("setup")  # tests/kernels/test_kernels_build.py
     assert len(scripts) == len(checked + builds)
+    assert not [words for words in of_command() if words[0] not in {*COMMANDS_OF_MEGATRONISH, "--version"}]
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if "pretrain_gpt.py" in words], ids=" ".join)
+def training() -> list[list[str]]:
+    """The commands that train, by the script or by `megatronish pretrain`."""
+    return [words for words in COMMANDS if {"pretrain_gpt.py", "pretrain"} & set(words) and words[0] != "make"]
+
+
+@pytest.mark.parametrize("words", training(), ids=" ".join)
 def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     problems: list[str] = []
+    program = "pretrain_gpt.py" if "pretrain_gpt.py" in words else "pretrain"
     try:
-        read_config(words[words.index("pretrain_gpt.py") + 1 :], world_size=world_size(words), read_start=read_start)
+        with forgotten():
+            read_config(words[words.index(program) + 1 :], world_size=world_size(words), read_start=read_start)
     except ConfigError as error:
         problems = error.problems
     assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here
@@ -101,6 +128,31 @@ def test_every_tool_knows_the_flags_it_is_shown_with(words: list[str]) -> None:
     assert not {word for word in words[1:] if word.startswith("--")} - known
 
 
+@pytest.mark.parametrize(
+    "words", [words for words in of_command() if words[0] in COMMANDS_OF_MEGATRONISH], ids=" ".join
+)
+def test_every_command_knows_the_flags_it_is_shown_with(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_command([words[0], "--help"])
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert not {word for word in words[1:] if word.startswith("--")} - known
+
+
+def test_the_table_of_commands_is_current() -> None:
+    page = (ROOT / "docs" / "RUNNING.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `megatronish ([\w-]+)` \| `([\w/.]+)` \|", page, re.MULTILINE))
+    assert list(rows) == list(COMMANDS_OF_MEGATRONISH)
+    for name, script in rows.items():
+        assert f"`megatronish {name}`" in (ROOT / script).read_text()
+
+
+def test_every_extra_is_explained() -> None:
+    page = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
+    extras = re.search(r"extras_require=\{(.*?)\},\n", (ROOT / "setup.py").read_text(), re.DOTALL)
+    assert extras is not None
+    assert not [name for name in re.findall(r'"([\w-]+)": \[', extras[1]) if f'pip install ".[{name}]"' not in page]
+
+
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {words[1] for words in COMMANDS if words[0] == "make"}
@@ -113,6 +165,44 @@ def test_every_make_target_that_is_named_exists() -> None:
 def test_every_link_leads_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
     assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
+
+
+LAUNCHERS = {"nproc-per-node", "nnodes", "ntasks", "gpus-per-node", "gpus-per-task", "signal", "rdzv-endpoint"}
+OTHER_PROGRAMS = {f"--{name}" for name in LAUNCHERS | {"shm-size", "logdir", "index-url", "inplace", "pid", "editable"}}
+"""Flags of launchers, pip and the like."""
+
+OTHER_FLAGS_IN = ("COMING_FROM.md", "CONVERT.md", "DESIGN.md", "FLAGS.md", "GLOSSARY.md", "BENCHMARKS.md", "LOG.md")
+"""Documents that name flags of other frameworks, or of earlier versions."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_in_a_text_exists(document: Path) -> None:
+    if document.name in OTHER_FLAGS_IN:
+        return
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    named = {flag for code in re.findall(r"`([^`]+)`", text) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", code)}
+    fields = {flag for field in FIELDS.values() for flag in (field.flag, *field.aliases)}
+    places = [path for name in ("tools", "benchmarks", "tests", "megatronish") for path in (ROOT / name).rglob("*.py")]
+    code = "".join(path.read_text(encoding="utf-8") for path in places if path.name != "test_docs.py")
+    declared = {flag for flag in named if f'"{flag}"' in code or f"    {flag[2:].replace('-', '_')}: " in code}
+    known = fields | {flag.replace("--", "--no-", 1) for flag in fields} | declared | OTHER_PROGRAMS
+    unknown = named - known
+    assert not unknown
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub spells them."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_anchor_is_a_heading(document: Path) -> None:
+    anchors = re.findall(r"\]\(([\w./-]*\.md)?#([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    lost = [
+        f"{file}#{anchor}" for file, anchor in anchors if anchor not in headings(document.parent / (file or document))
+    ]
+    assert not lost
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -152,6 +242,12 @@ def fullest_stage(config: Config, vocab_size: int) -> str:
 def test_the_drawn_schedule_is_what_the_tool_draws() -> None:
     (words,) = (words for words in of_script("tools/draw_schedule") if "4" in words and "8" in words)
     assert run(words).strip() in (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_the_cookbook_shows_every_plug_in_as_it_is(path: Path) -> None:
+    page = (ROOT / "docs" / "PLUGINS.md").read_text(encoding="utf-8")
+    assert f"({os.path.relpath(path, ROOT / 'docs')})\n\n```python\n{path.read_text(encoding='utf-8')}```\n" in page
 
 
 def test_the_example_trains() -> None:

@@ -13,9 +13,10 @@ import pytest
 from jobs import steps_of, tiny, train_on_ranks
 from paths import GOLDEN
 
+from megatronish.config.data_lists import DATA_LISTS
 from megatronish.config.dump import resolved
 from megatronish.config.fields import ALIASES, FIELDS
-from megatronish.config.flags import KNOWN
+from megatronish.config.megatron_flags.table import KNOWN
 from megatronish.config.read import read_config
 
 RUNS = sorted((GOLDEN / "checkpoints").iterdir())
@@ -65,6 +66,7 @@ def described() -> dict[str, str]:
     """Every flag with what becomes of it: its section and default, what it stands for, or its status."""
     found = {f"--{name.replace('_', '-')}": f"[{each.section}] {each.default!r}" for name, each in FIELDS.items()}
     found |= {f"--{alias}": f"is --{name.replace('_', '-')}" for alias, name in ALIASES.items()}
+    found |= {f"--{name}": "lists data" for name in DATA_LISTS}
     return found | {f"--{name}": f"{known.status} {known.num_values}" for name, known in KNOWN.items()}
 
 

@@ -12,6 +12,9 @@ import pytest
 import setuptools
 from paths import ROOT
 
+import megatronish.__main__
+import megatronish.commands.main
+
 
 def metadata(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What setup.py hands to setuptools."""
@@ -82,6 +85,7 @@ def test_every_requirement_is_imported_and_every_import_required(monkeypatch: py
         names.add("tensorboard")
     to_come = {"safetensors"}  # conversion of checkpoints will import it
     assert not required - names - to_come, "nothing imports these"
+    names.discard("yaml")  # PyYAML, an extra that one tool asks for
     others = {name for name in names if "." not in name} - set(sys.stdlib_module_names) - {"megatronish", "setuptools"}
     assert not others - required, "these are imported and not required"
 
@@ -118,5 +122,20 @@ def test_a_missing_interpreter_is_told_in_a_sentence(tmp_path: Path) -> None:
 def test_what_ci_runs_ends_with_the_tests() -> None:
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert lines[0] == "make check"
-    assert lines[1].startswith("make pretrain ")
+    assert lines[1] == "make package"
+    assert lines[2].startswith("make pretrain ")
     assert lines[-1] == "make test"
+
+
+def test_the_page_on_an_index_has_no_link_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = metadata(monkeypatch)
+    targets = re.findall(r"\]\(([^)]*)\)", given["long_description"])
+    assert not [target for target in targets if not target.startswith("https://")]
+    assert "megatronish" in given["long_description"].splitlines()[0]
+
+
+def test_the_version_has_one_source_and_the_command_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = metadata(monkeypatch)
+    assert given["version"] == megatronish.__version__
+    assert given["entry_points"] == {"console_scripts": ["megatronish = megatronish.__main__:main"]}
+    assert megatronish.__main__.main is megatronish.commands.main.main

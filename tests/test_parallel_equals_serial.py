@@ -57,6 +57,9 @@ OPTIMIZERS = {
     "muon": OptimizerConfig(optimizer="muon", lr=1e-3, muon_nesterov=True, muon_extra_scale_factor=4.0, clip_grad=CLIP),
 }
 
+SGD = OptimizerConfig(optimizer="sgd", clip_grad=CLIP)
+DECOUPLED: dict[str, Any] = {"decoupled_lr": 3e-3, "apply_wd_to_qk_layernorm": True}
+
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp)
     for cp, dp, tp, pp in product((1, 2, 4), *[range(1, 9)] * 3)
@@ -80,6 +83,7 @@ class Problem:
     eod_mask_loss: bool = False
     documents: bool = False
     optimizer: str = "adam"
+    decoupled: bool = False
     bf16: bool = False
 
 
@@ -103,7 +107,10 @@ class Spread:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """As a user would write it. `uneven`: the first stage is told how many layers it has."""
+        """As a user would write it.
+
+        `uneven`: the number of layers of the first stage is given; `ends`: embedding and head count as layers.
+        """
         return ParallelConfig(
             tensor_model_parallel_size=self.layout.tp,
             pipeline_model_parallel_size=self.layout.pp,
@@ -114,6 +121,8 @@ class Spread:
             pipeline_schedule=self.schedule,  # type: ignore[arg-type]
             num_virtual_stages_per_pipeline_rank=self.num_chunks,
             pipeline_split="auto" if self.split == "auto" else "even",
+            account_for_embedding_in_pipeline_split=self.split == "ends",
+            account_for_loss_in_pipeline_split=self.split == "ends",
             decoder_first_pipeline_num_layers=CHUNKS[self.schedule] + 1 if self.split == "uneven" else None,
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap,
@@ -186,19 +195,18 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
             ),
         )
 
-    sgd = build(mesh, problem, spread, OptimizerConfig(optimizer="sgd", clip_grad=CLIP))
+    sgd = build(mesh, problem, spread, replace(SGD, **DECOUPLED if problem.decoupled else {}))
     initial = parts(sgd, masters_of(sgd))
     for step in range(SGD_STEPS):
-        sgd.step(batches(step), num_steps_done=step, learning_rate=0.1, weight_decay=0.1)
+        rates = {"learning_rate": 0.1, "decoupled_learning_rate": 0.2 if problem.decoupled else None}
+        sgd.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates)
         if step == 0:
             gradients = parts(sgd, sgd.data_parallel.gradients)
-    config = OPTIMIZERS[problem.optimizer]
+    config = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
     engine = build(mesh, problem, spread, config)
     assert config.lr is not None
-    results = [
-        engine.step(batches(step), num_steps_done=step, learning_rate=config.lr, weight_decay=0.1)
-        for step in range(NUM_STEPS)
-    ]
+    rates = {"learning_rate": config.lr, "decoupled_learning_rate": config.decoupled_lr}
+    results = [engine.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates) for step in range(NUM_STEPS)]
     of_muon = {
         name: held
         for name, held in parts(engine, masters_of(engine)).items()
@@ -313,7 +321,7 @@ def assert_equal_to_serial(problem: Problem, spread: Spread) -> None:
 def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
     """What each feature may be in this layout, facts of the layout among them. None: the layout has nothing of it."""
     return {
-        "family": ("gpt2", "llama", "qwen"),
+        "family": ("gpt2", "llama", "qwen", "bloom", "gpt_oss"),
         "tied": (True, False),
         "sequence_parallel": (True, False) if layout.tp > 1 else (None,),
         "dropout": (0.0, 0.1),
@@ -328,6 +336,7 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "num_microbatches": (1, 3, 4) if layout.pp in (2, 3) else (1, 3),
         "overlap": (True, False) if layout.dp * layout.cp > 1 else (None,),
         "optimizer": ("adam", "muon"),
+        "decoupled": (True, False),
         "zero": (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0, 1),
         "copies": (1, 2) if layout.dp * layout.cp in (4, 6, 8) else (None,),
         "offload": ("none", "optimizer", "parameters"),
@@ -351,12 +360,13 @@ CASES = [
     *[Layout(dp=4, pp=2)] * 3,
 ]
 CHOICES = [choices(layout) for layout in CASES]
-DEALT = pairwise(CHOICES, seed=15)
+DEALT = pairwise(CHOICES, seed=34)
 
 
 def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     """A small model that the layout divides."""
-    llama, qwen = chosen["family"] == "llama", chosen["family"] == "qwen"
+    family = chosen["family"]
+    llama, qwen, oss = family in ("llama", "gpt_oss"), family == "qwen", family == "gpt_oss"
     # At least 3; where heads are traded for sequence, tp cp of them, and key/value heads that cp need not divide.
     trades_heads = chosen["cp_comm_type"] == "a2a"
     unit = layout.tp * layout.cp if trades_heads else layout.tp
@@ -366,21 +376,29 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     elif llama:
         heads = 2 * kv_heads
     positions = layout.pp * CHUNKS[chosen["schedule"] or "1f1b"]
+    num_layers = max(positions, 2 if layout.pp == 1 else 4) + (chosen["split"] in ("uneven", "auto"))
     return ModelConfig(
-        num_layers=max(positions, 2 if layout.pp == 1 else 4) + (chosen["split"] in ("uneven", "auto")),
+        num_layers=num_layers,
         hidden_size=20 if qwen else 4 * heads,
         num_attention_heads=heads,
         kv_channels=6 if qwen else None,
         ffn_hidden_size=5 * heads,
         group_query_attention=llama,
         num_query_groups=kv_heads if llama else None,
-        position_embedding_type="rope" if llama or qwen else "learned_absolute",
+        position_embedding_type={"gpt2": "learned_absolute", "bloom": "alibi"}.get(family, "rope"),  # type: ignore[arg-type]
         normalization="RMSNorm" if llama or qwen else "LayerNorm",
-        swiglu=llama or qwen,
-        disable_bias_linear=llama or qwen,
+        swiglu=family == "llama" or qwen,
+        quick_geglu=oss,
+        glu_linear_offset=1.0 if oss else 0.0,
+        activation_func_clamp_value=0.3 if oss and chosen.get("clamped", True) else None,
+        embed_layernorm=family == "bloom",
+        softmax_type={"gpt_oss": "learnable", "bloom": "off-by-one"}.get(family, "vanilla"),  # type: ignore[arg-type]
+        disable_bias_linear=family == "llama" or qwen,
         add_qkv_bias=qwen,
         qk_layernorm=qwen,
-        window_size=5 if qwen else None,
+        window_size=5 if qwen or oss else None,
+        window_attn_skip_freq="2" if oss else None,
+        no_rope_freq=str([1] + [0] * (num_layers - 1)) if oss else None,
         untie_embeddings_and_output_weights=not chosen["tied"],
         attention_dropout=chosen["dropout"],
         hidden_dropout=chosen["dropout"],
@@ -398,6 +416,7 @@ def problem_of(layout: Layout, chosen: Chosen) -> Problem:
         eod_mask_loss=chosen["eod_mask_loss"],
         documents=chosen["documents"],
         optimizer=chosen["optimizer"],
+        decoupled=chosen["decoupled"],
     )
 
 
@@ -447,6 +466,7 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
         "eod_mask_loss": {True: "masked", False: ""},
         "documents": {True: "documents", False: ""},
         "overlap": {True: "", False: "no_overlap", None: ""},
+        "decoupled": {True: "decoupled", False: ""},
     }
     words = [chosen["family"], *(said[feature][chosen[feature]] for feature in said)]
     words += [chosen["optimizer"]] if chosen["optimizer"] != "adam" else []
@@ -474,6 +494,27 @@ def test_a_layout_trains_the_same_model_as_one_process(layout: Layout, chosen: C
     assert_equal_to_serial(problem_of(layout, chosen), spread_of(layout, chosen))
 
 
+POSITIONS_WITHOUT_LAYERS = [
+    ("interleaved", Layout(pp=4), {}),
+    ("interleaved", Layout(dp=2, pp=2), {"zero": 3}),
+    ("zb-v", Layout(tp=2, pp=2), {"zero": 1, "sequence_parallel": True}),
+    ("1f1b", Layout(pp=3, cp=2), {"recompute": "uniform", "zero": 2, "documents": True}),
+    ("gpipe", Layout(dp=2, pp=3), {"zero": 1, "overlap": True, "optimizer": "muon", "tied": False}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "layout", "others"), POSITIONS_WITHOUT_LAYERS)
+def test_positions_that_hold_the_embedding_or_the_head_alone_train_the_same_model(
+    schedule: str, layout: Layout, others: Chosen
+) -> None:
+    """Embedding and head count as layers, and there are so few layers that the two ends of the pipeline have none."""
+    plain = {feature: values[0] for feature, values in choices(layout).items()}
+    chosen = plain | {"schedule": schedule, "num_microbatches": 4, "dropout": 0.1, "split": "ends"} | others
+    problem = problem_of(layout, chosen)
+    problem = replace(problem, model=replace(problem.model, num_layers=layout.pp * CHUNKS[schedule] - 2))
+    assert_equal_to_serial(problem, spread_of(layout, chosen))
+
+
 def test_there_are_55_layouts_each_taken() -> None:
     assert len(set(LAYOUTS)) == len(LAYOUTS) == len(set(CASES)) == 55
     assert len(DEALT) == len(CASES)
@@ -491,6 +532,12 @@ BF16_CASES = [
     (Layout(dp=2, tp=2, pp=2), {"family": "gpt2", "tied": True, "sequence_parallel": True, "dropout": 0.1}),
     (Layout(tp=4), {"family": "llama", "tied": False, "sequence_parallel": False, "dropout": 0.0}),
     (Layout(dp=2, pp=4), {"family": "qwen", "tied": True, "sequence_parallel": False, "dropout": 0.0}),
+    # Without its clamp, whose kink makes a gradient jump: rounding alone moves one process by 3.6e-2 from fp32.
+    (
+        Layout(cp=2, tp=2),
+        {"family": "gpt_oss", "tied": True, "sequence_parallel": True, "dropout": 0.0, "clamped": False},
+    ),
+    (Layout(cp=2, pp=2), {"family": "bloom", "tied": True, "sequence_parallel": False, "dropout": 0.0}),
     (Layout(cp=4, tp=2), {"family": "qwen", "tied": True, "sequence_parallel": True, "dropout": 0.0}),
     (
         Layout(cp=2, pp=2, tp=2),
@@ -510,7 +557,14 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, main: Chosen) -> None:
     rest = {"eod_mask_loss": True, "documents": True, "micro_batch_size": 1, "num_microbatches": 3, "overlap": True}
     usual: Chosen = {"schedule": "1f1b", "split": "even", "recompute": "none", "cp_comm_type": "p2p"}
-    usual |= {"attention_backend": "auto", "optimizer": "adam", "zero": 0, "copies": 1, "offload": "none"}
+    usual |= {
+        "attention_backend": "auto",
+        "optimizer": "adam",
+        "decoupled": False,
+        "zero": 0,
+        "copies": 1,
+        "offload": "none",
+    }
     chosen = usual | rest | main
     exact = problem_of(layout, chosen)
     rounded = replace(exact, bf16=True)

@@ -164,6 +164,24 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     assert still == {name for name in shardings if "norm" in name or name.endswith("bias")}
 
 
+def test_the_roles_of_a_model_name_its_vocabulary_and_the_norms_of_queries_and_keys() -> None:
+    options = {"qk_layernorm": True, "softmax_type": "learnable", "embed_layernorm": True}
+    shardings = collect_shardings(gpt(Axis("tp"), untie_embeddings_and_output_weights=True, **options))
+    assert {name for name, each in shardings.items() if each.is_vocabulary} == {
+        "embedding.tokens.weight",
+        "head.weight",
+    }
+    assert {name for name, each in shardings.items() if each.role == "qk_norm"} == {
+        f"layers.{layer}.attention.{norm}.{kind}"
+        for layer in (0, 1)
+        for norm in ("q_norm", "k_norm")
+        for kind in ("weight", "bias")
+    }
+    assert shardings["embedding.positions.weight"].role == "positions"
+    for name in ("layers.0.attention.sinks", "embedding.norm.weight"):
+        assert shardings[name].role == "vector" and not shardings[name].decays
+
+
 def test_the_true_vocabulary_counts_not_its_padding() -> None:
     shardings = collect_shardings(gpt(Axis("tp", 8, 0)))
     assert shardings["embedding.tokens.weight"].num_elements == VOCABULARY * 24

@@ -170,11 +170,18 @@ def test_a_larger_vocabulary_is_taken_and_a_smaller_one_refused() -> None:
 
 
 def test_megatrons_names_are_known() -> None:
-    names = ["Llama2Tokenizer", "GPTSentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "bytes"]
+    names = [
+        "Llama2Tokenizer",
+        "GPTSentencePieceTokenizer",
+        "GPT2BPETokenizer",
+        "HuggingFaceTokenizer",
+        "TikTokenizer",
+        "bytes",
+    ]
     kinds = [tokenizer_type(name) for name in names]
-    assert kinds == ["sentencepiece", "sentencepiece", "huggingface", "huggingface", "bytes"]
-    with pytest.raises(ValueError, match="--tokenizer-type TikTokenizer is not known; use one of sentencepiece"):
-        tokenizer_type("TikTokenizer")
+    assert kinds == ["sentencepiece", "sentencepiece", "huggingface", "huggingface", "tiktoken", "bytes"]
+    with pytest.raises(ValueError, match="--tokenizer-type BertWordPieceCase is not known; use one of sentencepiece"):
+        tokenizer_type("BertWordPieceCase")
 
 
 @pytest.mark.parametrize(

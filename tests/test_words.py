@@ -1,6 +1,7 @@
-"""Tests of the house style over the package: docstrings, names, and sizes of functions, constructors and files."""
+"""Tests of the house style: plain words in documents, messages and docstrings, names, and sizes of what is written."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -19,6 +20,50 @@ FEW_PARAMETERS_IN = ("train", "model", "data_parallel", "attention")
 P90_OF_FILES = 240  # lines
 LONGEST_ENGINE = 150  # lines of train/engine.py
 
+PLAIN_WORDS = {
+    r"mend(s|ed|ing)?": "correct, fix",
+    r"dear(er|est)?": "expensive",
+    r"ow(e|es|ed)": "still to do",
+    r"(go|goes|going|went|gone) on": "resume, continue",
+    r"(is|are|was|were|be|been|being) told": "is reported, knows",
+    r"as it counted": "resolved",
+    r"(predictions?|step) that counts?": "loss tokens, unmasked predictions",
+    r"anew": "again, from the beginning",
+    r"hence|thereby|whence|hitherto": "so, therefore",
+    r"shall": "must",
+    r"(stands?|stood|standing) still": "pauses, is blocked",
+    r"in silence": "silently",
+    r"to the bit": "bitwise, bit for bit",
+    r"without a word": "without a message",
+    r"at hand": "available",
+    r"but for": "except for",
+    r"all but": "all except, almost",
+    r"(take|takes|took|taken)( it| them)? away": "remove",
+    r"(falls?|fell) due": "is due",
+    r"speaks? of": "describe, name",
+    r"strays?": "differ",
+    r"held against": "compared with",
+    r"nobody|somebody|anybody": "no rank, a process, a user",
+    r"carr(y|ies|ied) out": "execute",
+    r"beside": "next to, in addition to, in the background",
+    r"under way": "in progress",
+    r"travels?": "is sent",
+}
+"""Old or figurative words, as patterns, with plain ones. Readers' first language may not be English."""
+
+OTHER_WORDS = re.compile(rf"\b({'|'.join(PLAIN_WORDS)})\b", re.IGNORECASE)
+
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "kernels/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.py", "tools/*.py", "examples/*.py")
+    for path in ROOT.glob(pattern)
+)
+
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -33,6 +78,16 @@ def documented(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, Documented) and (text := ast.get_docstring(node)) is not None:
             yield getattr(node, "name", "the module"), text
+
+
+def old_words(file: str) -> list[str]:
+    """The words of `OTHER_WORDS`, with their places, in a document or in the strings of a Python file."""
+    if file.endswith(".py"):
+        strings = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Constant)]
+        texts = [(node.lineno, node.value) for node in strings if isinstance(node.value, str)]
+    else:
+        texts = list(enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), start=1))
+    return [f"{file}:{line}: {found.group()!r}" for line, text in texts for found in OTHER_WORDS.finditer(text)]
 
 
 def num_parameters(definition: ast.ClassDef) -> int:
@@ -76,6 +131,12 @@ def test_a_constructor_has_few_parameters(file: str) -> None:
         if isinstance(node, ast.ClassDef):
             count = num_parameters(node)
             assert count <= MOST_PARAMETERS, f"{file}, {node.name} takes {count} parameters; group those that belong"
+
+
+@pytest.mark.parametrize("file", [*DOCUMENTS, *FILES, *SCRIPTS])
+def test_words_are_plain(file: str) -> None:
+    found = old_words(file)
+    assert not found, f"use words of PLAIN_WORDS: {found}"
 
 
 def test_no_two_classes_share_a_name() -> None:

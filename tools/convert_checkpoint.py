@@ -1,84 +1,9 @@
 #!/usr/bin/env python
-"""Converter of models between Hugging Face, Megatron-LM and megatronish, one tensor at a time."""
+"""Converter of models: `megatronish convert` as a script of the checkout."""
 
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
 
-import torch
-import tyro
-
-from megatronish.errors import RunError, UserError
-from megatronish.formats.convert import convert
-
-FormatName = Literal["hf", "megatronish", "megatron"]
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What is converted into what."""
-
-    source: Annotated[FormatName, tyro.conf.arg(name="from")]
-    """The format of --load."""
-    target: Annotated[FormatName, tyro.conf.arg(name="to")]
-    """The format of --save."""
-    load: Path
-    """A Hugging Face folder, or Megatron-LM's, or our run folder, checkpoints folder or one step's folder."""
-    save: Path
-    """A new folder. In the format megatronish it is a run's `checkpoints` folder, for --load."""
-    ckpt_step: int | None = None
-    """megatronish: read this step instead of the newest."""
-    vocab_size: int | None = None
-    """Megatron-LM: the true vocabulary that is read, where its arguments do not say it."""
-    target_tensor_parallel_size: int | None = None
-    """Megatron-LM: cut every layer into so many parts. Derived: 1."""
-    target_pipeline_parallel_size: int | None = None
-    """Megatron-LM: cut the layers into so many stages. Derived: 1."""
-    transformer_impl: Literal["transformer_engine", "local"] | None = None
-    """Megatron-LM: write the names that this implementation of it has. Derived: transformer_engine."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Store weights in this type. Derived: the one they come in."""
-    allow_unmatched: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Leave out tensors that have no counterpart, instead of ending with an error."""
-    max_shard_bytes: int | None = None
-    """Hugging Face: bytes of one file at most. Derived: 5 GB."""
-
-
-def main(arguments: Arguments) -> int:
-    """Convert, and say what was done."""
-    reading = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
-    writing = {
-        "tensor_parallel_size": arguments.target_tensor_parallel_size,
-        "pipeline_parallel_size": arguments.target_pipeline_parallel_size,
-        "transformer_impl": arguments.transformer_impl,
-        "max_shard_bytes": arguments.max_shard_bytes,
-    }
-    report = convert(
-        arguments.load,
-        arguments.save,
-        source=arguments.source,
-        target=arguments.target,
-        reading={name: value for name, value in reading.items() if value is not None},
-        writing={name: value for name, value in writing.items() if value is not None},
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        allow_unmatched=arguments.allow_unmatched,
-    )
-    print(report)
-    print("weights alone were taken: the optimizer's state and the order of the data start anew")
-    print(f"saved {arguments.save}")
-    return 0
-
+from megatronish.commands.convert import main
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Arguments)))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main(sys.argv[1:], program="convert_checkpoint.py"))

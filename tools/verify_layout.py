@@ -1,44 +1,9 @@
 #!/usr/bin/env python
-"""Check that a layout trains the same model as one process, step by step.
+"""Comparison of a layout with one process: `megatronish verify` as a script of the checkout."""
 
-Takes the flags of pretrain_gpt.py and --steps N: `tools/verify_layout.py --config configs/demo.toml --tp 4 --steps 5`.
-Where the two differ, it names the first layer whose output does.
-"""
-
-import argparse
 import sys
 
-from megatronish.config.plans import refuse_unrunnable_plans
-from megatronish.config.read import read_config
-from megatronish.errors import UserError
-from megatronish.formats.start import read_start
-
-
-def main(argv: list[str]) -> int:
-    """Compare; the exit status: 0 for equal, 1 for different or failed, 2 for a user error."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=5)
-    own, others = parser.parse_known_args(argv)
-    try:
-        if {"-h", "--help"} & set(others):
-            print(f"{__doc__}\nThe flags of pretrain_gpt.py:\n")
-        config, notes = read_config(others, read_start=read_start)
-        refuse_unrunnable_plans(config)
-        if own.steps < 1:
-            raise UserError(f"steps={own.steps} must be at least 1")
-        if config.training.bf16:
-            raise UserError("bf16 rounds differently in every layout; add --no-bf16: layouts are compared in fp32")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    for note in notes:
-        print(f"note: {note}")
-
-    # torch is imported only now: --help and the errors of a config need not wait for it.
-    from megatronish.train.verify import verify
-
-    return verify(config, num_steps=own.steps)
-
+from megatronish.commands.verify import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], program="verify_layout.py"))

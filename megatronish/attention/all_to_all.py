@@ -25,6 +25,7 @@ def all_to_all_attention(
     backend: AttentionBackend,
     first_head: int,
     dropout: ProbabilityDropout | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     heads = q.shape[2]
@@ -39,8 +40,17 @@ def all_to_all_attention(
     # 2. What arrives is the sequence by ranks; `from_zigzag` puts it in order: [S, B, n/cp + 2 k/cp, H].
     whole = from_zigzag(comm.all_to_all(mine, cp), cp.size)
     q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
-    first_head += cp.rank * q.shape[2]
-    out = attend_alone(q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout)
+    my_heads = range(cp.rank * q.shape[2], (cp.rank + 1) * q.shape[2])
+    out = attend_alone(
+        q,
+        k,
+        v,
+        mask=mask.for_heads(my_heads),
+        backend=backend,
+        first_head=first_head + my_heads.start,
+        dropout=dropout,
+        sinks=None if sinks is None else sinks[my_heads.start : my_heads.stop],
+    )
     # 3. The way back: [S, B, n/cp H] -> [S/cp, B, n H], heads in their order.
     back = comm.all_to_all(to_zigzag(out, cp.size), cp)
     return back.unflatten(0, (cp.size, -1)).movedim(0, 2).flatten(2)

@@ -1,4 +1,7 @@
-"""Attention over a whole sequence, on one rank's heads: SDPA, or explicit probabilities (explicit.py)."""
+"""Attention over a whole sequence, on one rank's heads: SDPA, or explicit probabilities (explicit.py).
+
+SDPA knows no sinks; with them its flash operations run (sinks.py).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.mask import AttentionMask
+from megatronish.attention.sinks import sink_attention
 from megatronish.config.training import AttentionBackend
 
 
@@ -35,11 +39,13 @@ def attend_alone(
     backend: AttentionBackend = "auto",
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
 
-    n / kv query heads share a key/value head. `auto` is SDPA (flash attention where the device has it), and with
-    dropout the fused softmax on explicit probabilities, because SDPA draws its masks from the global generator.
+    n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` is SDPA (flash
+    attention where the device has it), and with dropout the fused softmax on explicit probabilities, because SDPA draws
+    its masks from the global generator.
     """
     assert backend != "flash" or dropout is None, "flash attention drops nothing that a layout could draw again"
     grouped = k.shape[2] != q.shape[2]
@@ -50,9 +56,11 @@ def attend_alone(
             positions = torch.arange(mask.seq_length, device=q.device)
             queries = positions[mask.first_query :]
             drop = partial(dropout, first_head=first_head, queries=queries, keys=positions)
-        out = explicit_attention(q, k, v, mask=mask, fused=backend != "unfused", dropout=drop)
+        out = explicit_attention(q, k, v, mask=mask, fused=backend != "unfused", dropout=drop, sinks=sinks)
+    elif sinks is not None:
+        out = sink_attention(q, k, v, sinks, mask=mask)
     else:
-        dense = mask.whole
+        dense = mask.whole_bias(q.dtype) if mask.slopes else mask.whole
         # On CUDA flash attention takes neither a mask nor fp32, and the "efficient" kernels take no grouped heads: SDPA
         # would fall back to its math backend, which keeps S x S scores. So key/value heads are repeated, as they are
         # for tiles (operations.py). Read from torch's sources (2.13); it has not run on a GPU yet.

@@ -6,7 +6,7 @@ for each of them.
 
 The fused softmax (ops/softmax.py) reads the scores once and keeps nothing but its output, in the dtype of the model:
 with dropout 5 bytes a score in half precision, as in Korthikanti et al. 2022. The unfused one is a chain of operations
-of torch, whose probabilities are in fp32 until they meet the values.
+of torch, whose probabilities are in fp32 until they meet the values. ALiBi and sinks have no fused softmax.
 """
 
 import math
@@ -28,11 +28,15 @@ def explicit_attention(
     mask: AttentionMask,
     fused: bool,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, n, q, H], [B, kv, k, H], [B, kv, k, H] -> [B, n, q, H]; the last query stands at the last key."""
+    """[B, n, q, H], [B, kv, k, H], [B, kv, k, H], sinks [n] -> [B, n, q, H]; the last query stands at the last key."""
     heads, kv_heads, scale = q.shape[1], k.shape[1], 1.0 / math.sqrt(q.shape[-1])
     scores = unstacked(stacked(q, kv_heads) @ k.mT, heads)
-    probabilities = (_fused_softmax if fused else _softmax)(scores, mask, scale)
+    if fused and not mask.slopes and sinks is None:
+        probabilities = _fused_softmax(scores, mask, scale)
+    else:
+        probabilities = _softmax(scores, mask, scale, sinks)
     if dropout is not None:
         probabilities = dropout(probabilities)
     return unstacked(stacked(probabilities.to(v.dtype), kv_heads) @ v, heads)
@@ -54,11 +58,18 @@ def _fused_softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     return scaled_masked_softmax(scores, mask.whole, scale=scale)
 
 
-def _softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+def _softmax(scores: Tensor, mask: AttentionMask, scale: float, sinks: Tensor | None) -> Tensor:
     scaled = scores.to(accumulation_dtype(scores.dtype)) * scale
-    dense = mask.whole
-    if dense is None:
-        queries, keys = scores.shape[-2:]
-        positions = torch.arange(keys, device=scores.device)
-        dense = mask.dense(positions[keys - queries :], positions)
-    return scaled.masked_fill(~dense, -torch.inf).softmax(-1)
+    if mask.slopes:
+        scaled = scaled + mask.whole_bias(scaled.dtype)
+    else:
+        dense = mask.whole
+        if dense is None:
+            queries, keys = scores.shape[-2:]
+            positions = torch.arange(keys, device=scores.device)
+            dense = mask.dense(positions[keys - queries :], positions)
+        scaled = scaled.masked_fill(~dense, -torch.inf)
+    if sinks is None:
+        return scaled.softmax(-1)
+    column = sinks.to(scaled.dtype)[:, None, None].expand(*scaled.shape[:-1], 1)
+    return torch.cat((scaled, column), dim=-1).softmax(-1)[..., :-1]

@@ -1,11 +1,16 @@
-"""Attention masks: causal, within a sliding window and within documents, for a whole sequence or blocks of it."""
+"""Attention masks: causal, within a sliding window and within documents, for a whole sequence or blocks of it.
 
-from dataclasses import dataclass
+With ALiBi a mask also says how much a key counts: its score falls with its distance, for each head by another slope.
+"""
+
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatronish.attention.alibi import distance_bias
 
 BlockMask = Literal["nothing", "dense", "causal", "everything"]
 """What a block of queries sees of a block of keys; "dense" where only a dense mask can say."""
@@ -25,11 +30,24 @@ class AttentionMask:
     document_ids: Tensor | None = None  # int64 [B, S]
     device: torch.device = CPU
     first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
+    slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
+    _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _parts: dict[range, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _variants: dict[tuple[int | None, tuple[float, ...]], "AttentionMask"] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def variant(self, window_size: int | None, slopes: tuple[float, ...]) -> "AttentionMask":
+        """Mask of the same sequence with this window and these slopes, made once: layers that are alike share it."""
+        kind = (window_size, slopes)
+        if kind not in self._variants:
+            self._variants[kind] = replace(self, window_size=window_size, slopes=slopes)
+        return self._variants[kind]
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is plain causal: no documents, and no window that is shorter than the sequence."""
-        return self.document_ids is None and not self._windowed
+        """Whether the mask is plain causal: no ALiBi, no documents, and no window shorter than the sequence."""
+        return not self.slopes and self.document_ids is None and not self._windowed
 
     @property
     def _windowed(self) -> bool:
@@ -57,6 +75,36 @@ class AttentionMask:
             return None
         positions = torch.arange(self.seq_length, device=self.device)
         return self.dense(positions[self.first_query :], positions)
+
+    def alibi(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """int64 [q], [k] -> what ALiBi adds to their scores, fp32 [1, n, q, k]; None without ALiBi."""
+        return distance_bias(self.slopes, queries, keys) if self.slopes else None
+
+    @cached_property
+    def whole_alibi(self) -> Tensor | None:
+        """`alibi` of the whole sequence, [1, n, q, S], made once."""
+        positions = torch.arange(self.seq_length, device=self.device)
+        return self.alibi(positions[self.first_query :], positions)
+
+    def whole_bias(self, dtype: torch.dtype) -> Tensor:
+        """Additive mask of the whole sequence, [1 or B, n, q, S]: ALiBi, and -inf where a query sees nothing.
+
+        It is made once for all layers that share the mask.
+        """
+        if dtype not in self._biases:
+            positions = torch.arange(self.seq_length, device=self.device)
+            bias, seen = self.alibi(positions[self.first_query :], positions), self.whole
+            assert bias is not None and seen is not None, "only ALiBi needs numbers"
+            self._biases[dtype] = bias.to(dtype).masked_fill(~seen, -torch.inf)
+        return self._biases[dtype]
+
+    def for_heads(self, heads: range) -> "AttentionMask":
+        """Mask of some of the heads, made once."""
+        if not self.slopes:
+            return self
+        if heads not in self._parts:
+            self._parts[heads] = replace(self, slopes=self.slopes[heads.start : heads.stop])
+        return self._parts[heads]
 
     def between(self, queries: range, keys: range) -> BlockMask:
         """Mask of a block: what a run of queries sees of a run of keys.

@@ -24,11 +24,12 @@ BIAS_ALIGNMENT = 16  # keys
 
 
 class TileMask(NamedTuple):
-    """Mask of a tile: all keys, plain causal (as many queries as keys), or `dense`; and dropout of probabilities."""
+    """Mask of a tile: all keys, plain causal (as many queries as keys), or `dense`; ALiBi; dropout of probabilities."""
 
     causal: bool = False
     dense: Tensor | None = None  # bool [1 or B, 1, q, k]
     drop: Callable[[Tensor], Tensor] | None = None  # of probabilities [B, n, q, k]; needs `dense`
+    alibi: Tensor | None = None  # added to the scores, fp32 [1, n, q, k]; needs `dense`
 
 
 class TileGradients(NamedTuple):
@@ -50,12 +51,19 @@ def _scale(q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1])
 
 
-def _bias(q: Tensor, mask: Tensor | None, *, alignment: int = 1) -> Tensor | None:
-    """Additive mask: 0 where the mask is True and -inf elsewhere; rows begin at multiples of `alignment` in memory."""
+def _bias(q: Tensor, tile_mask: TileMask, *, alignment: int = 1) -> Tensor | None:
+    """Additive mask: ALiBi, or 0, where the mask is True and -inf elsewhere.
+
+    Rows begin at multiples of `alignment` in memory.
+    """
+    mask, alibi = tile_mask.dense, tile_mask.alibi
     if mask is None:
         return None
-    keys = mask.shape[-1]
-    bias = q.new_zeros(*mask.shape[:-1], keys + -keys % alignment)[..., :keys]
+    samples, _, queries, keys = mask.shape
+    heads = 1 if alibi is None else alibi.shape[1]
+    bias = q.new_zeros(samples, heads, queries, keys + -keys % alignment)[..., :keys]
+    if alibi is not None:
+        bias.copy_(alibi)
     return bias.masked_fill_(~mask, -torch.inf).expand(q.shape[0], q.shape[1], -1, -1)
 
 
@@ -64,7 +72,7 @@ def _bias(q: Tensor, mask: Tensor | None, *, alignment: int = 1) -> Tensor | Non
 
 def _flash_on_cpu_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, tile_mask.causal, attn_mask=_bias(q, tile_mask.dense), scale=_scale(q)
+        q, k, v, 0.0, tile_mask.causal, attn_mask=_bias(q, tile_mask), scale=_scale(q)
     )
 
 
@@ -73,7 +81,7 @@ def _flash_on_cpu_backward(
 ) -> TileGradients:
     return TileGradients(
         *aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=_bias(q, tile_mask.dense), scale=_scale(q)
+            dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=_bias(q, tile_mask), scale=_scale(q)
         )
     )
 
@@ -113,7 +121,7 @@ def _flash_backward(
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    padded, bias = _pad_heads(q, k, v), _bias(q, tile_mask.dense, alignment=BIAS_ALIGNMENT)
+    padded, bias = _pad_heads(q, k, v), _bias(q, tile_mask, alignment=BIAS_ALIGNMENT)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         *padded, bias, True, 0.0, tile_mask.causal, scale=_scale(q)
     )
@@ -123,7 +131,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> 
 def _efficient_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
 ) -> TileGradients:
-    kv_heads, bias = k.shape[1], _bias(q, tile_mask.dense, alignment=BIAS_ALIGNMENT)
+    kv_heads, bias = k.shape[1], _bias(q, tile_mask, alignment=BIAS_ALIGNMENT)
     k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
     dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -142,10 +150,12 @@ def _efficient_backward(
 
 
 def _scores(q: Tensor, k: Tensor, tile_mask: TileMask) -> Tensor:
-    """Scaled scores [B, n, q, k], -inf where the mask is False."""
+    """Scaled scores [B, n, q, k], with ALiBi; -inf where the mask is False."""
     assert tile_mask.dense is not None
-    scores = unstacked(stacked(q, k.shape[1]) @ k.mT, q.shape[1])
-    return scores.mul_(_scale(q)).masked_fill_(~tile_mask.dense, -torch.inf)
+    scores = unstacked(stacked(q, k.shape[1]) @ k.mT, q.shape[1]).mul_(_scale(q))
+    if tile_mask.alibi is not None:
+        scores += tile_mask.alibi
+    return scores.masked_fill_(~tile_mask.dense, -torch.inf)
 
 
 def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:

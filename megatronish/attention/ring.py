@@ -1,17 +1,17 @@
 """Ring attention: context parallelism in which no rank holds the whole sequence (Liu et al. 2023, arXiv:2310.01889).
 
-Forward: each rank keeps its queries, and the blocks of keys and values, one of each rank, travel round the ring. While
+Forward: each rank keeps its queries, and the blocks of keys and values, one of each rank, go around the ring. While
 a rank computes with one block, the next one arrives. The output of each block is normalised by the block's own
 log-sum-exp, and partial outputs are merged by their log-sum-exps, in fp32, so that the order of the blocks does not
-matter. Backward: the blocks travel again, and the gradients of each block travel behind it, a sum to which every rank
-adds its terms; after a whole turn they are back at the block's own rank. Saved for the backward: q, k, v, the output
-and one number a row.
+matter. Sinks (sinks.py) are merged last. Backward: the blocks go around again, and the gradients of each block go
+behind it, a sum to which every rank adds its terms; after a whole turn they are back at the block's own rank. Saved for
+the backward: q, k, v, the output and one number a row.
 
 Block and queries are cut into tiles. Rank r holds chunks r and 2 cp - 1 - r of the sequence (zigzag.py). So of the
 block of rank j it computes: for j = r a causal square; for j < r all its queries with the first half of the keys; for
-j > r the second half of its queries with all keys. This is the same work in each step, and needs no dense mask. Windows
-and documents need dense masks, which are made for one tile of two chunks at a time. Tiles outside of the window are
-left out, though their blocks travel all the same.
+j > r the second half of its queries with all keys. This is the same work in each step, and needs no dense mask.
+Windows, documents and ALiBi need dense masks, which are made for one tile of two chunks at a time. Tiles outside of the
+window are left out, but their blocks are sent all the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,6 +29,7 @@ from megatronish.attention import tile
 from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask, BlockMask
 from megatronish.attention.operations import TileMask
+from megatronish.attention.sinks import absorb, gradient_of_sinks
 from megatronish.attention.zigzag import chunks_of, places_of
 from megatronish.mesh import Axis
 from megatronish.ops.library import accumulation_dtype
@@ -45,10 +46,11 @@ def ring_attention(
     mask: AttentionMask,
     first_head: int,
     dropout: ProbabilityDropout | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     drop = None if dropout is None else partial(dropout, first_head=first_head)
-    return _RingAttention.apply(q, k, v, _RingPlan(cp, mask, drop))
+    return _RingAttention.apply(q, k, v, sinks, _RingPlan(cp, mask, drop))
 
 
 class Tile(NamedTuple):
@@ -102,13 +104,12 @@ class _RingPlan:
         """Queries, keys and mask of each tile with the block of rank `source`."""
         cp, mask = self.cp, self.mask
         mine, theirs = (places_of(mask.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
-        by_chunks = self.drop is not None  # explicit probabilities are large
+        by_chunks = self.drop is not None or bool(mask.slopes)  # explicit probabilities, and biases, are large
         for queries, keys, block_mask in tiles_of(cp.rank, source, cp_size=cp.size, mask=mask, by_chunks=by_chunks):
             places = {"queries": mine[queries], "keys": theirs[keys]}
-            if self.drop is not None:
-                tile_mask = TileMask(dense=mask.dense(**places), drop=partial(self.drop, **places))
-            elif block_mask == "dense":
-                tile_mask = TileMask(dense=mask.dense(**places))
+            if by_chunks or block_mask == "dense":
+                drop = None if self.drop is None else partial(self.drop, **places)
+                tile_mask = TileMask(dense=mask.dense(**places), drop=drop, alibi=mask.alibi(**places))
             else:
                 tile_mask = TileMask(causal=block_mask == "causal")
             yield queries, keys, tile_mask
@@ -118,7 +119,7 @@ class _RingAttention(torch.autograd.Function):
     """Ring attention with a backward of its own. Shapes inside: [B, n, S/cp, H] queries, [B, k, S/cp, H] keys."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _RingPlan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _RingPlan) -> Tensor:
         # The output so far, merged in at least fp32: `merged` [S/cp, B, n, H], `out` a view [B, n, S/cp, H] of it, and
         # `lse` [B, n, S/cp], the log-sum-exp of all scores so far.
         queries = rearrange(q, "s b n h -> b n s h")
@@ -130,16 +131,18 @@ class _RingAttention(torch.autograd.Function):
             for rows, columns, tile_mask in plan.tiles(source, q.device):
                 new = tile.forward(queries[:, :, rows], *block[..., columns, :], tile_mask=tile_mask)
                 _merge(out[:, :, rows], lse[:, :, rows], *new)
+        if sinks is not None:
+            absorb(out, lse, sinks)
         result = merged.to(q.dtype).flatten(2)
         ctx.plan = plan
         # The result itself is saved, which the output projection saves too, and not the fp32 it was rounded from.
-        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.save_for_backward(q, k, v, sinks, result, lse)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, result, lse = ctx.saved_tensors
+        q, k, v, sinks, result, lse = ctx.saved_tensors
         plan: _RingPlan = ctx.plan
         queries = rearrange(q, "s b n h -> b n s h")
         out, dout = (rearrange(x, "s b (n h) -> b n s h", n=q.shape[2]) for x in (result, grads[0]))
@@ -165,7 +168,9 @@ class _RingAttention(torch.autograd.Function):
         # 3. After the last step the sums of this rank's own block come home.
         assert coming is not None
         dk, dv = coming.wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        # Each rank has the terms of its queries: they are summed with those of the other data ranks.
+        dsinks = gradient_of_sinks(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:

@@ -195,7 +195,7 @@ def _read_files(text: str) -> dict[str, list[Span]]:
     """Spans by file name; raises ValueError, or what json raises, unless the text is what `_json_of` writes."""
     # Types: a name with a list of (length, sum) each. What is of another type raises here or in the comparison below.
     files = {name: [Span(*span) for span in spans] for name, spans in json.loads(text)["files"].items()}
-    # Names: only files inside the folder, so that a checkpoint from elsewhere makes nobody read another file.
+    # Names: only files inside the folder, so that a checkpoint from elsewhere cannot make a rank read another file.
     for name, spans in files.items():
         os.fsencode(name)  # ValueError for a name that the file system cannot encode
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts

@@ -148,7 +148,7 @@ def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
 
 
 def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove all but the `keep_last` newest checkpoints and those whose step is a multiple of `keep_every`.
+    """Remove all except the `keep_last` newest checkpoints and those whose step is a multiple of `keep_every`.
 
     The newest one always stays; with None for both, all stay. A checkpoint is renamed before it is removed, so it is
     complete or not there, whenever the run is killed. Only folders that a run has written are removed, under the names

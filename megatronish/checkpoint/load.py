@@ -58,12 +58,12 @@ def offering_another(over: Axis) -> Iterator[None]:
         yield
     except DamagedError as error:
         whole = _newest_whole_before(error.folder, over)
-        remedy = "none before it is whole: remove that folder to start anew"
+        remedy = "no earlier one is whole: remove that folder to start from the beginning"
         if whole is not None:
             step = int(whole.name.removeprefix("step_"))
             remedy = (
-                f"the newest whole one before it is {whole.name}; load it with --ckpt-step {step}, or remove that "
-                "folder, and the run goes on from there"
+                f"the newest whole checkpoint before it is {whole.name}; load it with --ckpt-step {step}, or remove "
+                "that folder, and the run resumes from there"
             )
         raise DamagedError(error.folder, error.why, remedy) from error
 

@@ -82,7 +82,7 @@ def _global_tensors(
 class SaveError(RunError):
     """RunError: a checkpoint could not be written. `what` is the failure, `remedy` the advice to the user."""
 
-    def __init__(self, what: str, remedy: str = "make room there") -> None:
+    def __init__(self, what: str, remedy: str = "free space there") -> None:
         super().__init__(
             f"{what}. Those before it are whole; {remedy} and start again, or name another place with --save"
         )

@@ -10,7 +10,19 @@ from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
 from megatronish.config.model import ModelConfig
-from megatronish.config.rules import data, experts, model, optimizer, parallel, pipeline, recompute, run, training, zero
+from megatronish.config.rules import (
+    data,
+    experts,
+    model,
+    optimizer,
+    parallel,
+    pipeline,
+    plugins,
+    recompute,
+    run,
+    training,
+    zero,
+)
 
 MOST_ELEMENTS = 2**48  # of a tensor; torch counts bytes in 64 bits, and no model comes near
 
@@ -32,6 +44,7 @@ RULES = (
     *optimizer.WEIGHT_DECAY_RULES,
     *data.RULES,
     *run.CHECKPOINT_RULES,
+    *plugins.RULES,
 )
 
 

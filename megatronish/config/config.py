@@ -7,6 +7,7 @@ from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
+from megatronish.config.plugins import PluginsConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.run import CheckpointConfig, LogConfig
 from megatronish.config.training import TrainingConfig
@@ -25,6 +26,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
 
     @property
     def layout(self) -> Layout:

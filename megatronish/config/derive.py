@@ -1,15 +1,19 @@
 """Fields of a config that follow from other fields, and notes about fields that nothing reads."""
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
 from megatronish.config.data import MOCK_VOCAB_SIZE
 from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.rule import MESH
+from megatronish.config.run import LogConfig
 from megatronish.config.settle import LOSS_SCALE_RULE
 from megatronish.config.training import TrainingConfig
 
@@ -30,7 +34,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         problem = _world_size_complaint(config.parallel, world_size)
         problems += [problem] if problem else []
         model = config.parallel.model_parallel_size
-        derived = 1 if world_size is None else max(1, world_size // model)
+        derived = _smallest_dp(config.parallel) if world_size is None else max(1, world_size // model)
         config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = with_fields(config, sequence_parallel=False)
@@ -38,15 +42,23 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
     notes += _idle_loss_scale(config.training)
+    config = _last_batch_size(config, invalid)
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
     parallel = config.parallel
     if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
         notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
     if parallel.pipeline_model_parallel_size == 1 and parallel.pipeline_split != "even":
         notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
+    counted = [
+        name
+        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        if parallel.pipeline_model_parallel_size == 1 and getattr(parallel, name)
+    ]
+    if counted:
+        notes.append(f"{', '.join(counted)}: idle, as pipeline_model_parallel_size is 1")
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
-    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer)
+    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
@@ -56,6 +68,24 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if config.log.run_dir is None:
         config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
     return Derived(config, notes, problems)
+
+
+def _smallest_dp(parallel: ParallelConfig) -> int:
+    """Fewest copies of the model on a plain start: 1, or as many as the groups of hybrid sharding need."""
+    groups = parallel.num_distributed_optimizer_instances if parallel.zero else 1
+    return max(1, groups // math.gcd(groups, parallel.context_parallel_size))
+
+
+def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
+    """Config whose global batch size, where it is not given, is the last of --step-batch-size-schedule."""
+    training = config.training
+    if not training.step_batch_size_schedule or training.global_batch_size or "seq_length" in invalid:
+        return config
+    try:
+        steps = parse_batch_sizes(training.step_batch_size_schedule, seq_length=max(1, training.seq_length))
+    except ValueError:  # the rules say so
+        return config
+    return with_fields(config, global_batch_size=steps[-1][1])
 
 
 def _idle_loss_scale(training: TrainingConfig) -> list[str]:
@@ -81,7 +111,7 @@ def _idle_sharing(parallel: ParallelConfig) -> list[str]:
 
 def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
     """Note about settings of other optimizers."""
-    used = {"adam": ("adam_",), "sgd": ("sgd_",), "muon": ("muon_", "adam_")}[optimizer.optimizer]
+    used = OPTIMIZER_NAMES[optimizer.optimizer].reads
     given = [
         f"{name}={getattr(optimizer, name)}"
         for name in vars(optimizer)
@@ -90,6 +120,25 @@ def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
         and getattr(optimizer, name) != FIELDS[name].default
     ]
     return [f"{', '.join(given)}: idle with optimizer={optimizer.optimizer}"] if given else []
+
+
+def _idle_log(log: LogConfig) -> list[str]:
+    """Notes about options of trackers and recordings that are not asked for."""
+    needs = {
+        "wandb_project": ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+        "mlflow_experiment": ("mlflow_run_name", "mlflow_tracking_uri"),
+        "record_memory_history": ("memory_snapshot_path",),
+        "profile": (
+            *("use_pytorch_profiler", "pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
+            *(() if log.record_memory_history else ("profile_ranks",)),
+        ),
+    }
+    return [
+        f"{name}={getattr(log, name)} is idle without --{needed.replace('_', '-')}"
+        for needed, names in needs.items()
+        for name in names
+        if getattr(log, name) and not getattr(log, needed)
+    ]
 
 
 def _world_size_complaint(parallel: ParallelConfig, world_size: int | None) -> str | None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from megatronish.config.config import Config
 
@@ -19,17 +20,25 @@ def resolved(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
+Section = TypeVar("Section")
+
+
+def section_of(kind: type[Section], saved: Mapping[str, Any]) -> Section:
+    """Section of a config from its fields as `resolved` gives them; TypeError for a field that it does not have."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+
+
 def to_toml(config: Config) -> str:
     """Text of a TOML file with every field that has a value."""
     sections = (
-        "\n".join([f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in fields.items()), ""])
+        "\n".join([f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items()), ""])
         for section, fields in resolved(config).items()
     )
     return "\n".join(sections)
 
 
-def _toml(value: bool | int | float | str | list[Any]) -> str:
+def toml_value(value: Any) -> str:
     """Value in TOML's spelling: JSON's, except for the control character 127 in texts."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

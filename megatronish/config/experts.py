@@ -38,7 +38,7 @@ class ExpertOptions:
     moe_router_topk_scaling_factor: Annotated[float | None, greater_than(0)] = None
     """Factor of the weights of the chosen experts."""
     moe_expert_capacity_factor: Annotated[float | None, greater_than(0)] = None
-    """Most tokens of a sequence that an expert takes, as a multiple of the mean; later ones are dropped. None: no limit."""
+    """Most tokens of a sequence that an expert takes, times the mean; later ones are dropped. Derived: no limit."""
     moe_router_enable_expert_bias: bool = False
     """A bias of each expert's score, for the choice alone, which every step moves towards balance (no loss)."""
     moe_router_bias_update_rate: Annotated[float, at_least(0), TRAINING_ONLY] = 1e-3

@@ -11,10 +11,11 @@ SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1",
 
 
 class Field(NamedTuple):
-    """Field of a section. `type` is the bare type, without Annotated and None."""
+    """Field of a section. `type` is the bare type of its `annotation`, without Annotated and None."""
 
     name: str
     section: str
+    annotation: Any
     type: Any
     default: Any
     marks: tuple[Any, ...]
@@ -40,18 +41,29 @@ class Field(NamedTuple):
         tables = [mark.table for mark in self.marks if isinstance(mark, NamedIn)]
         return get_args(self.type) if get_origin(self.type) is Literal else tuple(*tables)
 
+    @property
+    def is_extensible(self) -> bool:
+        """Whether the choices are the names of a table, to which plug-ins add."""
+        return any(isinstance(mark, NamedIn) for mark in self.marks)
+
     def allows(self, value: Any) -> bool:
-        """Whether a value of the field's type is one of its choices, or None, or the field takes any."""
-        return value is None or not self.choices or value in self.choices
+        """Whether a value of the field's type, or each of a list, is one of its choices, or the field takes any."""
+        if value is None or not (self.choices or self.is_extensible):
+            return True
+        return all(part in self.choices for part in (value if isinstance(value, tuple) else (value,)))
 
     @property
     def wants(self) -> str:
         """Allowed values in words, as in "num_layers must be a whole number such as 4"."""
         if self.choices:
             return "one of " + one_of(self.choices)
+        if self.is_extensible:
+            return "a name that a plug-in registers"
         if get_origin(self.type) is tuple:
             parts = get_args(self.type)
-            return "a list of texts" if parts[-1] is Ellipsis else f"{len(parts)} whole numbers"
+            if parts[-1] is Ellipsis:
+                return "a list of whole numbers" if parts[0] is int else "a list of texts"
+            return f"{len(parts)} whole numbers"
         return SAMPLE_VALUES.get(self.type, "true or false")
 
 
@@ -75,7 +87,8 @@ def _fields() -> dict[str, Field]:
         annotated = get_type_hints(section_type, include_extras=True)
         for field in dataclasses.fields(section_type):
             marks = getattr(annotated[field.name], "__metadata__", ())
-            found[field.name] = Field(field.name, section, _bare(plain[field.name]), field.default, marks)
+            types = (annotated[field.name], _bare(plain[field.name]))
+            found[field.name] = Field(field.name, section, *types, field.default, marks)
     return found
 
 

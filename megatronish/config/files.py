@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatronish.config.data import DataConfig, parse_blend
+from megatronish.config.data import DataConfig, parse_blend, split_part
+from megatronish.config.shipped import HOW_TO_MAKE
 
 
 def missing_files(data: DataConfig) -> list[str]:
@@ -14,9 +15,11 @@ def missing_files(data: DataConfig) -> list[str]:
 
 
 def _missing_data(data: DataConfig) -> Iterator[str]:
+    if data.dataset_type != "pretrain":  # what a path of another kind means, that kind knows alone
+        return
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
-            prefixes = [prefix for _, prefix in parse_blend(getattr(data, name))]
+            prefixes = [split_part(path)[0] for _, path in parse_blend(getattr(data, name))]
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:
@@ -32,15 +35,20 @@ def _data_remedy(prefix: str) -> str:
             return f"leave {end} off: use {prefix.removesuffix(end)}"
     if Path(f"{prefix}_text_document.idx").is_file():
         return f"use {prefix}_text_document"
-    return "make them with tools/preprocess_data.py, or use --mock-data"
+    if prefix in HOW_TO_MAKE:
+        return f"make them in this folder with: {HOW_TO_MAKE[prefix]}; or use --mock-data"
+    return "make them with megatronish preprocess, or use --mock-data"
 
 
 def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
-    if data.tokenizer_type not in ("sentencepiece", "huggingface"):
+    if data.tokenizer_type not in ("sentencepiece", "huggingface", "tiktoken"):
         return
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(data, name)
         if path is not None and Path(path).is_dir() and data.tokenizer_type == "sentencepiece":
             yield f"{name}={path} is a folder; name the SentencePiece file in it, or use --tokenizer-type huggingface"
         if path is not None and not Path(path).exists():
-            yield f"{name}={path} does not exist; correct the path, or use --tokenizer-type bytes, which needs no file"
+            remedy = "correct the path, or use --tokenizer-type bytes, which needs no file"
+            if path in HOW_TO_MAKE:
+                remedy = f"make it in this folder with: {HOW_TO_MAKE[path]}"
+            yield f"{name}={path} does not exist; {remedy}"

@@ -1,4 +1,4 @@
-"""Marks on the fields of a config: what stands beside the type in `Annotated`.
+"""Marks on the fields of a config: what is next to the type in `Annotated`.
 
 A field's range, whether a run must give it, and the table that its names come from stand on the field itself, so that a
 new flag is one edit. `fields.py` collects the marks.
@@ -13,10 +13,11 @@ class Mark(Enum):
     """Marks without a value."""
 
     REQUIRED = "the default means that the field is not given, which is an error"
+    ADDS_UP = "of a list: flags that are repeated add to it, and to the list of the file"
     TRAINING_ONLY = "of a model: only training reads the field; what trained weights compute does not depend on it"
 
 
-REQUIRED, TRAINING_ONLY = Mark.REQUIRED, Mark.TRAINING_ONLY
+REQUIRED, TRAINING_ONLY, ADDS_UP = Mark.REQUIRED, Mark.TRAINING_ONLY, Mark.ADDS_UP
 
 
 @dataclass(frozen=True)

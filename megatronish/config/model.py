@@ -3,11 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatronish.config.experts import ExpertOptions
-from megatronish.config.marks import REQUIRED, TRAINING_ONLY, at_least, at_most, fraction, greater_than
+import tyro
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
-"""Nonlinearity of an MLP; swiglu is gated, gelu_tanh is GELU in its tanh form."""
+from megatronish.config.experts import ExpertOptions, has_experts
+from megatronish.config.layer_pattern import read_marks
+from megatronish.config.marks import REQUIRED, TRAINING_ONLY, NamedIn, at_least, at_most, fraction, greater_than
+from megatronish.config.names import BLOCK_NAMES, in_braces
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "quick_geglu", "squared_relu"]
+"""Nonlinearity of an MLP; swiglu and quick_geglu are gated, gelu_tanh is GELU in its tanh form."""
+
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+"""Softmax of attention: over the keys alone, or with a sink, a logit of each head that is zero or learned."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,8 @@ class DenseOptions:
     """Key/value heads K. Derived: N, or 1 with --group-query-attention."""
     max_position_embeddings: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Rows of the learned position table. Derived: the sequence length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """How positions enter the model."""
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "none"] = "learned_absolute"
+    """How positions enter the model. alibi: scores fall with distance (BLOOM)."""
     rotary_base: Annotated[float, greater_than(0)] = 10000.0
     """Base of RoPE's wavelengths."""
     rotary_percent: Annotated[float, fraction(excluding=0)] = 1.0
@@ -58,8 +65,20 @@ class DenseOptions:
     """Added to the variance under the root."""
     apply_layernorm_1p: bool = False
     """Norm weights are stored as w - 1 (so that weight decay and zero initialisation pull towards 1)."""
+    embed_layernorm: bool = False
+    """A norm after the word embedding (BLOOM)."""
+    block: Annotated[str, NamedIn(BLOCK_NAMES), tyro.conf.arg(metavar=in_braces(BLOCK_NAMES))] = "transformer"
+    """What a layer is: attention and an MLP, each on a normalised copy of the residual stream; or a plug-in's."""
+    block_args: tuple[str, ...] = ()
+    """Options of a plug-in's block: option=value ..."""
     swiglu: bool = False
     """Gated MLP: silu(gate) * up."""
+    quick_geglu: bool = False
+    """Gated MLP: gate * sigmoid(1.702 gate) * up (gpt-oss)."""
+    glu_linear_offset: Annotated[float, at_least(0)] = 0.0
+    """Gated MLP: added to up (gpt-oss: 1)."""
+    activation_func_clamp_value: Annotated[float | None, greater_than(0)] = None
+    """Gated MLP: gate is at most this, up between minus this and this (gpt-oss: 7)."""
     squared_relu: bool = False
     """MLP activation relu(x)^2."""
     openai_gelu: bool = False
@@ -72,6 +91,12 @@ class DenseOptions:
     """Normalise each head's queries and keys before attention (Qwen3)."""
     window_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Sliding window: a token sees itself and the window_size - 1 tokens before it (Mistral)."""
+    window_attn_skip_freq: str | None = None
+    """Layers without the window: N for every N-th, or a list with 1 for a window and 0 for none, as "[1]*3+[0]"."""
+    no_rope_freq: str | None = None
+    """Layers without RoPE: N for every N-th, or a list with 1 for no RoPE and 0 for RoPE."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Softmax of attention. off-by-one adds 1 to its denominator, learnable exp of a parameter of each head."""
     untie_embeddings_and_output_weights: bool = False
     """The output layer has a weight of its own."""
     attention_dropout: Annotated[float, fraction(excluding=1), TRAINING_ONLY] = 0.1
@@ -106,12 +131,36 @@ class DenseOptions:
 
     @property
     def activation(self) -> Activation:
-        """Nonlinearity of the MLP, as --swiglu, --squared-relu and --openai-gelu say together."""
+        """Nonlinearity of the MLP, as --swiglu, --quick-geglu, --squared-relu and --openai-gelu say together."""
         if self.swiglu:
             return "swiglu"
+        if self.quick_geglu:
+            return "quick_geglu"
         if self.squared_relu:
             return "squared_relu"
         return "gelu_tanh" if self.openai_gelu else "gelu"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def windowed_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has the sliding window; UserError for a --window-attn-skip-freq that is no pattern."""
+        if self.window_size is None or self.window_attn_skip_freq is None:
+            return (self.window_size is not None,) * self.num_layers
+        return read_marks(
+            "window_attn_skip_freq", self.window_attn_skip_freq, num_layers=self.num_layers, every_nth=False
+        )
+
+    @property
+    def rotated_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has RoPE; UserError for a --no-rope-freq that is no pattern."""
+        if self.position_embedding_type != "rope" or self.no_rope_freq is None:
+            return (self.position_embedding_type == "rope",) * self.num_layers
+        marks = read_marks("no_rope_freq", self.no_rope_freq, num_layers=self.num_layers, every_nth=True)
+        return tuple(not without for without in marks)
 
     @property
     def linear_bias(self) -> bool:
@@ -142,6 +191,13 @@ class DenseOptions:
 @dataclass(frozen=True)
 class ModelConfig(ExpertOptions, DenseOptions):
     """Architecture of a GPT: the options of every layer, then those of layers with experts."""
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(
+            self.num_experts is not None and has_experts(self.moe_layer_freq, n) for n in range(self.num_layers)
+        )
 
     @property
     def expert_ffn_size(self) -> int:

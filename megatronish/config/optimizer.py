@@ -3,19 +3,28 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatronish.config.marks import REQUIRED, at_least, at_most, fraction, greater_than
+import tyro
+
+from megatronish.config.marks import REQUIRED, NamedIn, at_least, at_most, fraction, greater_than
+from megatronish.config.names import OPTIMIZER_NAMES, in_braces
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer, weight decay, clipping, and the learning rate over time."""
 
-    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    optimizer: Annotated[str, NamedIn(OPTIMIZER_NAMES), tyro.conf.arg(metavar=in_braces(OPTIMIZER_NAMES))] = "adam"
     """adam is AdamW: decoupled weight decay. muon is for the matrices of layers, with adam for the rest."""
+    optimizer_args: tuple[str, ...] = ()
+    """Options of a plug-in's optimizer: option=value ..."""
     lr: Annotated[float | None, REQUIRED, greater_than(0)] = None
     """Learning rate at its peak."""
+    decoupled_lr: Annotated[float | None, greater_than(0)] = None
+    """Learning rate at its peak of the word embedding and the output layer. Derived: --lr."""
     min_lr: Annotated[float, at_least(0)] = 0.0
     """The learning rate decays to this."""
+    decoupled_min_lr: Annotated[float | None, at_least(0)] = None
+    """The learning rate of the word embedding and the output layer decays to this. Derived: --min-lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape after warm-up."""
     lr_decay_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
@@ -38,6 +47,8 @@ class OptimizerConfig:
     """Samples of the last part of WSD, with --train-samples."""
     weight_decay: Annotated[float, at_least(0)] = 0.01
     """Of matrices; norms and biases have none."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Weight decay of the norms of queries and keys, too."""
     start_weight_decay: Annotated[float | None, at_least(0)] = None
     """Weight decay at the first step, where it changes over the run."""
     end_weight_decay: Annotated[float | None, at_least(0)] = None

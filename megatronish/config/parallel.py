@@ -42,12 +42,16 @@ class ParallelConfig:
     """Interleave: each stage holds so many chunks."""
     pipeline_split: Literal["even", "auto"] = "even"
     """even: equal stages, as far as they can be; auto: the slowest stage is as fast as can be, head counted."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as one layer of the even split."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The head counts as one layer of the even split."""
     decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Layers of the first stage; the others share the rest."""
     decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """Layers of the last stage; the others share the rest."""
     overlap_grad_reduce: bool = True
-    """Exchange each gradient bucket as soon as it is final, while the backward goes on."""
+    """Exchange each gradient bucket as soon as it is final, while the backward continues."""
     grad_reduce_in_bf16: bool = False
     """Gradients are summed in bf16 instead of fp32: half the bytes, and 8 bits of each sum (needs --bf16)."""
     ddp_bucket_size: Annotated[int, at_least(1), at_most(2**63 - 1)] = 8_000_000
@@ -75,7 +79,7 @@ class ParallelConfig:
 
     @property
     def layout(self) -> Layout:
-        """Sizes of the mesh. `read_config` has set data_parallel_size by the time anybody asks."""
+        """Sizes of the mesh. `read_config` has set data_parallel_size before they are read."""
         return Layout(
             pp=self.pipeline_model_parallel_size,
             dp=self.data_parallel_size or 1,
@@ -108,6 +112,11 @@ class ParallelConfig:
         """Stage of ZeRO, 0 to 3."""
         return self.zero_stage if self.zero_stage is not None else int(self.use_distributed_optimizer)
 
+    @property
+    def ends_in_split(self) -> tuple[int, int]:
+        """1 for each of embedding and head that counts as a layer of the even split, else 0."""
+        return int(self.account_for_embedding_in_pipeline_split), int(self.account_for_loss_in_pipeline_split)
+
     def num_chunks(self, num_layers: int) -> int:
         """Model chunks on each pipeline stage."""
         return SCHEDULES[self.schedule].num_chunks or self.num_virtual_chunks(num_layers)
@@ -116,5 +125,5 @@ class ParallelConfig:
         """Model chunks on each stage by the fields for virtual stages alone."""
         if self.num_layers_per_virtual_pipeline_stage is not None:
             layers_of_a_round = self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage
-            return max(1, num_layers // layers_of_a_round)
+            return max(1, (num_layers + sum(self.ends_in_split)) // layers_of_a_round)
         return self.num_virtual_stages_per_pipeline_rank or 1

@@ -1,29 +1,34 @@
 """Reading of a run's config: a TOML file, flags over it, derived fields, and all complaints together."""
 
 import contextlib
+import dataclasses
 import io
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 import tyro
 
 from megatronish.config.check import problems as broken_rules
 from megatronish.config.config import Config
 from megatronish.config.derive import derive
-from megatronish.config.fields import FIELDS, SECTIONS, read_fields, with_fields
+from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
-from megatronish.config.settings import Setting, Settings, read_command_line, read_file
+from megatronish.config.plugins import import_plugins
+from megatronish.config.settings import read_command_line, read_file
 from megatronish.config.settle import merge, settle
-from megatronish.config.starting import ReadStart, Start, contradictions, stretched, tokenizer_named_by
+from megatronish.config.shipped import config_path, shipped_configs
+from megatronish.config.starting import ReadStart, Start, contradictions, implied_tokenizer, stretched
+from megatronish.config.understand import Setting, Settings
 from megatronish.errors import UserError
 
 PROGRAM = "pretrain_gpt.py"
 _NAMES = [f"[{section}]" for section in SECTIONS]
 DESCRIPTION = (
-    f"Pretrains a GPT. --config FILE.toml reads sections {', '.join(_NAMES[:-1])} and {_NAMES[-1]}; the flags below "
-    "override it. Names and meanings are Megatron-LM's where it has the flag."
+    f"Pretrains a GPT. --config FILE.toml, or --config NAME of a config that comes with megatronish (demo, quick ...), "
+    f"reads sections {', '.join(_NAMES[:-1])} and {_NAMES[-1]}; the flags below override it. Names and meanings are "
+    "Megatron-LM's where it has the flag."
 )
 
 
@@ -44,29 +49,37 @@ class ReadConfig(NamedTuple):
 
 
 def read_config(
-    argv: Sequence[str], *, world_size: int | None = None, read_start: ReadStart | None = None
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    read_start: ReadStart | None = None,
+    program: str = PROGRAM,
 ) -> ReadConfig:
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
-    `read_start` reads the model that --load-hf or --use-checkpoint-args names.
+    `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help.
 
     Prints and exits 0 on --help. ConfigError with every problem of file, flags, rules and files together.
     """
     line = read_command_line(argv)
     if line.wants_help:
-        tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=PROGRAM, description=DESCRIPTION)
-    path = Path(line.config_file) if line.config_file is not None else None
+        tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
+    path = config_path(line.config_file) if line.config_file is not None else None
     file = _read_file(path)
     if isinstance(file, str):
         raise ConfigError([file, *line.flags.problems])
 
     # Settings as values: flags override the file, and of settings that exclude each other one is left.
-    merged = merge(file=file.settings, typed=line.flags.settings)
+    merged = merge(file=file.settings, typed=line.flags.settings, yielding=[*line.flags.yielding, *file.yielding])
+    # Plug-ins come before any value is read: what they register are valid names.
+    try:
+        found_plugins = import_plugins(merged.settings["plugin"].values if "plugin" in merged.settings else ())
+    except UserError as error:
+        raise ConfigError([str(error), *file.problems, *line.flags.problems, *merged.problems]) from error
     values, type_errors = _values(merged.settings)
     settled = settle({name: merged.settings[name] for name in values}, values)
     given = {name: values[name] for name in settled.settings}
-    if given.get("tokenizer_model") is not None and "tokenizer_type" not in given:
-        given |= tokenizer_named_by(Path(given["tokenizer_model"]))
+    given |= implied_tokenizer(given)
 
     # The model that the run starts from fills in what is not given.
     start = _start(given, read_start)
@@ -91,7 +104,7 @@ def read_config(
         raise ConfigError(problems)
     idle = [f"{name} (by {winner})" for name, winner in settled.idle.items()]
     idle_line = [f"idle in {path}: {', '.join(idle)}"] if idle else []
-    notes = [*idle_line, *file.notes, *line.flags.notes, *derived.notes]
+    notes = [*found_plugins, *idle_line, *merged.notes, *file.notes, *line.flags.notes, *derived.notes]
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)
@@ -114,32 +127,54 @@ def _start(given: Mapping[str, Any], read_start: ReadStart | None) -> Start | st
 def _read_file(path: Path | None) -> Settings | str:
     """Settings of the file, or why it cannot be read."""
     if path is None:
-        return Settings([], [], [], set())
+        return Settings.empty()
     try:
         return read_file(path)
     except FileNotFoundError:
-        others = ", ".join(str(other) for other in sorted(path.parent.glob("*.toml")))
-        return f"--config {path} does not exist; {f'there are {others}' if others else 'correct the path'}"
+        others = [*sorted(map(str, path.parent.glob("*.toml"))), *shipped_configs()]
+        return f"--config {path} does not exist; there are {', '.join(others)}"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        return f"--config {path} is not TOML: {error}; mend that line"
+        return f"--config {path} is not TOML: {error}; correct that line"
     except OSError as error:
         return f"--config {path} cannot be read: {error.strerror}; name a readable TOML file"
 
 
 def _values(settings: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, str]]:
-    """({field: value}, {field: complaint}). tyro stops at its first bad value: then settings are read one by one."""
-    together = _parse(list(settings.values()))
+    """({field: value}, {field: complaint})."""
+    misnamed = {name for name, setting in settings.items() if not _is_a_choice(setting)}
+    values, wrong = _sift([setting for name, setting in settings.items() if name not in misnamed])
+    wrong |= misnamed
+    complaints = {
+        name: f"{setting.spelled}: {name} must be {FIELDS[name].wants}{_others(name)}"
+        for name, setting in settings.items()
+        if name in wrong
+    }
+    return values, complaints
+
+
+def _others(name: str) -> str:
+    """What completes the choices of a field that plug-ins extend."""
+    return "; others are those of plug-ins (--plugin)" if FIELDS[name].is_extensible else ""
+
+
+def _is_a_choice(setting: Setting) -> bool:
+    """Whether a field that has few values is set to one of them."""
+    field = FIELDS[setting.field]
+    if get_origin(field.type) is tuple or not field.choices:
+        return True  # read, and then asked by `allows`
+    return " ".join(setting.values) in {"None", *map(str, field.choices)}
+
+
+def _sift(settings: Sequence[Setting]) -> tuple[dict[str, Any], set[str]]:
+    """({field: value}, fields of wrong values). tyro stops at its first bad value: halves are read by themselves."""
+    together = _parse(settings)
     if together is not None:
-        return together, {}
-    values: dict[str, Any] = {}
-    type_errors = {}
-    for name, setting in settings.items():
-        alone = _parse([setting])
-        if alone is None:
-            type_errors[name] = f"{setting.spelled}: {name} must be {FIELDS[name].wants}"
-        else:
-            values |= alone
-    return values, type_errors
+        return together, set()
+    if len(settings) == 1:
+        return {}, {settings[0].field}
+    middle = len(settings) // 2
+    (first, wrong), (second, also_wrong) = _sift(settings[:middle]), _sift(settings[middle:])
+    return first | second, wrong | also_wrong
 
 
 def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
@@ -155,14 +190,18 @@ def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
         else:
             first, *others = setting.values or ("",)
             arguments += [f"{field.flag}={first}", *others] if setting.values else [field.flag]
+    # A class of these fields alone: tyro takes a tenth of a second to read all of them.
+    given = {setting.field: FIELDS[setting.field] for setting in settings}
+    fields = [(field.name, field.annotation, field.default) for field in given.values()]
     try:
-        with contextlib.redirect_stderr(
-            io.StringIO()
-        ):  # a value of the wrong type is printed in spite of console_outputs
-            config = tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=arguments, prog=PROGRAM, console_outputs=False)
+        # A value of the wrong type is printed in spite of console_outputs.
+        with contextlib.redirect_stderr(io.StringIO()):
+            found: Any = tyro.cli(
+                dataclasses.make_dataclass("Given", fields), args=arguments, prog=PROGRAM, console_outputs=False
+            )
     except SystemExit:
         return None
-    read = read_fields(config)
+    read = {name: getattr(found, name) for name in given}
     if not all(FIELDS[setting.field].allows(read[setting.field]) for setting in settings):
         return None
-    return {setting.field: read[setting.field] for setting in settings} | values
+    return read | values

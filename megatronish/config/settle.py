@@ -1,10 +1,15 @@
-"""Resolution of settings that exclude each other: a flag wins over the file; two flags, or two keys, are an error."""
+"""Resolution of settings that exclude each other.
 
-from collections.abc import Iterable, Mapping
+A flag wins over the file; of one flag given several times the last counts; two flags that exclude each other, or two
+keys of the file, are an error.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import FIELDS
-from megatronish.config.settings import Setting
+from megatronish.config.marks import ADDS_UP
+from megatronish.config.understand import Setting
 
 Values = Mapping[str, Any]
 
@@ -26,12 +31,13 @@ _ONE_ACTIVATION = "an MLP has one activation"
 CONFLICTS = (
     Conflict(STEPS, SAMPLES, "a run is counted in steps or in samples"),
     Conflict(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
-    Conflict(("swiglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
+    Conflict(("swiglu",), ("quick_geglu", "squared_relu", "openai_gelu"), _ONE_ACTIVATION),
+    Conflict(("quick_geglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Conflict(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
     Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
     Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
     Conflict(("load",), ("load_hf",), "a run starts from one model"),
-    Conflict(("mock_data",), ("data_path", *_SPLIT_DATA), "made-up tokens stand in for files"),
+    Conflict(("mock_data",), ("data_path", "dataset_type", *_SPLIT_DATA), "made-up tokens stand in for files"),
     Conflict(
         ("num_layers_per_virtual_pipeline_stage",),
         ("num_virtual_stages_per_pipeline_rank",),
@@ -42,15 +48,35 @@ CONFLICTS = (
         ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         "layers are shared out by hand or by weight",
     ),
+    Conflict(
+        ("pipeline_split",),
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        "auto counts the embedding and the head by their cost",
+    ),
+    Conflict(
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "layers are shared out by hand or evenly",
+    ),
+    Conflict(("rampup_batch_size",), ("step_batch_size_schedule",), "the batch grows in one way"),
     Conflict(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
 )
 
 # A field of the file is idle once another one was typed with one of these values.
 IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_query_groups": ("group_query_attention", (False,)),
-    "rope_scaling_type": ("position_embedding_type", ("learned_absolute", "none")),
-    "max_position_embeddings": ("position_embedding_type", ("rope", "none")),
+    "rope_scaling_type": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
+    "no_rope_freq": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
+    "max_position_embeddings": ("position_embedding_type", ("rope", "alibi", "none")),
 }
+
+
+class Merged(NamedTuple):
+    """One setting for each field, with notes and problems about fields that were set several times."""
+
+    settings: dict[str, Setting]
+    notes: list[str]
+    problems: list[str]
 
 
 class Settled(NamedTuple):
@@ -61,18 +87,56 @@ class Settled(NamedTuple):
     problems: list[str]
 
 
-def merge(*, file: Iterable[Setting], typed: Iterable[Setting]) -> Settled:
-    """One setting for each field. Two different values of a field in one source are a problem."""
-    merged: dict[str, Setting] = {}
-    problems = []
-    for source in (file, typed):
-        mine: dict[str, Setting] = {}
-        for setting in source:
-            before = mine.setdefault(setting.field, setting)
-            if before.values != setting.values:
-                problems.append(f"{before.spelled} contradicts {setting.spelled}; leave one of them out")
-        merged |= mine
-    return Settled(merged, {}, problems)
+def merge(*, file: Sequence[Setting], typed: Sequence[Setting], yielding: Iterable[Setting] = ()) -> Merged:
+    """One setting for each field: a flag wins over the file, and the last of several flags wins.
+
+    Two different values of a field in the file are a problem. Lists that add up take what the file and all flags have.
+    `yielding` settings are for fields that nothing else sets.
+    """
+    merged = _added_up([*file, *typed])
+    notes, problems = [], []
+    for setting in file:
+        before = merged.setdefault(setting.field, setting)
+        if before.values != setting.values and ADDS_UP not in FIELDS[setting.field].marks:
+            problems.append(f"{before.spelled} contradicts {setting.spelled}; leave one of them out")
+    flags: dict[str, list[Setting]] = {}
+    for setting in typed:
+        if ADDS_UP not in FIELDS[setting.field].marks:
+            flags.setdefault(setting.field, []).append(setting)
+    for name, several in flags.items():
+        merged[name] = several[-1]
+        if len({setting.values for setting in several}) > 1:
+            notes.append(_last_counts(several))
+    for setting in yielding:
+        merged.setdefault(setting.field, setting)
+    return Merged(merged, notes, problems)
+
+
+def _last_counts(settings: list[Setting]) -> str:
+    """Note about a field that several flags set to different values."""
+    names = {setting.spelled.split()[0].partition("=")[0] for setting in settings}
+    if len(names) == 1:
+        times = "twice" if len(settings) == 2 else f"{len(settings)} times"
+        return f"{names.pop()} is given {times}; the last, {settings[-1].spelled}, counts"
+    spelled = ", ".join(dict.fromkeys(setting.spelled for setting in settings))
+    return f"{spelled} set the same field, {settings[-1].field}; the last, {settings[-1].spelled}, counts"
+
+
+def _added_up(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """One setting for each list that adds up: what the file has, then what each flag adds, without repetitions."""
+    lists: dict[str, list[Setting]] = {}
+    for setting in settings:
+        if ADDS_UP in FIELDS[setting.field].marks:
+            lists.setdefault(setting.field, []).append(setting)
+    return {
+        field: Setting(
+            field,
+            tuple(dict.fromkeys(value for part in parts for value in part.values)),
+            " ".join(part.spelled for part in parts),
+            any(part.typed for part in parts),
+        )
+        for field, parts in lists.items()
+    }
 
 
 def settle(settings: dict[str, Setting], values: Values) -> Settled:

@@ -10,15 +10,21 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from megatronish.config.dump import section_of
 from megatronish.config.fields import FIELDS
+from megatronish.config.layer_pattern import canonical
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.model import ModelConfig
+from megatronish.config.names import BLOCK_NAMES
 from megatronish.config.run import CheckpointConfig
-from megatronish.config.settings import Setting
 from megatronish.config.tokenizer_names import tokenizer_in
+from megatronish.config.understand import Setting
+from megatronish.errors import UserError
 
 TOKENIZER = "tokenizer"  # the folder of a checkpoint in which its tokenizer may lie
-TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+TOKENIZER_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
+TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+TOKENIZER_FIELDS = ("tokenizer_type", *TOKENIZER_PATHS, *TIKTOKEN_FIELDS)
 
 
 class Start(NamedTuple):
@@ -31,8 +37,8 @@ class Start(NamedTuple):
     tokenizer: dict[str, Any]
 
     def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the config for all that `given` leaves open. One given field of a tokenizer replaces all four."""
-        tokenizer = {} if set(TOKENIZER_FIELDS) & given.keys() else self.tokenizer
+        """Fields of the config for all that `given` leaves open. A given type or file of a tokenizer replaces all."""
+        tokenizer = {} if {"tokenizer_type", *TOKENIZER_PATHS} & given.keys() else self.tokenizer
         model = self.model
         if model.position_embedding_type == "learned_absolute" and "seq_length" in given:
             # The learned position table keeps its rows, also where shorter sequences use fewer of them.
@@ -44,26 +50,57 @@ class Start(NamedTuple):
 ReadStart = Callable[[CheckpointConfig], Start | None]
 
 
-def tokenizer_named_by(path: Path) -> dict[str, Any]:
-    """Fields of DataConfig that follow from --tokenizer-model alone: a folder of files, or a tokenizer.json."""
-    if path.is_dir():
-        return tokenizer_in(path, like_gpt2=True)
-    return {"tokenizer_type": "huggingface"} if path.suffix == ".json" else {}
+def implied_tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of DataConfig that follow from the files of a tokenizer, where some are given.
+
+    --tokenizer-model alone: a folder of files, or a tokenizer.json. --vocab-file and --merge-file: GPT-2's tokenizer.
+    A Hugging Face tokenizer without a file is the one that lies in the folder of --load.
+    """
+    kind, model, load = (given.get(name) for name in ("tokenizer_type", "tokenizer_model", "load"))
+    gpt2 = given.get("vocab_file") is not None and given.get("merge_file") is not None
+    if kind is None and model is not None:
+        if Path(model).is_dir():
+            return tokenizer_in(Path(model), like_gpt2=True)
+        return {"tokenizer_type": "huggingface"} if Path(model).suffix == ".json" else {}
+    if kind is None and gpt2:
+        return {"tokenizer_type": "huggingface"}
+    if kind == "huggingface" and model is None and not gpt2 and load is not None and Path(load).is_dir():
+        return tokenizer_in(Path(load), like_gpt2=False)
+    return {}
 
 
 def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
     """Model of the checkpoint in `folder`, from its state.json; KeyError or TypeError for other fields than ours."""
     config = state["config"]
-    data = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
+    refuse_unknown_block(config, folder)
+    saved = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
+    data = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     source = f"--use-checkpoint-args of {folder}"
     seq_length = config["training"]["seq_length"]
-    return Start(source, ModelConfig(**config["model"]), state["vocab_size"], seq_length, located(data, folder))
+    return Start(
+        source, section_of(ModelConfig, config["model"]), state["vocab_size"], seq_length, located(data, folder)
+    )
+
+
+def refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
+    """UserError for the block of a checkpoint that no plug-in which is imported has registered.
+
+    A checkpoint names its plug-ins and imports none: reading a checkpoint runs no code.
+    """
+    block = config["model"].get("block", "transformer")
+    if block not in BLOCK_NAMES:
+        named = config.get("plugins", {}).get("plugin") or ["MODULE"]
+        flags = " ".join(f"--plugin {plugin}" for plugin in named)
+        raise UserError(
+            f"{folder} is of a model with block={block}, which a plug-in of its run registers; add {flags}, which runs "
+            "that code"
+        )
 
 
 def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Fields of DataConfig with the present paths of tokenizer files that were saved inside a checkpoint's folder."""
     found = dict(data)
-    for name in TOKENIZER_FIELDS[1:]:
+    for name in TOKENIZER_PATHS:
         if PurePosixPath(data.get(name) or "/").parts[0] == TOKENIZER and (folder / data[name]).exists():
             found[name] = str(folder / data[name])
     return found
@@ -108,6 +145,8 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or seq_length,
+        "window_attn_skip_freq": _pattern(model.windowed_layers),
+        "no_rope_freq": _pattern(tuple(not rotated for rotated in model.rotated_layers)),
     }
     idle = _idle_fields(model)
     return {
@@ -121,8 +160,17 @@ def _idle_fields(model: ModelConfig) -> set[str]:
     if model.position_embedding_type != "learned_absolute":
         idle.add("max_position_embeddings")
     if model.position_embedding_type != "rope":
-        idle |= {"rope_scaling_type", *ROPE}
+        idle |= {"rope_scaling_type", "no_rope_freq", *ROPE}
+    if not any(model.windowed_layers):
+        idle |= {"window_size", "window_attn_skip_freq"}
+    if not model.is_gated:
+        idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])
+
+
+def _pattern(marks: tuple[bool, ...]) -> str | None:
+    """Pattern of layers, written out; None where all layers are alike, which is what no pattern means."""
+    return canonical(marks) if len(set(marks)) > 1 else None
 
 
 ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved")

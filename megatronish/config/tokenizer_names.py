@@ -4,9 +4,13 @@ from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
+from megatronish.config.names import Choice
 from megatronish.errors import UserError
 
-TokenizerType = Literal["sentencepiece", "huggingface", "bytes", "null"]
+TokenizerType = Literal["sentencepiece", "huggingface", "tiktoken", "bytes", "null"]
+
+TOKENIZER_NAMES: dict[str, Choice] = {kind: Choice() for kind in get_args(TokenizerType)}
+"""Kinds of tokenizers of --tokenizer-type, those of plug-ins too."""
 
 MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "SentencePieceTokenizer": "sentencepiece",
@@ -14,20 +18,21 @@ MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "Llama2Tokenizer": "sentencepiece",
     "HuggingFaceTokenizer": "huggingface",
     "GPT2BPETokenizer": "huggingface",
+    "PretrainedFromHF": "huggingface",
+    "TikTokenizer": "tiktoken",
     "NullTokenizer": "null",
 }
 
 
-def tokenizer_type(name: str) -> TokenizerType:
-    """Kind of tokenizer that `name`, a name of ours or of Megatron-LM, stands for; UserError if there is none."""
-    ours: tuple[TokenizerType, ...] = get_args(TokenizerType)
-    known = {kind: kind for kind in ours} | MEGATRON_TOKENIZERS
-    if name not in known:
+def tokenizer_type(name: str) -> str:
+    """Kind of tokenizer that `name`, one of the table or of Megatron-LM, stands for; UserError if there is none."""
+    found = MEGATRON_TOKENIZERS.get(name, name)
+    if found not in TOKENIZER_NAMES:
         raise UserError(
-            f"--tokenizer-type {name} is not known; use one of {', '.join(ours)}, "
-            f"or Megatron's {', '.join(MEGATRON_TOKENIZERS)}"
+            f"--tokenizer-type {name} is not known; use one of {', '.join(TOKENIZER_NAMES)}, or Megatron's "
+            f"{', '.join(MEGATRON_TOKENIZERS)}, or name the plug-in that registers it with --plugin"
         )
-    return known[name]
+    return found
 
 
 def tokenizer_in(folder: Path, *, like_gpt2: bool) -> dict[str, Any]:

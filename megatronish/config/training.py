@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatronish.config.marks import REQUIRED, at_least, at_most, greater_than
+import tyro
+
+from megatronish.config.marks import REQUIRED, NamedIn, at_least, at_most, greater_than
+from megatronish.config.names import OBJECTIVE_NAMES, in_braces
 
 LOSS_SCALE_LIMIT = at_most(2.0**120, "2^120, as fp32 ends at 2^128")
 
@@ -22,6 +25,8 @@ class TrainingConfig:
     """Samples in one step, over all ranks. Derived: micro_batch_size * dp."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
+    step_batch_size_schedule: tuple[str, ...] = ()
+    """TOKENS:BATCH_SIZE ...: each global batch size, from a number of consumed tokens (K, M, B, T) on."""
     train_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Steps to train for."""
     train_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
@@ -30,10 +35,16 @@ class TrainingConfig:
     """Save and leave after every so many steps."""
     exit_duration_in_mins: Annotated[float | None, greater_than(0)] = None
     """Save and leave after so many minutes."""
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
+    """Save and leave on this signal too; SIGTERM always does."""
+    kill_switch_path: str | None = None
+    """Save and leave once this file exists."""
     eval_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
     """Steps between evaluations."""
     eval_iters: Annotated[int, at_least(0), at_most(2**63 - 1)] = 100
     """Global batches of one evaluation; 0 for none."""
+    eval_global_batch_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """Samples in one batch of an evaluation. Derived: the global batch size."""
     seed: Annotated[int, at_least(0), at_most(2**63 - 1)] = 1234
     """Of initial weights, dropout and data order."""
     bf16: bool = False
@@ -49,9 +60,17 @@ class TrainingConfig:
     loss_scale_window: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
     """fp16: steps in a row without an overflow after which the loss scale is doubled."""
     hysteresis: Annotated[int, at_least(1), at_most(2**63 - 1)] = 2
-    """fp16: with so many overflows since its last doubling the loss scale is halved, and with each one after them."""
+    """fp16: the loss scale is halved after this many overflows since its last doubling, and after each further one."""
+    objective: Annotated[str, NamedIn(OBJECTIVE_NAMES), tyro.conf.arg(metavar=in_braces(OBJECTIVE_NAMES))] = "causal_lm"
+    """What is minimised: causal_lm is the mean loss of the next token; or a plug-in's."""
+    objective_args: tuple[str, ...] = ()
+    """Options of a plug-in's objective: option=value ..."""
     attention_backend: AttentionBackend = "auto"
     """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
+    deterministic_mode: bool = False
+    """Deterministic kernels alone: two runs on the same devices give the same bits. On a CPU they do in any case."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """On CUDA: partial sums of a bf16 matrix product are added in fp32, never in bf16."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or the gradient norm is not finite."""
 

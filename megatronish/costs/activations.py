@@ -59,6 +59,9 @@ class Activations(NamedTuple):
     sequence_parallel: bool
     recompute: RecomputeConfig
     device: DeviceType
+    embedding_bytes: int = 0  # of the input of a norm after the embedding
+    bias_bytes: int = 0  # of ALiBi's biases
+    shares_bias: bool = True  # all micro-batches have the same
 
     def peak(self, stage: StageLoad, costs: Sequence[LayerCost], *, padded_vocab_size: int) -> tuple[int, int]:
         """(activations, logits) in bytes a token, at the instant of a step that holds most; `costs` of all layers."""
@@ -67,15 +70,19 @@ class Activations(NamedTuple):
         # their place.
         ends, logits = (size * self.element_bytes for size in (2 * self.hidden_size, padded_vocab_size))
         ends_cut = self.tp if self.sequence_parallel else 1
+        begins = self.embedding_bytes // ends_cut if stage.is_first else 0
 
         def held(instant: Instant) -> tuple[int, int]:
             live = sum(count * chunk.live for count, chunk in zip(instant.live, chunks, strict=True))
             waiting = sum(count * chunk.deferred for count, chunk in zip(instant.deferred, chunks, strict=True))
+            live += (instant.live[0] + instant.deferred[0]) * begins
+            live += 0 if self.shares_bias else sum(instant.live) * self.bias_bytes
             losses = instant.live[-1] + instant.deferred[-1] if stage.is_last else 0
             return live + waiting + losses * ends // ends_cut, losses * logits // self.tp
 
         activations, in_logits = max(map(held, stage.instants), key=sum)
-        return activations + max(chunk.recomputed for chunk in chunks), in_logits
+        shared = self.bias_bytes if self.shares_bias else 0
+        return activations + max(chunk.recomputed for chunk in chunks) + shared, in_logits
 
     def of_chunk(self, costs: Sequence[LayerCost]) -> ChunkBytes:
         """Bytes of the layers of a chunk, as the method of recomputation says."""
@@ -121,11 +128,11 @@ def bytes_per_score(model: ModelConfig, backend: AttentionBackend, element_bytes
     """Bytes that attention keeps of each query with each key: probabilities, dropout's mask, and what that left.
 
     The fused softmax keeps its output, in the dtype of the model; torch's one in fp32, and a copy for the product with
-    the values where these are shorter. SDPA keeps nothing.
+    the values where these are shorter; with ALiBi or sinks there is only torch's. SDPA keeps nothing.
     """
     dropout = model.attention_dropout > 0
     if backend == "flash" or (backend == "auto" and not dropout):
         return 0
-    if backend == "unfused":
+    if backend == "unfused" or model.position_embedding_type == "alibi" or model.softmax_type != "vanilla":
         return 4 + (1 + element_bytes if dropout else 2 if element_bytes == 2 else 0)
     return element_bytes + (1 + element_bytes if dropout else 0)

@@ -2,7 +2,7 @@
 
 FLOPs are those of matrix products, two for each multiply-add: what everybody counts. A backward is twice a forward.
 *Model* FLOPs are what the mathematics asks for, whatever the device does: true vocabulary, nothing computed twice.
-MFU is model FLOPs over the peak. *Hardware* FLOPs are what the device carries out: the padded vocabulary, and the
+MFU is model FLOPs over the peak. *Hardware* FLOPs are what the device executes: the padded vocabulary, and the
 attention scores once more in the backward, because flash attention does not keep them.
 
 Attention is counted for what a causal mask lets through, half of the square (`"causal"`, as the throughput that

@@ -1,6 +1,6 @@
 """Memory of a device, estimated before any is allocated: model state, activations, and what is whole for a while.
 
-Model state is exact but for the padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
+Model state is exact except for padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
 8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4, master weight and Adam 12, 18 in all. What ZeRO shares is
 divided by the ranks that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is
 called temporary. Activations are those of activations.py. Not counted: buffers of communication, what one operation
@@ -10,13 +10,15 @@ device's own libraries keep (on CUDA, 1 to 2 GiB).
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatronish.config.config import Config
+from megatronish.config.model import ModelConfig
+from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
 from megatronish.costs.parameters import parameters_of_stage
-from megatronish.layer_costs import Count, DeviceType, LayerCost, sum_counts
+from megatronish.layer_costs import Count, DeviceType, LayerCost, NormShape, sum_counts
 from megatronish.layer_specs import layer_specs
 from megatronish.layout import Layout
 
@@ -87,7 +89,7 @@ def expected_memory(
         )
         count, of_layers = held.per_rank(layout.tp), [costs[layer] for layer in stage.all_layers]
         in_matrices = sum_counts(cost.matrices for cost in of_layers).per_rank(layout.tp)
-        num_moments = _num_moments(config.optimizer.optimizer, count, in_matrices)
+        num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments(count=count, in_matrices=in_matrices)
         state = model_state(count, num_moments, zero, element_bytes=activations.element_bytes)
         in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
         table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
@@ -113,19 +115,36 @@ def _activations(config: Config, device: DeviceType) -> Activations:
         sequence_parallel=parallel.sequence_parallel,
         recompute=config.recompute,
         device=device,
+        embedding_bytes=_embedding_bytes(config.model, element_bytes, device),
+        bias_bytes=0 if is_ring else _bias_bytes(config, element_bytes),
+        shares_bias=not config.data.reset_attention_mask,
     )
 
 
-def _num_moments(optimizer: Literal["adam", "sgd", "muon"], count: int, in_matrices: int) -> int:
-    """Elements that the optimizer keeps beside masters: Adam's two of each, SGD's one, and Muon's one of a matrix."""
-    return {"adam": 2 * count, "sgd": count, "muon": 2 * count - in_matrices}[optimizer]
+def _embedding_bytes(model: ModelConfig, element_bytes: int, device: DeviceType) -> int:
+    """Bytes a token that the norm after the embedding keeps."""
+    norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
+    return norm.saved_bytes(element_bytes=element_bytes, device=device).total if model.embed_layernorm else 0
+
+
+def _bias_bytes(config: Config, element_bytes: int) -> int:
+    """Bytes a token of ALiBi's biases, S of each head: a square for all samples, or, with documents, one for each.
+
+    Of a rank that trades heads for the sequence they are those of its heads, over the tokens of its part.
+    """
+    model, training = config.model, config.training
+    if model.position_embedding_type != "alibi":
+        return 0
+    samples = 1 if config.data.reset_attention_mask else training.micro_batch_size
+    heads = model.num_attention_heads // config.layout.tp
+    return heads * training.seq_length * element_bytes // samples
 
 
 def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
     """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
 
-    `num_moments` are the elements that its optimizer would keep beside masters, were nothing shared. `element_bytes`
-    are those of the dtype that is computed in: 4 in fp32, else 2.
+    `num_moments` are the elements that its optimizer would keep with its masters if nothing were shared.
+    `element_bytes` are those of the dtype that is computed in: 4 in fp32, else 2.
     """
     share, moments = (-(-each // zero.ranks) for each in (count, num_moments))
     parameters = 4 * share if zero.stage == 3 else element_bytes * count
@@ -153,7 +172,7 @@ def _temporary(
         return 4 * min(count, (BUCKETS_AT_ONCE - 1) * bucket + max(bucket, table))
     if zero.stage == 3:
         # The layer at work, the next one, which is gathered meanwhile, and what is left of the stage around them; of
-        # the gradients all but the next one's.
+        # the gradients except the next one's.
         sizes = [cost.parameters.per_rank(tp) for cost in costs]
         rest = count - sum(sizes)
         at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))

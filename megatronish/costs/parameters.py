@@ -32,6 +32,8 @@ def parameters_of_stage(
     )
     if is_first:
         held += table
+        if model.embed_layernorm:
+            held += NormShape(model.normalization, model.hidden_size).parameters
         if model.position_embedding_type == "learned_absolute":
             held += Count(whole=(model.max_position_embeddings or seq_length) * model.hidden_size)
     if is_last:

@@ -18,7 +18,7 @@ from megatronish.model.batch import MicroBatch
 class Collator:
     """Rules by which samples become a micro-batch: `collate(samples, sample_ids)`.
 
-    The settings speak of documents that end-of-document tokens end; what a sample says of itself comes first. An
+    The settings are about documents that end-of-document tokens end; a sample's own masks come first. An
     end-of-document token belongs to the document that it ends. The prediction made from it, the next document's first
     token, counts in the loss unless `eod_mask_loss`, as in Megatron-LM.
     """

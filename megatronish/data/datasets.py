@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megatronish.config.data import DataConfig, parse_blend, parse_split
+from megatronish.config.data import DataConfig, parse_blend, parse_split, split_part
+from megatronish.config.names import DATASET_NAMES, options_of
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.mock import open_mock_samples
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, OpenDataset
@@ -17,17 +19,32 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = (0.0, 1.0)
-DATASETS: dict[str, OpenDataset] = {"pretrain": open_gpt_samples, "mock": open_mock_samples}
-"""Functions that open data sets, by kind.
+DATASETS: dict[str, Callable[..., Dataset]] = {"pretrain": open_gpt_samples, "mock": open_mock_samples}
+"""Functions that open data sets, each an `OpenDataset`: by the names of --dataset-type, and for --mock-data.
 
-A new kind: a line here, a field in config/data.py, a branch in `kind_of`. Files other than .bin/.idx pairs:
-`_missing_data` of config/files.py. No files at all: whatever reads `mock_data`.
+Keyword arguments are the options of the name in `DATASET_NAMES`. A new kind is one line in both tables. Files other
+than .bin/.idx pairs: `_missing_data` of config/files.py. No files at all: whatever reads `mock_data`.
 """
 
 
 def kind_of(data: DataConfig) -> str:
     """The kind of data sets that a config asks for: a key of DATASETS."""
-    return "mock" if data.mock_data else "pretrain"
+    return "mock" if data.mock_data else data.dataset_type
+
+
+def open_dataset_of(data: DataConfig) -> OpenDataset:
+    """The function that opens data sets of the config's kind, with its options."""
+    options = {} if data.mock_data else options_of(DATASET_NAMES, data.dataset_type, data.dataset_args)
+    return partial(DATASETS[kind_of(data)], **options)
+
+
+def _source(name: str, path: str, part: tuple[float, float]) -> DatasetSource:
+    """Source of a path: `part` of the part that the path itself names, as in PREFIX[0:0.9]."""
+    prefix, (start, end) = split_part(path)
+    if part == WHOLE:
+        return DatasetSource(name, prefix, (start, end))
+    first, last = (start + (end - start) * fraction for fraction in part)
+    return DatasetSource(name, prefix, (first, last))
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ class _Reader:
     def blend(self, paths: Sequence[str], *, name: str, part: tuple[float, float] = WHOLE) -> Dataset:
         """Several files by weight; without weights in proportion to their samples."""
         pairs = [(weight, path) for weight, path in parse_blend(paths) if weight != 0]
-        members = [self.open(DatasetSource(name, path, part), self.settings) for _, path in pairs]
+        members = [self.open(_source(name, path, part), self.settings) for _, path in pairs]
         if len(members) == 1:
             return members[0]
         weights = [
@@ -71,11 +88,10 @@ class _Reader:
     def each(self, paths: Sequence[str], *, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:
         """Each file by itself, under its name, or under its whole path where two files have one name."""
         paths = [path for _, path in parse_blend(paths)]
-        names = [Path(path).name for path in paths]
+        names = [Path(split_part(path)[0]).name for path in paths]
         names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
         return {
-            name: self.open(DatasetSource(name, path, part), self.settings)
-            for name, path in zip(names, paths, strict=True)
+            name: self.open(_source(name, path, part), self.settings) for name, path in zip(names, paths, strict=True)
         }
 
     def valid(self, paths: Sequence[str], *, multiple: bool, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:
@@ -90,8 +106,8 @@ def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: 
     settings = DatasetSettings(
         seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path
     )
-    read = _Reader(DATASETS[kind_of(data)], settings)
-    if data.mock_data:
+    read = _Reader(open_dataset_of(data), settings)
+    if data.mock_data or not (data.needs_path or data.data_path or data.train_data_path):
         return _without_paths(read)
     multiple = data.multiple_validation_sets
     if data.data_path:

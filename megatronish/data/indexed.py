@@ -13,7 +13,7 @@
     int8[n]   modality of each sequence; only multimodal data has it, and it is not read here
 
 An empty document is a repeated document index and has no sequence. The writer commits .bin before .idx, and takes an
-older .idx away before both: an .idx under its name always belongs to the .bin beside it.
+older .idx away first: an .idx under its name always belongs to the .bin next to it.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {code: np.dtype(name) for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LARGEST_LENGTH = 2**31 - 1
-REMEDY = "copy both files again or run tools/preprocess_data.py again"
+REMEDY = "copy both files again or run megatronish preprocess again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -60,7 +60,7 @@ NUM_PIECES, PIECE_BYTES = 256, 4096
 
 
 class IndexedTokens:
-    """Memory-mapped .bin/.idx pair. UserError if either file is missing, foreign, truncated or damaged."""
+    """Memory-mapped .bin/.idx pair. UserError if either file is missing, of another format, truncated or damaged."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -88,7 +88,7 @@ class IndexedTokens:
         magic, version, code, num_sequences, num_indices = HEADER.unpack(head)
         if magic != MAGIC or version != 1:
             raise UserError(
-                f"{path} is not an index in Megatron's MMIDIDX format, version 1; make it with tools/preprocess_data.py"
+                f"{path} is not an index in Megatron's MMIDIDX format, version 1; make it with megatronish preprocess"
             )
         if code not in DTYPES or DTYPES[code].kind == "f":
             raise UserError(f"{path} has dtype code {code}, which is no integer type of tokens; {REMEDY}")
@@ -96,7 +96,7 @@ class IndexedTokens:
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size not in (expected, expected + num_sequences) or num_indices < 1:
             raise UserError(
-                f"{path} has {size} bytes but its header tells {expected}: it is truncated or damaged; {REMEDY}"
+                f"{path} has {size} bytes but its header says {expected}: it is truncated or damaged; {REMEDY}"
             )
         return num_sequences, num_indices
 
@@ -120,7 +120,7 @@ class IndexedTokens:
             expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if size != expected:
             fault = "is truncated" if size < expected else "is not the one its .idx was written for"
-            raise UserError(f"{path} has {size} bytes but its .idx tells {expected}: it {fault}; {REMEDY}")
+            raise UserError(f"{path} has {size} bytes but its .idx says {expected}: it {fault}; {REMEDY}")
         return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
 
     @property
@@ -135,7 +135,7 @@ class IndexedTokens:
 
     @property
     def identity(self) -> str:
-        """A hash of the .idx: equal wherever the files lie, other as soon as a document's length is."""
+        """A hash of the .idx: equal in every folder, different as soon as a document's length is."""
         return hashlib.sha256(self._index.data).hexdigest()
 
     @property
@@ -177,7 +177,7 @@ def _missing_remedy(prefix: str) -> str:
     near = sorted(Path(prefix).parent.glob(f"{Path(prefix).name}*.idx"))
     if near and str(near[0])[:-4] != prefix:
         return f"did you mean {str(near[0])[:-4]}?"
-    return "check the path (it is a prefix: P for P.bin and P.idx) or make the files with tools/preprocess_data.py"
+    return "check the path (it is a prefix: P for P.bin and P.idx) or make the files with megatronish preprocess"
 
 
 class IndexedWriter:
@@ -274,4 +274,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; make room first") from error
+        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; free space first") from error

@@ -1,7 +1,7 @@
 """Samples and data sets: the record that every data set returns, and the protocol that makes a class a data set.
 
 A new kind of data set is one file with a class that has the members of `Dataset` and a function that opens it
-(`OpenDataset`), and one line in the table `DATASETS` of data/datasets.py.
+(`OpenDataset`), and one line in the table `DATASETS` of data/datasets.py; or a plug-in (docs/PLUGINS.md).
 """
 
 from collections.abc import Callable

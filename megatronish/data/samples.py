@@ -3,12 +3,14 @@
 Epoch e is a function of names alone: the .idx (document lengths, not its path), the range of documents, S, the seed,
 and e. So training longer, moving the data or changing the layout never reorders what came before. An epoch of T
 tokens has n = (T - 1) // S samples; sample i of the run is sample i % n of epoch i // n. A sample is the S + 1 tokens
-from a cut on, one more than it predicts from, so neighbours share a token. Thereby every token of an epoch is a label
+from a cut on, one more than it predicts from, so neighbours share a token. So every token of an epoch is a label
 exactly once, except its first and those left over at its end: together fewer than S + 1.
 
 An epoch is three int64 arrays: where each document starts in .bin, where it ends in the epoch, and the order of the
-cuts. They are kept in a cache file. A process that finds no such file builds the same bytes as any other and renames
-them to the same name; the first file stays. A checksum at its end detects a damaged file, which is built anew.
+cuts. They are kept in a cache file. Of the processes that find no such file, one builds it and the others wait, because
+eight ranks of a machine that build it at once take eight times its memory. That they wait is no condition: each
+would build the same bytes and rename them to the same name; the first file stays. A checksum at its end detects a
+damaged file, which is built again.
 """
 
 import hashlib
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from megatronish.data.indexed import IndexedTokens, bin_path
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.errors import UserError
-from megatronish.files import AtomicFile
+from megatronish.files import AtomicFile, one_builder
 from megatronish.streams import numpy_stream
 
 logger = logging.getLogger(__name__)
@@ -124,15 +126,17 @@ class GPTSamples:
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
-        cached = _read(path, size=size)
-        if cached is not None:
+        if (cached := _read(path, size=size)) is not None:
             return cached
-        values = self._build(number)
-        try:
-            _write(path, values)
-        except OSError as error:  # a read-only folder or a full disk: only time is lost
-            logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
-            return values
+        with one_builder(path):
+            if (cached := _read(path, size=size)) is not None:  # by the process that this one waited for
+                return cached
+            values = self._build(number)
+            try:
+                _write(path, values)
+            except OSError as error:  # a read-only folder or a full disk: only time is lost
+                logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
+                return values
         return values if (cached := _read(path, size=size)) is None else cached
 
     def _build(self, number: int) -> NDArray[np.int64]:

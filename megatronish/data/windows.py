@@ -2,7 +2,7 @@
 
 A span of n tokens has n - 1 predictions: every token but the first, from those before it. A window shows `seq_length`
 tokens; the next one begins `stride` further, and what both could predict counts in the first, where it came first. So
-but for those of the first window every prediction sees at least seq_length - stride tokens before its own. The last
+except for those of the first window every prediction sees at least seq_length - stride tokens before its own. The last
 window is filled up with made-up tokens that are not predicted; nothing is dropped.
 """
 

@@ -15,7 +15,7 @@ class DataParallel(Protocol):
     `shards` is what this rank keeps of each parameter for the optimizer, `gradients` the gradients of these elements,
     complete between `wait_for_offload` and the next `zero`. Both lack parameters of which it keeps nothing, and
     `gradients` the frozen ones (`requires_grad` is False). `counted` names the parameters of `shards` that this rank
-    counts where every element shall count once over `counting_axes` of its domain and pp (replicas count it, too).
+    counts where every element must count once over `counting_axes` of its domain and pp (replicas count it, too).
     """
 
     domains: Mapping[str, Domain]

@@ -13,7 +13,7 @@ a step and not once a micro-batch, before tp ranks with partial gradients and th
 theirs.
 
 While a layer computes, a GPU gathers the next one's parameters: in a forward because the CPU runs ahead of it, in a
-backward because each unit is told which one comes next.
+backward because each unit knows which one comes next.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ class FullySharded:
                 for piece in pieces[name]:
                     fill_initial(piece.view(rows), shardings[name], piece.global_offset, names=(seed, "init", name))
 
-        # Where gradients add up: buckets of what this rank keeps, which nobody shards any further.
+        # Where gradients add up: buckets of what this rank keeps, which are not sharded further.
         self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
         self.counted = {name for plan in (*self._plans, *frozen) if plan.counted for name in plan.names}
         self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]

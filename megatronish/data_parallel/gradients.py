@@ -4,7 +4,7 @@ A gradient is final once each of its sources has delivered for the last time. A 
 the rank's chunks: (0, "B") is the backward of chunk 0, from which autograd's hooks report, (0, "W") its weight
 gradients, which report themselves (`weight_gradient_ready`). A tied embedding can have two: the backward of the chunk
 that embeds and the weight gradients of the chunk that ends the model. The reduction of a full bucket starts at once, in
-the bucket's turn (the order must be the same on every rank), and `finish_reduction` waits for what is still under way.
+the bucket's turn (the order must be the same on every rank), and `finish_reduction` waits for what is in progress.
 
 What is reduced (Rajbhandari et al. 2020, arXiv:1910.02054), over the data ranks of the bucket's domain: over the ranks
 that *shard* a bucket a reduce-scatter, after which each holds the sum of its own part; then over the ranks that hold
@@ -179,7 +179,7 @@ class GradientBuckets:
         self._reducing.append((bucket, pending))
 
     def _is_one_all_reduce(self, bucket: Bucket) -> bool:
-        """Whether a bucket is sharded over nobody and kept until the end of the step."""
+        """Whether a bucket is not sharded and is kept until the end of the step."""
         return self.keeps_whole and bucket.plan.domain.shard.size == 1
 
     @property

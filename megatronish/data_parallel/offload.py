@@ -1,6 +1,6 @@
 """Offloaded gradients: copies in the CPU's memory, where masters live and the optimizer steps them.
 
-On CUDA the copies go through pinned memory and nobody waits for them one by one: they start as soon as gradients are
+On CUDA the copies go through pinned memory and no rank waits for them one by one: they start as soon as gradients are
 summed, run while the norm is taken and agreed upon, and are waited for together. The way back, masters into the model,
 is not waited for at all: what computes next on the device comes after it.
 """

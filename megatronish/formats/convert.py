@@ -130,7 +130,7 @@ def check_model(load: Path, description: Description, ours: Translated, *, allow
         raise UserError(f"{load} lacks {_list(missing)}, which its model has; fetch it again, whole")
     if ours.left_over and not allow_unmatched:
         raise UserError(
-            f"{load} holds {_list(ours.left_over)}, of which the model knows nothing; tools/convert_checkpoint.py "
+            f"{load} holds {_list(ours.left_over)}, of which the model knows nothing; megatronish convert "
             "--allow-unmatched leaves that out"
         )
     for name, tensor in ours.tensors.items():

@@ -33,9 +33,10 @@ from megatronish.checkpoint.tensors import (
 )
 from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
-from megatronish.config.dump import resolved
+from megatronish.config.dump import resolved, section_of
 from megatronish.config.model import ModelConfig
-from megatronish.config.starting import TOKENIZER, located
+from megatronish.config.plugins import PluginsConfig
+from megatronish.config.starting import TOKENIZER, located, refuse_unknown_block
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
@@ -74,15 +75,17 @@ def description_of(folder: Path) -> Description:
     state = read_state(folder)
     try:
         config = state["config"]
+        refuse_unknown_block(config, folder)
         data = data_of(config["data"], folder)
         return Description(
-            model=ModelConfig(**config["model"]),
+            model=section_of(ModelConfig, config["model"]),
             vocab_size=state["vocab_size"],
             seq_length=config["training"]["seq_length"],
             data=data,
             eod=state["eod"],
             tokenizer_files=_files_of(data, folder),
             origin=state.get("origin", {}),
+            plugins=tuple(config.get("plugins", {}).get("plugin", ())),
         )
     except KeyError as error:
         raise DamagedError(folder, f"state.json lacks {error.args[0]}") from error
@@ -92,8 +95,7 @@ def description_of(folder: Path) -> Description:
 
 def data_of(saved: Mapping[str, Any], folder: Path) -> DataConfig:
     """Data section of a checkpoint's config; tokenizer files that lie in its folder are named with their full paths."""
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    return DataConfig(**located(values, folder))
+    return section_of(DataConfig, located(saved, folder))
 
 
 def _files_of(data: DataConfig, folder: Path) -> dict[str, Path]:
@@ -135,6 +137,7 @@ def _state(description: Description) -> dict[str, Any]:
         model=description.model,
         data=description.data,
         training=TrainingConfig(seq_length=description.seq_length),
+        plugins=PluginsConfig(description.plugins),
     )
     return {
         "config": resolved(config),

@@ -112,7 +112,7 @@ def read_file(path: Path) -> dict[str, LazyTensor]:
     # overlap, which also means that none ends beyond the file.
     spans.sort()
     if any(end != begin for (_, end), (begin, _) in pairwise([(0, 0), *spans, (size - start, 0)])):
-        raise _damaged(path, f"its header speaks of other than the {size - start} bytes of tensors that follow it")
+        raise _damaged(path, f"its header describes other than the {size - start} bytes of tensors that follow it")
     return tensors
 
 
@@ -121,7 +121,7 @@ def _read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any
     # The length is checked before so many bytes are read: a damaged one may be as large as 2^64.
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise _damaged(path, f"its {size} bytes are too few for the header of {length} that it speaks of")
+        raise _damaged(path, f"its {size} bytes are too few for its header of {length}")
     try:
         header = json.loads(stream.read(length), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def _read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name is there twice")
     return entries
 
 
@@ -197,7 +197,9 @@ def write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
         stream.write(_header(ordered))
         for name, lazy in ordered:
             tensor = lazy.read().contiguous()
-            assert (tuple(tensor.shape), tensor.dtype) == (lazy.shape, lazy.dtype), f"{name} is not what it said"
+            assert (tuple(tensor.shape), tensor.dtype) == (lazy.shape, lazy.dtype), (
+                f"{name} is not what its header said"
+            )
             stream.write(_bytes_of(tensor))
             del tensor  # before the next is read
 

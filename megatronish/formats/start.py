@@ -42,7 +42,7 @@ def of_another_format(load: Path) -> str | None:
         return f"--load {load} holds no checkpoint; it holds a Hugging Face model: use --load-hf {load}"
     if (load / _MEGATRON).is_file():
         return (
-            f"--load {load} holds no checkpoint; it holds Megatron-LM's: convert it with tools/convert_checkpoint.py "
+            f"--load {load} holds no checkpoint; it holds Megatron-LM's: convert it with megatronish convert "
             "--from megatron"
         )
     return None

@@ -3,10 +3,10 @@
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_args
 
 from megatronish.config.data import DataConfig
-from megatronish.config.tokenizer_names import tokenizer_of_files
+from megatronish.config.tokenizer_names import TokenizerType, tokenizer_of_files
 
 NAMES = (
     "tokenizer.json",
@@ -29,8 +29,15 @@ def in_folder(folder: Path) -> dict[str, Path]:
 
 
 def files_of(data: DataConfig) -> dict[str, Path]:
-    """Tokenizer files that a config names, by their standard names; files that are missing are left out."""
+    """Tokenizer files that a config names, by their standard names; files that are missing are left out.
+
+    A tiktoken file has no standard name that other programs would read.
+    """
+    if data.tokenizer_type == "tiktoken":
+        return {}
     files: dict[str, Path] = {}
+    if data.tokenizer_type not in get_args(TokenizerType):
+        return files  # what the file of a plug-in's tokenizer is, the plug-in knows alone
     model = Path(data.tokenizer_model) if data.tokenizer_model else None
     if data.tokenizer_type == "sentencepiece" and model is not None:
         files = {"tokenizer.model": model}

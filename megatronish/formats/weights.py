@@ -43,13 +43,13 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class Description:
-    """All that describes a model beside its weights.
+    """All that describes a model except its weights.
 
     `seq_length` is the longest sequence of the model, and `eod` the id of the end-of-document token. `data` has the
     tokenizer's fields, as far as they are known; `tokenizer_files` are copied with the model, under the names that are
     their keys. `origin` keeps what another format says of the model ({"hf": content of config.json}), which is written
     again when the model returns to that format; runs pass it on. Its "stops" are the ids that end a generated text, if
-    there are more of them than `eod`.
+    there are more of them than `eod`. `plugins` are those of the run that the model comes from.
     """
 
     model: ModelConfig
@@ -59,6 +59,7 @@ class Description:
     eod: int | None = None
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
 
     def shardings(self) -> dict[str, Sharding]:
         """Shardings of all parameters, by our names: their global shapes without padding, and how they are cut."""

@@ -63,7 +63,7 @@ class DecodingBatch:
             return self._input([text.tokens[-1:] for text in self.texts])
         visible = [text.tokens[-self.seq_length :] for text in self.texts]
         longest = max(map(len, visible))
-        # The last token of a text is chosen but never an input, hence the 1.
+        # The last token of a text is chosen but never an input, so 1 is subtracted.
         self.cache = KeyValueCache(min(self.seq_length, longest + self.num_left - 1))
         self.begins = [longest - len(tokens) for tokens in visible]
         return self._input(visible)

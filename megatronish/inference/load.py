@@ -91,7 +91,7 @@ def find_trained(load: Path, *, step: int | None = None, tokenizer: Path | None 
     """
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
     if checkpoint is None and any((load / name).is_file() for name in FOREIGN):
-        raise UserError(f"{load} holds a model in another format; convert it with tools/convert_checkpoint.py")
+        raise UserError(f"{load} holds a model in another format; convert it with megatronish convert")
     if checkpoint is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
     found = SavedModel(checkpoint, read_state(checkpoint)["step"], description_of(checkpoint))

@@ -1,4 +1,4 @@
-"""Sample of generated text at the end of a training run: --sample-prompt of `pretrain_gpt.py`."""
+"""Sample of generated text at the end of a training run: --sample-prompt of `megatronish pretrain`."""
 
 from typing import Any
 

@@ -32,6 +32,7 @@ import torch
 from megatronish.errors import UserError
 from megatronish.launch.place import Place, place_from_environment, threads_per_rank
 from megatronish.launch.rank import Ending, failure, run_here, run_rank
+from megatronish.launch.slurm import unused_nodes
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
 # system libraries do not survive one, and a spawned rank imports torch by itself, a few seconds later.
@@ -41,7 +42,7 @@ START_METHOD: Literal["fork", "spawn"] = "spawn" if sys.platform == "darwin" els
 WARM = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
 
@@ -49,10 +50,13 @@ def launch(function: Callable[[Place], int], *, world_size: int, log_dir: Path |
     """Run `function` on every rank of a run of `world_size`; the exit status of the run.
 
     `function` returns an exit status: 0 for finished. A UserError it raises ends the run with its sentence and 2,
-    anything else with a traceback and 1. Under torchrun and srun this process is one rank; a single rank runs in this
-    process too; else the ranks are children of this process. Call it from the main thread, with signals as they are.
+    anything else with a traceback and 1. Under torchrun, srun or mpirun this process is one rank; a single rank runs in
+    this process too; else the ranks are its children. Call it from the main thread, with signals as they are.
     """
-    place = place_from_environment() or (Place() if world_size == 1 else None)
+    place = place_from_environment()
+    if place is None and (note := unused_nodes(os.environ)) is not None:
+        print(f"note: {note}", file=sys.stderr)
+    place = place or (Place() if world_size == 1 else None)
     if place is None:
         return run_local_ranks(function, world_size=world_size, log_dir=log_dir)
 
@@ -60,10 +64,12 @@ def launch(function: Callable[[Place], int], *, world_size: int, log_dir: Path |
         if place.world_size != world_size:
             raise UserError(
                 f"the layout needs {world_size} ranks but {place.world_size} were started; change the layout, or start "
-                f"{world_size} (torchrun --nproc-per-node, srun --ntasks)"
+                f"{world_size} (torchrun --nproc-per-node, srun --ntasks, mpirun -n)"
             )
         return function(place)
 
+    if place.rendezvous is not None and place.rendezvous.startswith("tcp://127."):
+        meet_on_loopback()
     _use_threads(place)
     return run_here(checked, place, log_dir)
 
@@ -109,7 +115,7 @@ class LocalRank(NamedTuple):
 def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
     """The main function of a local rank: set up the process, run, report the ending, exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher says what it means
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
+    for signum in FORWARDED[1:]:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _die_with_launcher()
@@ -136,7 +142,7 @@ def _use_threads(place: Place) -> None:
 
 
 def _shortened(message: str) -> str:
-    """What fits into a pipe that nobody reads yet; the whole message is in the rank's log."""
+    """What fits into a pipe that is not read yet; the whole message is in the rank's log."""
     return message if len(message) < 8000 else f"{message[:1000]}\n...\n{message[-7000:]}"
 
 
@@ -167,7 +173,7 @@ def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
-        # A helper process of a dead rank can keep its sentinel silent, hence the look every half second.
+        # A helper process of a dead rank can keep its sentinel silent, so it is checked every half second.
         wait([process.sentinel for process in running], timeout=0.5 if left is None else left)
     return [rank for rank in ranks if rank.process.exitcode]
 
@@ -198,7 +204,7 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
         reason = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
         message = f"killed by {signal.Signals(-code).name}{reason}"
     elif ending is None:
-        message = f"it ended with status {code} and without a word"
+        message = f"it ended with status {code} and without a message"
     if message:
         print(failure(culprit.place, message), file=sys.stderr, flush=True)
     return status
@@ -237,7 +243,7 @@ def _forwarded_signals(ranks: Sequence[LocalRank]) -> Iterator[list[int]]:
             os.write(2, b"interrupted: saving before leaving; press Ctrl-C again to leave at once\n")
         _send(ranks, _meaning(signum))
 
-    # A job in the background of a shell ignores Ctrl-C and goes on doing so.
+    # A job in the background of a shell ignores Ctrl-C and continues to.
     heard = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, forward) for signum in heard}
     try:

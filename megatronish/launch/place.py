@@ -1,19 +1,101 @@
-"""The rank of this process, the size of the world and the rendezvous: the only reader of such environment variables.
+"""The rank of this process, the size of the world and the rendezvous, by the environment variables of its launcher.
 
-Three starts: torchrun sets RANK and its companions, srun sets SLURM_PROCID and its companions, and a plain start sets
-nothing, so that the launcher itself starts the local ranks (local.py). No torch in here: config needs the number of
-ranks before anything heavy is imported.
+Variables of torch.distributed (RANK, WORLD_SIZE, ...) come first, then those of the launchers in LAUNCHERS, in their
+order. A plain start sets nothing, so that the launcher of this package starts the local ranks (local.py). A variable
+that says "more than one" is never ignored: it leads to a place or to a UserError. No torch in here: config needs the
+number of ranks before anything heavy is imported.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 
 from megatronish.errors import UserError
+from megatronish.launch.launcher import Launcher, integer, refuse_hidden_peers
+from megatronish.launch.slurm import Slurm
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+# The first row that says more than one rank counts. The order resolves what looks like a contradiction: mpirun and
+# Flux run inside a job of SLURM, whose variables their ranks inherit, so they come before it; a bare PMI_RANK or
+# PMIX_RANK comes after it, because srun sets that, too, and says more by its own variables.
+LAUNCHERS = (
+    Launcher(
+        "Open MPI",
+        rank=("OMPI_COMM_WORLD_RANK",),
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+    ),
+    Launcher(
+        "MVAPICH2",
+        rank=("MV2_COMM_WORLD_RANK",),
+        size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "MPICH or Intel MPI",
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID",),
+        local_size=("MPI_LOCALNRANKS",),
+        job=("I_MPI_HYDRA_UUID",),
+        marker="MPI_LOCALRANKID",
+    ),
+    Launcher(
+        "Cray PALS",
+        rank=("PALS_RANKID",),
+        size=("PALS_SIZE", "PMI_SIZE"),
+        local_rank=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        job=("PALS_APID",),
+        start="mpiexec",
+    ),
+    Launcher(
+        "jsrun",
+        rank=("JSM_NAMESPACE_RANK",),
+        size=("JSM_NAMESPACE_SIZE",),
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+        start="jsrun",
+    ),
+    Launcher(
+        "Flux",
+        rank=("FLUX_TASK_RANK",),
+        size=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        machines="FLUX_JOB_NNODES",
+        job=("FLUX_JOB_ID",),
+        start="flux run",
+    ),
+    Slurm(
+        "SLURM",
+        rank=("SLURM_PROCID",),
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        local_rank=("SLURM_LOCALID",),
+        start="srun",
+    ),
+    Launcher(
+        "PMI",
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+        local_rank=("PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
+        local_size=("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        job=("PMI_JOBID",),
+    ),
+    Launcher(
+        "PMIx",
+        rank=("PMIX_RANK",),
+        size=("PMIX_SIZE",),
+        local_rank=("PMIX_LOCAL_RANK",),
+        local_size=("PMIX_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE",),
+        start="prterun",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -21,8 +103,9 @@ class Place:
     """A rank among its peers: `local_*` counts those on the same machine.
 
     `rendezvous` is where they meet, as torch.distributed's `init_method` spells it: `file://PATH` after a plain start,
-    `env://` under torchrun, `tcp://HOST:PORT` under SLURM, None for a process that is alone. `may_see_own_device`: the
-    launcher may have shown each of its ranks another GPU, as SLURM can; local ranks and torchrun's all see the same.
+    `env://` under torchrun, `tcp://HOST:PORT` under MPI and SLURM, None for a process that is alone.
+    `may_see_own_device`: the launcher may have shown each of its ranks another GPU, as SLURM can; local ranks and
+    torchrun's all see the same.
     """
 
     rank: int = 0
@@ -40,14 +123,73 @@ class Place:
         if self.local_world_size > self.world_size:
             raise UserError(f"local_world_size={self.local_world_size} exceeds world_size={self.world_size}")
 
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all ranks of the run are on this machine."""
+        return self.local_world_size == self.world_size
+
 
 def place_from_environment(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun or srun gave this process; None after a plain start. UserError if broken."""
+    """The place that a launcher gave this process; None after a plain start.
+
+    UserError if a variable is missing or broken, or says that there are more ranks and none says which this one is.
+    """
+    launcher = next((launcher for launcher in LAUNCHERS if launcher.is_in_charge(environ)), None)
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _torchrun_place(environ)
-    if "SLURM_PROCID" in environ and not _in_a_job_shell(environ) and _slurm_world_size(environ) > 1:
-        return _slurm_place(environ)
-    return None
+        return _env_place(environ, launcher)
+    if launcher is None:
+        refuse_hidden_peers(environ, LAUNCHERS)
+        return None
+    return Place(*launcher.numbers(environ), may_see_own_device=True)
+
+
+def _env_place(environ: Mapping[str, str], launcher: Launcher | None) -> Place:
+    """The place that RANK, WORLD_SIZE and the other variables of torch.distributed say. UserError if any is missing.
+
+    torchrun sets all six. Kubernetes operators (PyTorchJob, Volcano) leave LOCAL_RANK and LOCAL_WORLD_SIZE out and
+    start one process a pod; a script may have copied RANK and WORLD_SIZE from the variables of `launcher`, which then
+    knows the local ones.
+    """
+    given = {name: value for name in ENV if (value := environ.get(name) or _alias(environ, name))}
+    if not given.keys() & set(LOCAL) and {"RANK", "WORLD_SIZE"} <= given.keys():
+        given |= _local_numbers(environ, launcher)
+    missing = [name for name in ENV if name not in given]
+    if missing:
+        present = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UserError(
+            f"the environment says {present or 'that this is a rank'} but lacks {', '.join(missing)}: "
+            "torchrun sets all of them; start with torchrun, or unset them for a plain start"
+        )
+    integer(given, "MASTER_PORT")
+    return Place(
+        rank=integer(given, "RANK"),
+        world_size=integer(given, "WORLD_SIZE"),
+        local_rank=integer(given, "LOCAL_RANK"),
+        local_world_size=integer(given, "LOCAL_WORLD_SIZE"),
+        rendezvous="env://",
+        # Somebody else may set these variables for tasks of srun; torchrun itself names its run.
+        may_see_own_device="TORCHELASTIC_RUN_ID" not in environ,
+    )
+
+
+def _alias(environ: Mapping[str, str], name: str) -> str | None:
+    """LOCAL_SIZE for LOCAL_WORLD_SIZE: that is how the launcher of DeepSpeed calls it."""
+    return environ.get("LOCAL_SIZE") if name == "LOCAL_WORLD_SIZE" and "LOCAL_RANK" in environ else None
+
+
+def _local_numbers(environ: Mapping[str, str], launcher: Launcher | None) -> dict[str, str]:
+    """LOCAL_RANK and LOCAL_WORLD_SIZE where they are not set: those of the launcher, else one rank on this machine."""
+    if launcher is not None:
+        numbers = launcher.numbers(environ)
+        if (str(numbers.rank), str(numbers.world_size)) == (environ["RANK"], environ["WORLD_SIZE"]):
+            return {"LOCAL_RANK": str(numbers.local_rank), "LOCAL_WORLD_SIZE": str(numbers.local_world_size)}
+    processes = environ.get("PET_NPROC_PER_NODE", "")
+    if processes.isdecimal() and int(processes) > 1:
+        raise UserError(
+            f"PET_NPROC_PER_NODE={processes} says that this pod runs {processes} ranks, but LOCAL_RANK does not say "
+            "which of them this process is; start with torchrun, which reads the PET_ variables"
+        )
+    return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def threads_per_rank(environ: Mapping[str, str], local_world_size: int) -> int | None:
@@ -57,117 +199,3 @@ def threads_per_rank(environ: Mapping[str, str], local_world_size: int) -> int |
     product fifty times slower.
     """
     return None if local_world_size == 1 or environ.get("OMP_NUM_THREADS") else 1
-
-
-def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of SLURM's bracket notation: `n[01-03,07],x5` is n01 n02 n03 n07 x5."""
-    number = r"\d+(?:-\d+)?"
-    host = rf"(?:[^\[\],\s]|\[{number}(?:,{number})*\])+"
-    if not re.fullmatch(f"{host}(?:,{host})*", nodelist):
-        raise UserError(f"cannot read the SLURM node list {nodelist!r}; set MASTER_ADDR to the first host")
-    hosts: list[str] = []
-    for pattern in re.findall(host, nodelist):
-        # Splitting at brackets leaves plain text at even places and numbers at odd ones.
-        parts = re.split(r"\[([^\]]*)\]", pattern)
-        choices = [_expand_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
-        hosts += ["".join(choice) for choice in product(*choices)]
-    return hosts
-
-
-def _expand_numbers(numbers: str) -> list[str]:
-    """`08-10,12` is 08 09 10 12: zeros in front are part of the names."""
-    expanded = []
-    for piece in numbers.split(","):
-        first, _, last = piece.partition("-")
-        expanded += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    return expanded
-
-
-def _torchrun_place(environ: Mapping[str, str]) -> Place:
-    missing = [name for name in TORCHRUN if not environ.get(name)]
-    if missing:
-        present = ", ".join(f"{name}={environ[name]}" for name in TORCHRUN if environ.get(name))
-        raise UserError(
-            f"the environment says {present or 'that this is a rank'} but lacks {', '.join(missing)}: "
-            "torchrun sets all of them; start with torchrun, or unset them for a plain start"
-        )
-    _integer(environ, "MASTER_PORT")
-    return Place(
-        rank=_integer(environ, "RANK"),
-        world_size=_integer(environ, "WORLD_SIZE"),
-        local_rank=_integer(environ, "LOCAL_RANK"),
-        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE"),
-        rendezvous="env://",
-        # Somebody else may set torchrun's variables for tasks of srun; torchrun itself names its run.
-        may_see_own_device="TORCHELASTIC_RUN_ID" not in environ,
-    )
-
-
-def _in_a_job_shell(environ: Mapping[str, str]) -> bool:
-    """Whether this is a batch script or an interactive shell of a job, where no srun has started the other tasks.
-
-    SLURM says SLURM_PROCID=0 and the job's number of tasks there too, so a rank would wait for peers that never come.
-    On a node SLURMD_NODENAME is always set; SLURM_STEP_ID comes from srun alone.
-    """
-    return "SLURMD_NODENAME" in environ and "SLURM_STEP_ID" not in environ
-
-
-def _slurm_world_size(environ: Mapping[str, str]) -> int:
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
-        if name in environ:
-            return _integer(environ, name)
-    return 1
-
-
-def _slurm_place(environ: Mapping[str, str]) -> Place:
-    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodelist = next((environ[name] for name in lists if environ.get(name)), None)
-    hosts = expand_hosts(nodelist) if nodelist else []
-    address = environ.get("MASTER_ADDR") or (hosts[0] if hosts else None)
-    if address is None or "SLURM_LOCALID" not in environ:
-        lacking = "SLURM_LOCALID" if address else "MASTER_ADDR, SLURM_STEP_NODELIST and SLURM_JOB_NODELIST"
-        raise UserError(
-            f"SLURM_PROCID={environ['SLURM_PROCID']} says that this is a rank under SLURM, but the environment lacks "
-            f"{lacking}: start with srun, which sets them, or unset SLURM_PROCID for a plain start"
-        )
-    world_size = _slurm_world_size(environ)
-    return Place(
-        rank=_integer(environ, "SLURM_PROCID"),
-        world_size=world_size,
-        local_rank=_integer(environ, "SLURM_LOCALID"),
-        local_world_size=_slurm_local_world_size(environ, world_size, num_hosts=len(hosts) or 1),
-        rendezvous=f"tcp://{address}:{_slurm_port(environ)}",
-        may_see_own_device=True,
-    )
-
-
-def _slurm_local_world_size(environ: Mapping[str, str], world_size: int, *, num_hosts: int) -> int:
-    """Tasks on this node. SLURM_STEP_TASKS_PER_NODE=2(x3),1 is three nodes of two tasks and one of one."""
-    name = "SLURM_STEP_TASKS_PER_NODE"
-    if name in environ:
-        if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", environ[name]):
-            raise UserError(f"{name}={environ[name]} must look like 4 or 2(x3),1; start with srun, which sets it")
-        runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[name])
-        counts = [int(tasks) for tasks, repeat in runs for _ in range(int(repeat or 1))]
-        node = _integer(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
-        return counts[min(node, len(counts) - 1)]
-    if "SLURM_NTASKS_PER_NODE" in environ:
-        return min(_integer(environ, "SLURM_NTASKS_PER_NODE"), world_size)
-    return -(-world_size // num_hosts)
-
-
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    """MASTER_PORT, or one that every rank of this job step derives alike, below the range that systems hand out."""
-    if "MASTER_PORT" in environ:
-        return _integer(environ, "MASTER_PORT")
-    if "SLURM_JOB_ID" not in environ:
-        raise UserError("neither MASTER_PORT nor SLURM_JOB_ID is set; set MASTER_PORT to a free port of the first host")
-    step = _integer(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
-    return 12000 + (31 * _integer(environ, "SLURM_JOB_ID") + step) % 20000
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise UserError(f"{name}={environ[name]} must be a whole number; torchrun and srun set it") from None

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.place import Place
 
 
@@ -49,7 +50,7 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
 
     Where there are peers, a failed rank speaks after a second and then leaves at once. What makes its peers fail is
     that it is gone; by the time it was their turn to speak, torchrun has ended them. Rank 0 goes first, so that a
-    mistake which every rank has noticed is told once.
+    mistake which every rank has noticed is reported once.
     """
     with _interrupt_as_sigterm():
         ending = run_rank(function, place, log_dir)
@@ -59,6 +60,7 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
         time.sleep(1.0 if place.rank == 0 else 1.5)
     if ending.message:
         print(failure(place, ending.message), file=sys.stderr, flush=True)
+        report_to_torchrun(failure(place, ending.message))
     if place.world_size > 1 and ending.status != 0:
         sys.stdout.flush()
         os._exit(ending.status)  # leaving in good order could wait for the peers
@@ -105,7 +107,7 @@ def _interrupt_as_sigterm() -> Iterator[None]:
         os.write(2, b"interrupted: saving before leaving; press Ctrl-C again to leave at once\n")
         signal.raise_signal(signal.SIGTERM)
 
-    # A job in the background of a shell ignores Ctrl-C and goes on doing so.
+    # A job in the background of a shell ignores Ctrl-C and continues to.
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
@@ -149,10 +151,22 @@ def _descriptors_at(log: TextIO) -> Iterator[None]:
             os.close(old)
 
 
+class Shown(str):
+    """A line as the terminal shows it; a log of the rank keeps it as `logged`."""
+
+    logged: str
+
+    def __new__(cls, text: str, *, logged: str) -> "Shown":
+        """Make the text of the terminal."""
+        line = super().__new__(cls, text)
+        line.logged = logged
+        return line
+
+
 class _Copied:
     """A stream that is the terminal in every respect, if there is one, but leaves a copy of what is written in a log.
 
-    What the log has no room for is lost: nobody's run should end for that.
+    What the log has no room for is lost: no run should end for that.
     """
 
     def __init__(self, terminal: TextIO | None, log: TextIO) -> None:
@@ -160,9 +174,9 @@ class _Copied:
         self._log = log
 
     def write(self, text: str) -> int:
-        if self._terminal is None or not text.startswith("\r"):  # a progress bar that draws itself anew
+        if self._terminal is None or not text.startswith("\r"):  # a progress bar that draws itself again
             with contextlib.suppress(OSError):
-                self._log.write(text)
+                self._log.write(text.logged if isinstance(text, Shown) else text)
         return len(text) if self._terminal is None else self._terminal.write(text)
 
     def flush(self) -> None:

@@ -1,8 +1,9 @@
-"""Capacity of experts: at most C = ceil(factor K S / E) tokens of each *sequence* go to an expert, the first ones by position.
+"""Capacity of experts: at most C = ceil(factor K S / E) tokens of each *sequence* go to an expert, the first ones.
 
-A limit per rank or per micro-batch, as other frameworks have it, is another model in every layout. This one is a
-property of the sequence: a choice is kept if fewer than C earlier choices of its sequence fell on the same expert. Ranks
-that hold parts of a sequence exchange their counts, [blocks, B, E] integers, and count on from the blocks before theirs.
+A limit per rank or per micro-batch, as other frameworks have it, is another model in every layout. This limit is a
+property of the sequence: a choice is kept if fewer than C earlier choices of its sequence fell on the same expert.
+Ranks that hold parts of a sequence exchange their counts, [blocks, B, E] integers, and count on from the blocks before
+theirs.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Dropout whose masks are a hash of each element's global place: the same whatever rank holds the element."""
+"""Dropout whose masks are a hash of each element's global position: the same on every rank."""
 
 from dataclasses import dataclass
 

@@ -70,7 +70,7 @@ class PositionEmbedding(nn.Module):
         """Whole on every rank; each sees only its part of a cut sequence, so its gradient is partial."""
         shape = tuple(self.weight.shape)
         return {
-            "weight": Sharding(shape, partial_over=self.tp.partial_over, role="embedding", init=Init(self.init_std))
+            "weight": Sharding(shape, partial_over=self.tp.partial_over, role="positions", init=Init(self.init_std))
         }
 
     def forward(self, position_ids: Tensor) -> Tensor:

@@ -5,12 +5,12 @@ is one rectangle of the global tensor, however it is cut. The rows of all local 
 product over them is one grouped product.
 """
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish import comm
-from megatronish.config.model import Activation
 from megatronish.layers.dispatch import Route, combine, dispatch
 from megatronish.layers.linear import ALONE, LinearLayer, linear
 from megatronish.layers.product import Product
@@ -82,7 +82,10 @@ class StackedLinear(LinearLayer):
 
 
 class Experts(nn.Module):
-    """E experts of one layer, of which this rank holds E / ep, each cut over etp."""
+    """E experts of one layer, of which this rank holds E / ep, each cut over etp.
+
+    `activate` takes [N, num_sections F / etp] (two sections: gate before up) to [N, F / etp].
+    """
 
     def __init__(
         self,
@@ -90,16 +93,16 @@ class Experts(nn.Module):
         hidden_size: int,
         ffn_size: int,
         *,
-        activation: Activation,
+        num_sections: int,
+        activate: Callable[[Tensor], Tensor],
         parallel: ExpertParallel,
         init_std: float,
         output_std: float,
     ) -> None:
         super().__init__()
         assert num_experts % parallel.ep.size == 0 and ffn_size % parallel.etp.size == 0
-        self.activation, self.parallel = activation, parallel
-        gates = (2,) if activation == "swiglu" else (1,)
-        shape = (num_experts, *gates, ffn_size, hidden_size)
+        self.activate, self.parallel = activate, parallel
+        shape = (num_experts, num_sections, ffn_size, hidden_size)
         self.gate_up = StackedLinear(shape, parallel=parallel, cut_dim=2, init_std=init_std)
         down = (num_experts, hidden_size, ffn_size)
         self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std)
@@ -117,16 +120,3 @@ class Experts(nn.Module):
         rows = self.down(self.activate(self.gate_up(rows, route.groups)), route.groups)
         y = combine(rows, weights, route, ep=ep)  # [etp T, D], one term of the sum over etp
         return comm.reduce_scatter_to_sequence(y, etp)
-
-    def activate(self, x: Tensor) -> Tensor:
-        """[N, F / etp] (gated: [N, 2 F / etp], gate before up) -> [N, F / etp]."""
-        match self.activation:
-            case "swiglu":
-                gate, up = x.chunk(2, dim=-1)
-                return F.silu(gate) * up
-            case "squared_relu":
-                return F.relu(x).square()
-            case "gelu_tanh":
-                return F.gelu(x, approximate="tanh")
-            case _:
-                return F.gelu(x)

@@ -13,7 +13,7 @@ Every number that balances the load is a sum over tokens or sequences, divided b
 so no layout changes it (the field's per-micro-batch and per-rank means are changed by it):
 
     sequence loss   coefficient / (samples of the step) * sum over sequences of sum_i f_i P_i,
-                    f_i = E / (K S) * choices of expert i, P_i = 1 / S * sum of its normalised scores  (same paper, eq. 17)
+                    f_i = E / (K S) * choices of expert i, P_i = 1 / S * sum of its normalised scores (eq. 17 there)
     z-loss          coefficient / (tokens of the step) * sum of logsumexp(logits)^2         (ST-MoE, arXiv:2202.08906)
     bias            after the step, bias_i += rate * sign(mean choices - choices of i)      (arXiv:2408.15664)
 """
@@ -23,8 +23,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatronish import comm
-from megatronish.mesh import Axis
 from megatronish.sharding import Init, Sharding
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -53,7 +51,7 @@ class RouterSettings(NamedTuple):
 class Balance(NamedTuple):
     """Factors of the balancing losses in a step: of each sequence's loss, and of each token's z-loss.
 
-    `gradient` is the loss scale over the number of sequences of the step: what a loss per sequence starts backward with.
+    `gradient` is the loss scale over the number of sequences of the step: the gradient of a loss per sequence.
     """
 
     gradient: float
@@ -100,10 +98,7 @@ class Router(nn.Module):
         """[T, D] -> the routing of T tokens; `chosen` [T, K] replays the choices of an earlier forward."""
         settings = self.settings
         logits = x.float() @ self.weight.float().t()
-        if settings.score_function == "sigmoid":
-            scores = logits.sigmoid()
-        else:
-            scores = logits.softmax(-1)
+        scores = logits.sigmoid() if settings.score_function == "sigmoid" else logits.softmax(-1)
         if chosen is None:
             chosen = self.choose(scores.detach())
         if settings.score_function == "sigmoid":

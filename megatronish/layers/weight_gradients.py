@@ -1,6 +1,6 @@
 """Deferred weight gradients: a queue between the backward of linear layers and the W actions of a pipeline schedule.
 
-The backward of a matrix product has two halves. The stage before waits for the gradient of the input. Nobody waits for
+The backward of a matrix product has two halves. The stage before waits for the gradient of the input. No stage needs
 the gradient of the weight until the step ends. Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) move this
 second half to where a stage would idle: the backward of a linear layer that was given a `WeightGradients` appends the
 operands of its weight gradient to the queue, and the W action of the same chunk and micro-batch computes it. The

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
 from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask
@@ -18,6 +20,7 @@ from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.context import Context
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import rotate
+from megatronish.sharding import Cut, Init, Sharding
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,11 @@ class CoreAttention:
         mask: AttentionMask,
         first_head: int,
         dropout: ProbabilityDropout | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H], for heads from `first_head` on."""
         run = partial(
-            attend,
+            _attend,
             cp=self.cp,
             method=self.method,
             mask=mask,
@@ -54,7 +58,13 @@ class CoreAttention:
             first_head=first_head,
             dropout=dropout,
         )
-        return recompute(run, q, k, v) if self.recompute else run(q, k, v)
+        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+        return recompute(run, *inputs) if self.recompute else run(*inputs)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /, **how: Any) -> Tensor:
+    """`attend` with all its tensors in order, as recomputation saves them."""
+    return attend(q, k, v, sinks=sinks, **how)
 
 
 class Attention(nn.Module):
@@ -76,7 +86,11 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.spec, self.layer, self.core = config, spec, layer, core
         self.local_sections = tuple(section // tp.size for section in spec.sections)
-        self.first_head = tp.axis.rank * (spec.num_heads // tp.size)
+        num_local_heads = spec.num_heads // tp.size
+        self.first_head = tp.axis.rank * num_local_heads
+        self.slopes: tuple[float, ...] = ()
+        if config.position_embedding_type == "alibi":
+            self.slopes = alibi_slopes(spec.num_heads)[self.first_head : self.first_head + num_local_heads]
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             sum(spec.sections),
@@ -96,17 +110,26 @@ class Attention(nn.Module):
                 kind=config.normalization,
                 epsilon=config.norm_epsilon,
                 partial=tp.size > 1,
+                of_heads=True,
             )
             self.q_norm, self.k_norm = make_norm(), make_norm()
+        self.sinks = nn.Parameter(torch.empty(num_local_heads)) if spec.softmax == "learnable" else None
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Sinks are cut over tp with the heads; projections and norms state their own."""
+        if self.sinks is None:
+            return {}
+        return {"sinks": Sharding((self.spec.num_heads,), (Cut(0, "tp"),), init=Init(self.config.init_method_std))}
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[S, B, D] -> [S, B, D]; with a cache, the new queries attend to the keys and values of all tokens so far."""
         q, k, v = self.queries_keys_values(x, context)
         if context.cache is not None:
             k, v = context.cache.extended(k, v, layer=self.layer)
-        mask = context.mask(self.spec.window)
+        mask = context.mask(self.spec.window, self.slopes)
         dropout = context.attention_dropout(layer=self.layer, rate=self.config.attention_dropout)
-        return self.out(self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout))
+        sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
+        return self.out(self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks))
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised and rotated."""
@@ -114,6 +137,6 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
         if self.spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rotation is not None:
+        if context.rotation is not None and self.spec.rotary:
             q, k = (rotate(part, context.rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
         return q, k, v

@@ -30,14 +30,14 @@ class MicroBatch:
     balance: Balance | None = None  # factors of the losses that balance experts, in training
     counted: InitVar[int | None] = None
     num_loss_tokens: int = field(init=False)
-    """Predictions that count in the loss."""
+    """Unmasked predictions, those of the loss."""
 
     def __post_init__(self, counted: int | None) -> None:
         assert counted is not None or self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
         object.__setattr__(self, "num_loss_tokens", int(self.loss_mask.sum()) if counted is None else counted)
 
     def at(self, places: Tensor) -> "MicroBatch":
-        """The micro-batch of a cp rank that holds these places [s] of the sequence; its loss tokens are counted anew.
+        """The micro-batch of a cp rank that holds these places [s] of the sequence; its loss tokens are counted again.
 
         Document ids stay whole: attention needs those of the keys that other ranks hold.
         """

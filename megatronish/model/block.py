@@ -1,12 +1,14 @@
 """Transformer layer: self-attention and an MLP, each on a normalised copy of the residual stream (pre-norm)."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from megatronish.config.model import ModelConfig
+from megatronish.config.names import BLOCK_NAMES, options_of
 from megatronish.layer_specs import ExpertsSpec, layer_specs
 from megatronish.layers.norm import Norm
 from megatronish.mesh import TensorParallel
@@ -57,3 +59,12 @@ class TransformerBlock(nn.Module):
         attended = drop(self.attention(self.attention_norm(x), context), site="attention_output")
         normalised, x = self.mlp_norm.of_sum(x, attended)
         return x + drop(self.mlp(normalised, context), site="mlp_output")
+
+
+BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}
+"""The blocks of --block, each a `MakeBlock`; `LAYERS` of layer_specs.py has their specs, under the same names."""
+
+
+def make_block_of(config: ModelConfig) -> MakeBlock:
+    """The maker of the block that a config names, with its options."""
+    return partial(BLOCKS[config.block], **options_of(BLOCK_NAMES, config.block, config.block_args))

@@ -1,6 +1,6 @@
 """Context of one forward pass: positions, rotation, masks, dropout streams and the KV cache, for all its layers."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -76,13 +76,10 @@ class Context:
     routings: dict[int, RecordedRouting] = field(default_factory=dict)
     """Choices of experts by layer, recorded by the first forward: a recomputation replays them."""
     tally: Tally | None = None
-    _masks: dict[int | None, AttentionMask] = field(default_factory=dict)
 
-    def mask(self, window_size: int | None) -> AttentionMask:
-        """Mask of a layer with this sliding window; layers of one window share it."""
-        if window_size not in self._masks:
-            self._masks[window_size] = replace(self.causal_mask, window_size=window_size)
-        return self._masks[window_size]
+    def mask(self, window_size: int | None, slopes: tuple[float, ...] = ()) -> AttentionMask:
+        """Mask of a layer with this sliding window and these slopes of ALiBi; layers that are alike share it."""
+        return self.causal_mask.variant(window_size, slopes)
 
     def drop(self, x: Tensor, *, layer: int, site: str, rate: float) -> Tensor:
         """[s, B, D] -> [s, B, D]: dropout on the residual stream."""
@@ -97,12 +94,32 @@ class Context:
         return partial(self.dropout.attention, layer=layer, rate=rate)
 
 
+class CausalMasks:
+    """Causal masks of a model's forwards. Without documents all forwards share one, with all that is made of it.
+
+    A window's dense mask and ALiBi's biases are made once for all micro-batches, and held once.
+    """
+
+    def __init__(self) -> None:
+        self._last: AttentionMask | None = None
+
+    def of(self, batch: MicroBatch, *, seq_length: int, num_cached: int) -> AttentionMask:
+        """Mask of a forward over `seq_length` new tokens, after those in a KV cache."""
+        length, device = num_cached + seq_length, batch.tokens.device
+        if batch.document_ids is not None or num_cached > 0:
+            return AttentionMask(length, document_ids=batch.document_ids, device=device, first_query=num_cached)
+        if self._last is None or (self._last.seq_length, self._last.device) != (length, device):
+            self._last = AttentionMask(length, device=device)
+        return self._last
+
+
 def make_context(
     batch: MicroBatch,
     *,
     tp: TensorParallel,
     cp: Axis,
     rotary: RotaryEmbedding | None,
+    masks: CausalMasks,
     dropout: Dropout | None,
     cache: KeyValueCache | None = None,
     tally: Tally | None = None,
@@ -117,9 +134,7 @@ def make_context(
         batch=batch,
         positions=comm.piece_of(positions, tp.sequence_axis),
         rotation=None if rotary is None else rotary(batch.position_ids),
-        causal_mask=AttentionMask(
-            num_cached + seq_length, document_ids=batch.document_ids, device=device, first_query=num_cached
-        ),
+        causal_mask=masks.of(batch, seq_length=seq_length, num_cached=num_cached),
         dropout=dropout,
         cache=cache,
         cp=cp,

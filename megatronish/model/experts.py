@@ -6,6 +6,8 @@ context of the forward: a second forward (recomputation) replays the choices, it
 counts and losses are recorded once.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ from megatronish.layers.router import (
 )
 from megatronish.mesh import TensorParallel
 from megatronish.model.context import Context, RecordedRouting, Tally
-from megatronish.model.mlp import MLP
+from megatronish.model.mlp import MLP, activated
 from megatronish.sharding import Init, Sharding
 
 
@@ -79,8 +81,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(
             spec.num_experts,
             config.hidden_size,
-            spec.ffn_size,
-            activation=spec.activation,
+            spec.expert.ffn_size,
+            num_sections=len(spec.expert.sections),
+            activate=partial(activated, bias=None, spec=spec.expert),
             parallel=tp.experts,
             init_std=std,
             output_std=output_std,

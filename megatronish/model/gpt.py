@@ -1,8 +1,9 @@
 """GPT: the decoder-only language model, or the chunks of it that a pipeline stage holds.
 
 The options of `ModelConfig` cover GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings), Llama (RoPE,
-RMSNorm, SwiGLU, no biases, grouped queries, untied) and Mistral and Qwen (windows, qkv bias, qk-norm). Parameters
-carry the names they have in the whole model, whatever chunk they are in.
+RMSNorm, SwiGLU, no biases, grouped queries, untied), Mistral and Qwen (windows, qkv bias, qk-norm), BLOOM (ALiBi, a
+norm after the embedding) and the dense parts of gpt-oss (sinks, windows in some layers, quick GEGLU). Parameters carry
+the names they have in the whole model, whatever chunk they are in.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ from megatronish.layers.output import OutputLayer, TiedOutputLayer
 from megatronish.layers.router import Router
 from megatronish.mesh import TensorParallel
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import MakeBlock, TransformerBlock
-from megatronish.model.context import Context, Tally, make_context
+from megatronish.model.block import MakeBlock, make_block_of
+from megatronish.model.context import CausalMasks, Context, Tally, make_context
 from megatronish.model.execution import Execution
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.recompute import recompute
@@ -31,18 +32,28 @@ from megatronish.model.rope import RotaryEmbedding
 
 
 class Embedding(nn.Module):
-    """Input embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]): tokens, and positions if learned."""
+    """Input embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]): tokens, and positions if learned.
+
+    The `norm` of --embed-layernorm is that of the tokens' embeddings.
+    """
 
     def __init__(
-        self, config: ModelConfig, *, tokens: VocabParallelEmbedding, positions: PositionEmbedding | None
+        self,
+        config: ModelConfig,
+        *,
+        tokens: VocabParallelEmbedding,
+        norm: Norm | None,
+        positions: PositionEmbedding | None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.tokens, self.positions = tokens, positions
+        self.tokens, self.norm, self.positions = tokens, norm, positions
 
     def forward(self, context: Context) -> Tensor:
         """Embeddings of the micro-batch's tokens, with dropout."""
         x = self.tokens(context.batch.tokens)
+        if self.norm is not None:
+            x = self.norm(x)
         if self.positions is not None:
             x = x + self.positions(context.batch.position_ids)
         return context.drop(x, layer=0, site="embedding", rate=self.config.hidden_dropout)
@@ -79,7 +90,7 @@ class GPT(nn.Module):
         tp: TensorParallel | None = None,
         chunks: Sequence[ModelChunk] | None = None,
         execution: Execution | None = None,
-        make_block: MakeBlock = TransformerBlock,
+        make_block: MakeBlock | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
@@ -87,20 +98,16 @@ class GPT(nn.Module):
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
+        self.masks = CausalMasks()
         if self.is_first or (self.is_last and config.tied):
             self.embedding = self._make_embedding(num_positions)
         core = self.execution.core_attention()
+        make_layer = make_block or make_block_of(config)
         self.layers = nn.ModuleDict(
-            {str(n): make_block(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
+            {str(n): make_layer(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
         )
         if self.is_last:
-            self.final_norm = Norm(
-                config.hidden_size,
-                kind=config.normalization,
-                epsilon=config.norm_epsilon,
-                partial=self.tp.cuts_sequence,
-                one_plus=config.apply_layernorm_1p,
-            )
+            self.final_norm = self._make_norm()
             self.head = self._make_output_layer()
 
     def _make_embedding(self, num_positions: int) -> Embedding:
@@ -113,7 +120,19 @@ class GPT(nn.Module):
         positions = None
         if self.is_first and config.position_embedding_type == "learned_absolute":
             positions = PositionEmbedding(num_positions, config.hidden_size, tp=tp, init_std=std)
-        return Embedding(config, tokens=tokens, positions=positions)
+        norm = self._make_norm() if self.is_first and config.embed_layernorm else None
+        return Embedding(config, tokens=tokens, norm=norm, positions=positions)
+
+    def _make_norm(self) -> Norm:
+        """Norm over the residual stream."""
+        config = self.config
+        return Norm(
+            config.hidden_size,
+            kind=config.normalization,
+            epsilon=config.norm_epsilon,
+            partial=self.tp.cuts_sequence,
+            one_plus=config.apply_layernorm_1p,
+        )
 
     def _make_output_layer(self) -> OutputLayer | TiedOutputLayer:
         config, tp = self.config, self.tp
@@ -161,6 +180,7 @@ class GPT(nn.Module):
             tp=self.tp,
             cp=self.execution.cp,
             rotary=self.rotary,
+            masks=self.masks,
             dropout=None if step is None else Dropout(self.execution.dropout_seed, step, batch.sample_ids),
             cache=cache,
             tally=tally,

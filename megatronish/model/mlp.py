@@ -1,5 +1,8 @@
 """MLP of a transformer layer: up-projection, activation, down-projection."""
 
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -8,18 +11,21 @@ from megatronish.layer_specs import MLPSpec
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.mesh import TensorParallel
 from megatronish.model.context import Context
+from megatronish.model.recompute import recompute
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
+from megatronish.ops.library import accumulation_dtype
 
 
 class MLP(nn.Module):
     """MLP, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]), with F features between.
 
-    SwiGLU has a gate of F more features; GELU and squared ReLU have none.
+    SwiGLU and quick GEGLU have a gate of F more features; GELU and squared ReLU have none.
     """
 
     def __init__(self, config: ModelConfig, spec: MLPSpec, *, tp: TensorParallel, output_std: float) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.spec = spec
+        self.has_fused_activation = spec.is_plain and spec.activation not in ("squared_relu", "quick_geglu")
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
             sum(spec.sections),
@@ -33,18 +39,36 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, _context: Context | None = None) -> Tensor:
         """[S, B, D] -> [S, B, D]: fc1, activation, fc2."""
         # A fused activation adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
-        fused = self.activation != "squared_relu" and is_fused(x)
+        fused = self.has_fused_activation and is_fused(x)
         x = self.fc1(x, skip_bias=fused)
-        return self.fc2(self.activate(x, self.fc1.bias if fused else None))
+        return self.fc2(activated(x, self.fc1.bias if fused else None, self.spec))
 
-    def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[S, B, F/tp] (gated: [S, B, 2 F/tp], gate before up), a bias not yet added -> [S, B, F/tp]."""
-        match self.activation:
-            case "swiglu":
-                return bias_swiglu(x, bias)
-            case "squared_relu":
-                return F.relu(x).square()
-            case "gelu_tanh":
-                return bias_gelu(x, bias, approximate="tanh")
-            case "gelu":
-                return bias_gelu(x, bias, approximate="none")
+
+def activated(x: Tensor, bias: Tensor | None, spec: MLPSpec) -> Tensor:
+    """[..., F] (gated: [..., 2 F], gate before up), a bias not yet added -> [..., F]."""
+    match spec.activation:
+        case "swiglu" if spec.is_plain:
+            return bias_swiglu(x, bias)
+        case "swiglu" | "quick_geglu":
+            assert bias is None, "fc1 has added its bias"
+            # Only x is kept: autograd would keep four more tensors of its half.
+            return recompute(partial(gated, spec=spec), x)
+        case "squared_relu":
+            return F.relu(x).square()
+        case "gelu_tanh":
+            return bias_gelu(x, bias, approximate="tanh")
+        case "gelu":
+            return bias_gelu(x, bias, approximate="none")
+
+
+QUICK = 1.702
+"""x sigmoid(1.702 x) is nearly GELU (Hendrycks & Gimpel 2016)."""
+
+
+def gated(x: Tensor, *, spec: MLPSpec) -> Tensor:
+    """[..., 2 F], gate before up -> [..., F]: activation(gate) * (up + offset), both clamped before; in fp32."""
+    gate, up = x.to(accumulation_dtype(x.dtype)).chunk(2, dim=-1)
+    if spec.clamp is not None:
+        gate, up = gate.clamp(max=spec.clamp), up.clamp(-spec.clamp, spec.clamp)
+    factor = QUICK if spec.activation == "quick_geglu" else 1.0
+    return (gate * torch.sigmoid(factor * gate) * (up + spec.up_offset)).to(x.dtype)

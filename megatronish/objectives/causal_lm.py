@@ -1,4 +1,4 @@
-"""Causal language modelling: the sum of the losses of the predictions that count, over their number."""
+"""Causal language modelling: the sum of the losses of unmasked tokens, over their number."""
 
 from torch import Tensor
 
@@ -12,9 +12,9 @@ class CausalLM:
     names: tuple[str, ...] = (LOSS,)
 
     def weight(self, batch: MicroBatch) -> int:
-        """Number of predictions of a micro-batch that count in the loss."""
+        """Number of unmasked predictions of a micro-batch."""
         return batch.num_loss_tokens
 
     def sums(self, token_losses: Tensor, batch: MicroBatch) -> Sums:
-        """[S/cp, B] -> the sum over the predictions that count."""
+        """[S/cp, B] -> the sum over the unmasked predictions."""
         return {LOSS: (token_losses * batch.loss_mask.t()).sum()}

@@ -1,14 +1,15 @@
 """Objectives: what a model is trained for, as sums over micro-batches.
 
-The model hands over the loss of every token. An objective makes named sums of them, of which "loss" is what backward
-starts from, and says by what the sums of a step are divided. Sums add up over micro-batches, stages and data ranks, and
-are divided once: so no layout changes them (a mean of means would be another number).
+The model hands over the loss of every token, or its logits. An objective makes named sums of them, of which "loss" is
+what backward starts from, and says by what the sums of a step are divided. Sums add up over micro-batches, stages and
+data ranks, and are divided once: so no layout changes them (a mean of means would be another number).
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from megatronish.layers.cross_entropy import VocabParallelLogits
 from megatronish.model.batch import MicroBatch
 
 Sums = dict[str, Tensor]
@@ -18,10 +19,7 @@ LOSS = "loss"
 
 
 class Objective(Protocol):
-    """An objective. A new one is a file in this folder and a line in `OBJECTIVES` (table.py).
-
-    `build_engine` takes one, and without one the first of the table: the second brings the flag that chooses.
-    """
+    """An objective. A new one is a file in this folder, a line in `OBJECTIVES` (table.py) and in `OBJECTIVE_NAMES`."""
 
     names: tuple[str, ...]
     """Names of the sums, `LOSS` first; the same for every micro-batch."""
@@ -32,4 +30,22 @@ class Objective(Protocol):
 
     def sums(self, token_losses: Tensor, batch: MicroBatch) -> Sums:
         """[S/cp, B] losses of all tokens that a rank holds -> the sums of the micro-batch; fp32 scalars."""
+        ...
+
+
+@runtime_checkable
+class LogitsObjective(Protocol):
+    """An objective that needs more than the losses of tokens: `sums_of_logits` takes the place of `sums`."""
+
+    names: tuple[str, ...]
+
+    def weight(self, batch: MicroBatch) -> int:
+        """What this micro-batch adds to the divisor of the step's sums, as in `Objective`."""
+        ...
+
+    def sums_of_logits(self, logits: VocabParallelLogits, batch: MicroBatch) -> Sums:
+        """[S/cp, B, V/tp] logits of all tokens that a rank holds -> the sums of the micro-batch.
+
+        The sums, and so their gradients, are the same on all ranks of tp.
+        """
         ...

@@ -206,7 +206,7 @@ def _cache() -> Path:
 
 
 def _compile(commands: dict[Path, list[str]]) -> list[Path]:
-    """{source: command without its file names} -> object files, each with the compiler's output in a .log beside it."""
+    """{source: command without its file names} -> object files, with the compiler's output in a .log next to it."""
     headers = [path.read_text() for path in sorted(SOURCES.rglob("[!.]*.h"))]
     torch = (find_torch() / "version.py").read_text()
 

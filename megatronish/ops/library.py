@@ -2,7 +2,7 @@
 
 An operator is a function of torch's dispatcher, `torch.ops.megatronish.<name>`. Its reference, in torch, runs on every
 device. Where the library of CUDA kernels has been built, the dispatcher prefers a kernel to the reference for CUDA
-tensors. The library is looked for once, beside this file, and never built here: `python setup.py build_ext --inplace`
+tensors. The library is looked for once, next to this file, and never built here: `python setup.py build_ext --inplace`
 builds it.
 
 For tests the same operators exist a second time, in another namespace, with the kernels on the CPU (kernels/emulator).

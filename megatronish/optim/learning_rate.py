@@ -2,19 +2,19 @@
 
 Progress is counted in samples, as Megatron-LM's scheduler counts it, so a resumed run needs to know `consumed_samples`
 alone. A length given in steps is the samples that so many first steps consume: steps x global batch size, or fewer
-where --rampup-batch-size begins with smaller batches (Megatron-LM refuses such lengths with a ramp-up). The first step
+where the run begins with smaller batches (Megatron-LM refuses such lengths with a ramp-up). The first step
 has consumed none: with warm-up it uses `lr_warmup_init` (0 by default), as Megatron's does, and the step that has
 consumed all of the warm-up is the first to use `lr`.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
-from megatronish.optim.batch_size import BatchSizeSchedule
+from megatronish.optim.batch_size import batch_sizes_of
 
 Curve = Callable[[float], float]
 """A function from progress (0 to 1) to the fraction of the learning rate that is left (1 to 0)."""
@@ -74,6 +74,15 @@ class LearningRateSchedule:
         end = self.config.end_weight_decay
         return self.config.weight_decay if end is None else end
 
+    @property
+    def decoupled(self) -> "LearningRateSchedule | None":
+        """Schedule of word embedding and output layer: the same shape between other rates; None without such rates."""
+        config = self.config
+        if config.decoupled_lr is None:
+            return None
+        min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+        return replace(self, config=replace(config, min_lr=min_lr, decoupled_lr=None), lr=config.decoupled_lr)
+
     def learning_rate(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts after `consumed_samples`."""
         config = self.config
@@ -107,11 +116,11 @@ def build_learning_rate_schedule(
     """Schedule of a run; UserError where its parts do not fit together.
 
     Each length may be given in steps or in samples, whichever the run itself is given in. Steps become the samples that
-    they consume: while --rampup-batch-size grows the batch, fewer than steps x global batch size.
+    they consume: while the batch grows, fewer than steps x global batch size.
     """
     if optimizer.lr is None:
         raise UserError("lr is not given; add --lr, 3e-4 for example")
-    consumed = BatchSizeSchedule.of(training.rampup_batch_size, global_batch_size=global_batch_size).consumed_samples
+    consumed = batch_sizes_of(training, global_batch_size=global_batch_size).consumed_samples
     train_samples = training.train_samples or consumed(training.train_iters or 0)
     if train_samples < 1:
         raise UserError("the length of the run is not given; add --train-iters or --train-samples")

@@ -1,6 +1,7 @@
 """Masters, the fp32 parameter shards that an optimizer updates, and the protocol of an update rule.
 
-A new optimizer is a class that implements `Update`, in a file of its own, and a line in `OPTIMIZERS` of optimizer.py.
+A new optimizer is a class that implements `Update`, in a file of its own, and a line in `OPTIMIZERS` of optimizer.py
+and in `OPTIMIZER_NAMES` of config/names.py; or a plug-in (docs/PLUGINS.md).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,6 +29,12 @@ class Masters:
     shardings: Mapping[str, Sharding]
     domains: Mapping[str, Domain]
     device: torch.device
+    decays_qk_norms: bool = False
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay applies to a master."""
+        sharding = self.shardings[name]
+        return sharding.decays or (self.decays_qk_norms and sharding.role == "qk_norm")
 
     def only(self, names: Collection[str]) -> "Masters":
         """The masters and shardings of these names alone."""
@@ -71,16 +78,17 @@ class TorchUpdate:
 
     state_names: ClassVar[tuple[str, ...]]
 
+    @classmethod
+    def described(cls, _masters_on: torch.device, /) -> str:
+        """The name of the class, for one that says no more."""
+        return cls.__name__
+
     def __init__(self, masters: Masters, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
         self.parameters = masters.parameters
         groups = [
             {"params": parameters, "decays": decays}
             for decays in (True, False)
-            if (
-                parameters := [
-                    each for name, each in self.parameters.items() if masters.shardings[name].decays == decays
-                ]
-            )
+            if (parameters := [each for name, each in self.parameters.items() if masters.decays(name) == decays])
         ]
         self.inner = make(groups) if groups else None
         self.state = {
@@ -99,7 +107,7 @@ class TorchUpdate:
             self.inner.state[each] = self.state[name] | {"step": torch.tensor(float(num_steps), device=each.device)}
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update; weight decay applies to the parameters whose sharding says `decays`."""
+        """One update; weight decay applies to the masters that decay."""
         if self.inner is None:
             return
         for group in self.inner.param_groups:

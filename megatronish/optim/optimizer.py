@@ -1,10 +1,12 @@
 """The optimizer of a rank: fp32 masters and the update rule of --optimizer, for any compute precision."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megatronish.config.names import OPTIMIZER_NAMES, options_of
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.mesh import Domain
 from megatronish.optim.adam import AdamW
@@ -14,7 +16,7 @@ from megatronish.optim.sgd import SGD
 from megatronish.sharding import Shard, Sharding
 
 OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
-"""The optimizers of --optimizer."""
+"""The optimizers of --optimizer, under the names of `OPTIMIZER_NAMES`, which has their memory and their options."""
 
 
 def optimizer_line(config: OptimizerConfig, masters_on: torch.device) -> str:
@@ -44,8 +46,15 @@ class Optimizer:
         for name, master in masters.items():
             master.grad = gradients[name]
         self.masters = masters
-        self.update = OPTIMIZERS[config.optimizer](Masters(masters, shards, shardings, domains, device), config)
-        self.state = self.update.state
+        whole = Masters(masters, shards, shardings, domains, device, config.apply_wd_to_qk_layernorm)
+        options = options_of(OPTIMIZER_NAMES, config.optimizer, config.optimizer_args)
+        kind: Callable[..., Update] = OPTIMIZERS[config.optimizer]
+        make = partial(kind, **options)
+        # With a learning rate of its own, the vocabulary (word embedding, output layer) has an update rule of its own.
+        apart = {name for name, each in shardings.items() if each.is_vocabulary and config.decoupled_lr is not None}
+        self.update = make(whole.only(shardings.keys() - apart), config)
+        self.update_of_vocabulary = make(whole.only(apart), config) if apart else None
+        self.state = self.update.state | (self.update_of_vocabulary.state if self.update_of_vocabulary else {})
         self._num_steps = 0
 
     @property
@@ -57,8 +66,16 @@ class Optimizer:
     def num_steps(self, value: int) -> None:
         self._num_steps = value
         self.update.start_after(value)
+        if self.update_of_vocabulary is not None:
+            self.update_of_vocabulary.start_after(value)
 
-    def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update of every master from its gradient. Every rank of the stage calls it, even one without masters."""
+    def step(self, *, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None) -> None:
+        """One update of every master from its gradient. Every rank of the stage calls it, even one without masters.
+
+        `decoupled_learning_rate` is that of word embedding and output layer, with --decoupled-lr.
+        """
         self._num_steps += 1
         self.update.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        if self.update_of_vocabulary is not None:
+            assert decoupled_learning_rate is not None, "--decoupled-lr comes with a schedule of its own"
+            self.update_of_vocabulary.step(learning_rate=decoupled_learning_rate, weight_decay=weight_decay)

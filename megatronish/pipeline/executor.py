@@ -1,6 +1,6 @@
 """Executor of a pipeline schedule on one rank: one loop over the actions of its plan, for every schedule.
 
-Activations travel to the next position of the model, gradients to the one before; where that is another chunk of the
+Activations are sent to the next position of the model, gradients to the one before; where that is another chunk of the
 same stage they are passed on directly. transfers.py sends and receives, weight_gradients.py computes W actions.
 """
 
@@ -117,7 +117,7 @@ class Executor:
         assert not training or splits == (self.weight_gradients is not None), "a plan has W if its backward is split"
         self.peak_live = 0
         for i, action in enumerate(actions):
-            # 1. Post the receives of this action and of those just ahead, so that tensors travel meanwhile.
+            # 1. Post the receives of this action and of those just ahead, so that tensors arrive in the meantime.
             for upcoming in actions[i : i + 1 + RECEIVES_AHEAD]:
                 self._post(upcoming, shapes[upcoming.micro_batch])
             # 2. Wait for this action's input: [S, B, D], or the gradient of what this chunk has sent.

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from megatronish.config.model import ModelConfig
+from megatronish.errors import UserError
+from megatronish.layer_specs import layer_specs
 from megatronish.mesh import Mesh, TensorParallel
-from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.block import MakeBlock
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.pipeline.stages import Stages
@@ -35,10 +37,13 @@ def build_stage(
     num_positions: int,
     sequence_parallel: bool = False,
     execution: Execution | None = None,
-    make_block: MakeBlock = TransformerBlock,
+    make_block: MakeBlock | None = None,
     device: torch.device | None = None,
 ) -> ModelStage:
-    """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device."""
+    """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device.
+
+    `make_block` None makes the blocks that the config names.
+    """
     places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
     with device or mesh.device:
         model = GPT(
@@ -52,4 +57,20 @@ def build_stage(
             execution=execution,
             make_block=make_block,
         )
+    if make_block is None and config.block != "transformer":  # the package's own is tested
+        _refuse_wrong_specs(model, tp=mesh.tp.size)
     return ModelStage(model, collect_shardings(model), stages)
+
+
+def _refuse_wrong_specs(model: GPT, *, tp: int) -> None:
+    """UserError for a block of a plug-in whose spec counts other parameters than the block has."""
+    for layer, spec in enumerate(layer_specs(model.config)):
+        if str(layer) not in model.layers:
+            continue
+        has = sum(parameter.numel() for parameter in model.layers[str(layer)].parameters())
+        counted = spec.cost(model.config).parameters.per_rank(tp)
+        if has != counted:
+            raise UserError(
+                f"block={model.config.block} has {has:,} parameters in layer {layer} of a rank, and its spec counts "
+                f"{counted:,}; correct the cost of the spec, which FLOPs and memory are computed from"
+            )

@@ -37,14 +37,18 @@ class Stages:
                 head=logits_flops(model, vocab_size) / mean,
                 layers=tuple(each / mean for each in flops),
             )
+        embedding, head = parallel.ends_in_split
         ranges = split_layers(
-            num_layers=model.num_layers,
+            num_layers=embedding + model.num_layers + head,
             placement=schedule.place(num_stages=num_stages, num_chunks=num_chunks),
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
             weights=weights,
         )
-        return cls(schedule, num_stages, num_chunks, tuple(ranges))
+        # Without the embedding and the head: a position that holds one of them alone has no layer.
+        layers = range(model.num_layers)
+        own = (layers[max(each.start - embedding, 0) : max(each.stop - embedding, 0)] for each in ranges)
+        return cls(schedule, num_stages, num_chunks, tuple(own))
 
     @cached_property
     def placement(self) -> Placement:

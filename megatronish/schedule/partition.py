@@ -61,11 +61,11 @@ def _contiguous(pipeline: PipelineCosts) -> list[int]:
     # 2. Transition: every state is extended by every possible run [start, stop) of the next position.
     for position in range(num_positions):
         longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for start, (dearest, squares, sizes) in best.items():
+        for start, (slowest, squares, sizes) in best.items():
             for stop in _stops(pipeline, position, start):
                 is_fixed = position in pipeline.fixed
                 cost = 0.0 if is_fixed else pipeline.ends[position] + before[stop] - before[start]
-                found = (max(dearest, cost), squares + cost**2, (*sizes, stop - start))
+                found = (max(slowest, cost), squares + cost**2, (*sizes, stop - start))
                 longer[stop] = min(longer.get(stop, found), found)
         best = longer
     return list(best[num_layers][2])

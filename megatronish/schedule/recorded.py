@@ -66,7 +66,7 @@ class Recorded:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path} is not a recorded step ({error}); pretrain_gpt.py writes one with --profile-schedule"
+                f"{path} is not a recorded step ({error}); megatronish pretrain writes one with --profile-schedule"
             ) from error
 
     def write_chrome_trace(self, path: Path) -> None:

@@ -177,7 +177,7 @@ def refuse_schedule(
     except ValueError as error:
         raise UserError(
             f"pipeline_schedule={schedule.name} cannot run {few} micro-batches on {num_stages} stages: {error}\n"
-            "Use another --pipeline-schedule, or mend the generator of this one"
+            "Use another --pipeline-schedule, or correct the generator of this one"
         ) from error
 
 

@@ -22,16 +22,18 @@ from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.data_parallel.zero import Zero
+from megatronish.layers.cross_entropy import VocabParallelLogits
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import MakeBlock, TransformerBlock
+from megatronish.model.block import MakeBlock
+from megatronish.model.context import Tally
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
-from megatronish.objectives.objective import LOSS, Objective
-from megatronish.objectives.table import OBJECTIVES
+from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
+from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import loss_scale_of
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import ChunkOutput, Executor
@@ -63,9 +65,9 @@ def build_engine(
     mesh: Mesh,
     *,
     vocab_size: int,
-    make_block: MakeBlock = TransformerBlock,
+    make_block: MakeBlock | None = None,
     trainable: Trainable = everything,
-    objective: Objective | None = None,
+    objective: Objective | LogitsObjective | None = None,
 ) -> Engine:
     """This rank's share of a training run.
 
@@ -74,7 +76,7 @@ def build_engine(
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
-    objective = objective or OBJECTIVES["causal_lm"]()
+    objective = objective or objective_of(training)
     settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     stage = build_stage(
@@ -171,7 +173,7 @@ def build_executor(
     config: Config,
     stage: ModelStage,
     mesh: Mesh,
-    objective: Objective,
+    objective: Objective | LogitsObjective,
     weight_gradients: WeightGradients | None,
 ) -> Executor:
     """The loop over this stage's actions. Every rank of the pipeline makes its own at the same time."""
@@ -186,13 +188,27 @@ def build_executor(
 
 
 def run_chunk(
-    model: GPT, objective: Objective, chunk: int, x: torch.Tensor | None, batch: MicroBatch, *, step: int | None
+    model: GPT,
+    objective: Objective | LogitsObjective,
+    chunk: int,
+    x: torch.Tensor | None,
+    batch: MicroBatch,
+    *,
+    step: int | None,
 ) -> ChunkOutput:
     """The forward of a chunk; where it ends the model, of the objective too."""
     tally = model.tally(batch)
-    y = model(x, batch, step=step, chunk=chunk, tally=tally)
-    counted = {} if tally is None else tally.stacked(model.config.num_layers)
     if not model.chunks[chunk].is_last:
-        return ChunkOutput(y, counted)
-    sums = objective.sums(y, batch)
-    return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()} | counted)
+        y = model(x, batch, step=step, chunk=chunk, tally=tally)
+        return ChunkOutput(y, _counted(tally, model))
+    if isinstance(objective, LogitsObjective):
+        logits = model.logits(model.hidden(x, batch, step=step, chunk=chunk, tally=tally))
+        sums = objective.sums_of_logits(VocabParallelLogits(logits, model.vocab_size, model.tp.axis), batch)
+    else:
+        sums = objective.sums(model(x, batch, step=step, chunk=chunk, tally=tally), batch)
+    return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()} | _counted(tally, model))
+
+
+def _counted(tally: Tally | None, model: GPT) -> dict[str, torch.Tensor]:
+    """What the routers of a forward have counted, a row for each layer of the model."""
+    return {} if tally is None else tally.stacked(model.config.num_layers)

@@ -17,7 +17,7 @@ from megatronish.attention.zigzag import places_of
 from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.objectives.objective import LOSS, Objective
+from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
@@ -30,11 +30,11 @@ from megatronish.train.update_rule import UpdateRule
 
 @dataclass
 class Engine:
-    """One rank's share of a training run. `observers` are told the times of every action."""
+    """One rank's share of a training run. `observers` receive the times of every action."""
 
     mesh: Mesh
     stage: ModelStage
-    objective: Objective
+    objective: Objective | LogitsObjective
     data_parallel: DataParallel
     optimizer: Optimizer
     executor: Executor
@@ -52,18 +52,24 @@ class Engine:
         num_steps_done: int,
         learning_rate: float,
         weight_decay: float,
+        decoupled_learning_rate: float | None = None,
         votes: Votes = no_votes,
     ) -> StepResult:
         """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
 
         Dropout masks are named by `num_steps_done`. `votes` are asked once the step is computed: numbers of this rank,
-        under the same names on every rank, that travel with the sums of the step.
+        under the same names on every rank, that are reduced with the sums of the step. `decoupled_learning_rate` is for
+        the word embedding and the output layer, with --decoupled-lr.
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
             self.clip(result.grad_norm)
             self.data_parallel.wait_for_offload()
-            self.optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+            self.optimizer.step(
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                decoupled_learning_rate=decoupled_learning_rate,
+            )
             self.data_parallel.gather_parameters()
             self.balancing.end_step(result.expert_load)
         self.rule.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
@@ -144,8 +150,8 @@ class Engine:
     ) -> StepSums:
         """The objective's sums, those of the model's layers and the votes over all ranks: one all-reduce of one vector.
 
-        Sums differ over data ranks and stages. tp ranks hold the same sums of the objective, so the first of them
-        speaks; what layers count (`model_sums`, by shape) each rank counts of its own tokens.
+        Sums differ over data ranks and stages. tp ranks hold the same sums of the objective, so only the first of them
+        contributes; what layers count (`model_sums`, by shape) each rank counts of its own tokens.
         """
         device, names = self.mesh.device, self.objective.names
         of_objective = [sums.get(name, 0.0) if self.mesh.tp.is_first else 0.0 for name in names]

@@ -14,8 +14,11 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatronish.checkpoint.checksums import DamagedError
+from megatronish.config.config import Config
+from megatronish.config.dump import resolved, section_of
 from megatronish.config.fields import FIELDS
 from megatronish.config.model import ModelConfig
+from megatronish.config.plugins import module_name
 from megatronish.config.starting import function_of
 from megatronish.errors import UserError
 
@@ -85,10 +88,13 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two resolved configs differ, {section.field: (saved, now)}."""
-    found = {}
+    """Fields in which two resolved configs differ, {section.field: (saved, now)}.
+
+    A field that the saved config lacks is None, or newer than the checkpoint: its default is what the run had.
+    """
+    found, defaults = {}, resolved(Config())
     for section in sorted(saved.keys() | now.keys()):
-        before, after = saved.get(section, {}), now.get(section, {})
+        before, after = (defaults.get(section, {}) | config.get(section, {}) for config in (saved, now))
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
                 found[f"{section}.{name}"] = (before.get(name), after.get(name))
@@ -96,13 +102,14 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """UserError unless the run that goes on has the model, the data and the seed of its checkpoint."""
+    """UserError unless the resumed run has the model, the data and the seed of its checkpoint."""
     changed = differences(saved["config"], now["config"])
     problems = [
         f"{name} was {before} and is {after}"
         for name, (before, after) in changed.items()
         if name.startswith("model.") or name in FIXED
     ]
+    problems += _missing_plugins(saved["config"], now["config"])
     if saved["vocab_size"] != now["vocab_size"]:
         problems.append(f"the vocabulary was {saved['vocab_size']} and is {now['vocab_size']}")
     if saved["eod"] != now["eod"]:
@@ -113,9 +120,16 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         problems += named or ([] if problems else ["the training data's files were changed under the same name"])
     if problems:
         raise UserError(
-            f"this run was begun with something else: {'; '.join(problems)}. Continue it with what it was begun with, "
-            "or choose another --run-dir for a new run; with --load and --finetune that takes the weights of this one"
+            f"the run in this folder was started with other settings: {'; '.join(problems)}. Resume it with its own "
+            "settings, or choose another --run-dir; with --load and --finetune a new run takes the weights of this one"
         )
+
+
+def _missing_plugins(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Complaints about plug-ins that the run had and has not; one that lies elsewhere now is the same by its name."""
+    before, after = (config.get("plugins", {}).get("plugin", []) for config in (saved, now))
+    present = set(map(module_name, after))
+    return [f"it had --plugin {each}, which is missing" for each in before if module_name(each) not in present]
 
 
 def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Path) -> None:
@@ -125,7 +139,7 @@ def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source:
     """
     try:
         before, after = (
-            function_of(ModelConfig(**config["model"]), seq_length=config["training"]["seq_length"])
+            function_of(section_of(ModelConfig, config["model"]), seq_length=config["training"]["seq_length"])
             for config in (saved, now)
         )
     except TypeError as error:

@@ -17,7 +17,7 @@ from megatronish.data.sample import Dataset
 from megatronish.errors import RunError
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.optim.batch_size import BatchSizeSchedule
+from megatronish.optim.batch_size import BatchSizeSchedule, batch_sizes_of
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.tokenizer import Tokenizer, build_tokenizer
 from megatronish.train.build import build_engine
@@ -68,9 +68,7 @@ class TrainingJob:
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
         """Schedule of the global batch size."""
-        return BatchSizeSchedule.of(
-            self.config.training.rampup_batch_size, global_batch_size=self.config.global_batch_size
-        )
+        return batch_sizes_of(self.config.training, global_batch_size=self.config.global_batch_size)
 
     def num_steps(self, progress: Progress) -> int:
         """Number of the last step; with --train-samples counted from `progress`, as batch sizes may have changed."""
@@ -133,5 +131,6 @@ class TrainingJob:
 
     def evaluation_of(self, dataset: Dataset) -> Callable[[int], list[MicroBatch]]:
         """Number of an evaluation batch -> this rank's micro-batches of it."""
-        prepare, size = self.batches_of(dataset), self.config.global_batch_size
+        prepare = self.batches_of(dataset)
+        size = self.config.training.eval_global_batch_size or self.config.global_batch_size
         return lambda number: prepare(number * size, size)

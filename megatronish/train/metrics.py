@@ -1,8 +1,9 @@
-"""Metrics of a step: the table of their names, units and forms in the log, in TensorBoard and in metrics.jsonl.
+"""Metrics of a step: the table of their names, units and forms in the log, in trackers and in metrics.jsonl.
 
 What an objective reports besides "loss" needs no line here: it is written under its own name everywhere.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ Value = float | int | None
 
 
 class Metric(NamedTuple):
-    """A number of a step under its name in metrics.jsonl; `tag` is TensorBoard's, `console` its part of the log line.
+    """A number of a step under its name in metrics.jsonl; `tag` is the trackers', `console` its part of the log line.
 
     Tags and parts are Megatron-LM's, for which people have parsers. None: it does not stand there.
     """
@@ -20,6 +21,17 @@ class Metric(NamedTuple):
     tag: str | None = None
     console: Callable[[float], str] | None = None
     in_file: bool = True
+
+
+def duration(seconds: float) -> str:
+    """Time in at most seven characters, in its two largest units: 59s, 3m05s, 2h07m, 12d03h."""
+    whole = math.ceil(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
 
 
 def _tflops(value: float) -> str:
@@ -33,6 +45,12 @@ METRICS: dict[str, Metric] = {
         Metric("loss", "nats a token", "lm loss", lambda value: f"lm loss: {value:.6E}"),
         Metric("grad_norm", "2-norm before clipping", "grad-norm", lambda value: f"grad norm: {value:.3f}"),
         Metric("learning_rate", "", "learning-rate", lambda value: f"learning rate: {value:.6E}"),
+        Metric(
+            "decoupled_learning_rate",
+            "with --decoupled-lr alone",
+            "decoupled-learning-rate",
+            lambda value: f"decoupled learning rate: {value:.6E}",
+        ),
         Metric("loss_scale", "", "loss-scale", lambda value: f"loss scale: {value:.1f}"),
         Metric("skipped_iterations", "steps so far"),
         Metric("tokens", "tokens so far"),
@@ -43,10 +61,12 @@ METRICS: dict[str, Metric] = {
             "iteration-time",
             lambda value: f"elapsed time per iteration (ms): {1000 * value:.1f}",
         ),
-        Metric("tokens_per_second", "tokens/s", None, lambda value: f"tokens per second: {value:.0f}"),
+        Metric("data_seconds", "seconds", "data-time", lambda value: f"data time (ms): {1000 * value:.1f}"),
+        Metric("tokens_per_second", "tokens/s", "tokens-per-second", lambda value: f"tokens per second: {value:.0f}"),
         Metric("model_tflops_per_device", "TFLOP/s", "throughput", _tflops),
-        Metric("mfu", "fraction of the peak", None, lambda value: f"MFU: {100 * value:.1f}%"),
+        Metric("mfu", "fraction of the peak", "mfu", lambda value: f"MFU: {100 * value:.1f}%"),
         Metric("peak_memory_bytes", "bytes"),
+        Metric("world_size", "ranks", "world-size"),
         Metric("params_norm", "2-norm", "params-norm", lambda value: f"params norm: {value:.3f}"),
         Metric("num_zeros", "gradient elements", "num-zeros", lambda value: f"num zeros: {int(value)}"),
         # These count from one line of the log to the next, or are the config's: not in the file.
@@ -65,6 +85,7 @@ METRICS: dict[str, Metric] = {
             in_file=False,
         ),
         Metric("nan_since_line", "steps", None, lambda value: f"number of nan iterations: {value:3d}", in_file=False),
+        Metric("seconds_left", "seconds", None, lambda value: f"ETA: {duration(value)}", in_file=False),
     )
 }
 
@@ -74,6 +95,7 @@ _BEFORE = (
     "step_seconds",
     "model_tflops_per_device",
     "learning_rate",
+    "decoupled_learning_rate",
     "global_batch_size",
     "loss",
 )
@@ -86,6 +108,8 @@ _AFTER = (
     "nan_since_line",
     "tokens_per_second",
     "mfu",
+    "data_seconds",
+    "seconds_left",
 )
 
 
@@ -106,9 +130,10 @@ def console_parts(values: Mapping[str, Value]) -> list[str]:
     return parts
 
 
-def points(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Points of TensorBoard, {tag: value}."""
-    return {tag: value for name, value in values.items() if (tag := metric_of(name).tag) is not None}
+def points(values: Mapping[str, Value]) -> dict[str, float]:
+    """Points of trackers, {tag: value}, of what has a value."""
+    tags = {metric_of(name).tag: value for name, value in values.items()}
+    return {tag: value for tag, value in tags.items() if tag is not None and value is not None}
 
 
 def file_line(values: Mapping[str, Value]) -> dict[str, Value]:

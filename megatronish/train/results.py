@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean over the predictions that count."""
+        """The mean over the unmasked predictions."""
         return self.metrics[LOSS]
 
 

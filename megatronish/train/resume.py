@@ -12,25 +12,27 @@ from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
 from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.start import of_another_format
+from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.job import TrainingJob
-from megatronish.train.state import read_run, tensors_of
+from megatronish.train.state import read_run, saved_schedule, tensors_of
 from megatronish.train.trainer import Progress
 
-ANEW = "step, optimizer and data order start anew"
+FROM_THE_START = "step, optimizer and data order start from the beginning"
 
 
 class Begun(NamedTuple):
-    """Start of a run: its progress, and what is kept beside the weights.
+    """Start of a run: its progress, and what is kept in addition to the weights.
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
-    `hook_states` are those of the run that goes on, by name: see `Hook.state`.
+    `hook_states` are those of the resumed run, by name: see `Hook.state`.
     """
 
     progress: Progress
     origin: dict[str, Any]
     hook_states: dict[str, dict[str, Any]]
+    schedule: LearningRateSchedule
 
 
 def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun:
@@ -40,9 +42,9 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
     all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
     has_begun, checkpoint = same_on_all(axis, partial(_look, keep, own), what=f"in {own}")
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
-        return _from_hf(engine, Path(keep.load_hf), say)
+        return _from_hf(job, engine, Path(keep.load_hf), say)
     if checkpoint is None:
-        return Begun(Progress(), {}, {})
+        return Begun(Progress(), {}, {}, job.schedule)
     with offering_another(axis):
         saved = all_or_none(axis, partial(read_run, checkpoint))
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
@@ -64,8 +66,12 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
         with_optimizer=not keep.no_load_optim,
         check=check,
     )
-    say(f"took the weights of {checkpoint}: {ANEW}" if weights_only else f"continuing from {checkpoint}")
-    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}))
+    say(f"took the weights of {checkpoint}: {FROM_THE_START}" if weights_only else f"continuing from {checkpoint}")
+    schedule = job.schedule
+    if keep.use_checkpoint_opt_param_scheduler and not weights_only:
+        schedule = saved_schedule(saved)
+        say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
+    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}), schedule)
 
 
 def resume(
@@ -104,8 +110,8 @@ def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine)
     now = engine.optimizer.name
     if saved not in (None, now):
         raise UserError(
-            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; go on with "
-            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and lets the optimizer start anew"
+            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; resume with "
+            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and resets the optimizer"
         )
 
 
@@ -125,20 +131,22 @@ def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
         source = Path(keep.load)
     checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
     if checkpoint is None and (keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint):
-        told = f"--load {source} holds no checkpoint; correct the path, or leave --load out to start anew"
+        told = (
+            f"--load {source} holds no checkpoint; correct the path, or leave --load out to start from initial weights"
+        )
         raise UserError(of_another_format(source) or told)
     return checkpoint
 
 
-def _from_hf(engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
+def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
     into = tensors_of(engine, with_optimizer=False)
 
     def read() -> Begun:
         description, tensors = open_hf(load)
         load_weights(tensors, into, source=load)
-        return Begun(Progress(), dict(description.origin), {})
+        return Begun(Progress(), dict(description.origin), {}, job.schedule)
 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
     engine.data_parallel.gather_parameters(frozen=True)
-    say(f"took the weights of {load}: {ANEW}")
+    say(f"took the weights of {load}: {FROM_THE_START}")
     return begun

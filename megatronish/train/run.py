@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,23 +13,30 @@ import torch
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
-from megatronish.config.dump import to_toml
-from megatronish.launch.device import choose_backend, choose_device
+from megatronish.config.dump import resolved, to_toml
+from megatronish.config.plugins import import_plugins
+from megatronish.launch.determinism import set_determinism
+from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.tokenizer import encode_prompt
+from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.evaluate import Evaluate
 from megatronish.train.hooks.log import Log, ProgressBar
+from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
+from megatronish.train.hooks.profiler import step_profiler
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.hooks.tensorboard import TensorBoard
+from megatronish.train.hooks.table import hooks_of
 from megatronish.train.job import TrainingJob
 from megatronish.train.resume import begin
 from megatronish.train.statistics import num_zeros, params_norm
 from megatronish.train.summary import first_lines
+from megatronish.train.trackers.table import open_trackers
+from megatronish.train.trackers.tracker import RunDescription, Trackers
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
@@ -41,20 +50,30 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
             if config.log.profile_schedule:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
-        mesh = start_mesh(config, place)
+            if config.log.profile:
+                make_writable(config.run_dir / "profile", flag="--profile")
+        notes = list(notes)
+        mesh = start_mesh(config, place, on_note=notes.append)
         _train(config, notes, mesh, stack)
-    # Not on the way out of a failure: others would tell of a lost peer before this rank has told what happened to it.
+    # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     leave()
     return 0
 
 
-def start_mesh(config: Config, place: Place) -> Mesh:
-    """Mesh of the config, on this rank's device."""
+def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] = lambda _note: None) -> Mesh:
+    """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected."""
+    import_plugins(config.plugins.plugin)  # where ranks are spawned and not forked, each for itself
     parallel = config.parallel
-    device = choose_device(parallel.device, place)
+    set_determinism(config.training)  # before the device is used
+    store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
+    device, note = choose_device(parallel.device, place, store=store)
+    if note is not None:
+        on_note(note)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = choose_backend(parallel.distributed_backend, device)
     has_experts = config.model.num_experts is not None
-    return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts)
+    return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store)
 
 
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
@@ -62,43 +81,47 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     stopper = Stopper(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
+        exit_signal=config.training.exit_signal,
+        kill_switch=Path(config.training.kill_switch_path) if config.training.kill_switch_path else None,
     )
     job = TrainingJob.open(config, mesh)
     if config.log.sample_prompt is not None and not config.data.mock_data:
         encode_prompt(job.tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
-    say(first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes))
+    opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
+    say(opening)
     engine = job.build_engine()
-    progress, origin, hook_states = begin(job, engine, say)
+    progress, origin, hook_states, schedule = begin(job, engine, say)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if _has_its_ending(config, mesh):
             return
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
-    board = stack.enter_context(TensorBoard(config.tensorboard_dir if mesh.is_main else None, first_step=progress.step))
-    facts = job.facts | {"origin": origin}
+    trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
+    facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
-        schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
+        schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=_hooks(job, engine, stopper, board, save),
+        hooks=_hooks(job, engine, stopper, trackers, save),
         progress=progress,
     )
     trainer.load_hook_states(hook_states)
     if mesh.is_main:
         (config.run_dir / "config.toml").write_text(to_toml(config))
     trainer.run()
+    trackers.ending = "finished" if trainer.progress.step >= num_steps else f"stopped: {trainer.stop_reason}"
     if mesh.is_main:
         # matplotlib takes a second to import: the others, and the start, need not wait for it.
         from megatronish.train.plot import plot_run
 
         plot_run(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
-        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to go on")
+        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
 
 
@@ -110,23 +133,42 @@ def _has_its_ending(config: Config, mesh: Mesh) -> bool:
     return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
 
 
-def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoard, save: Save) -> list[Hook]:
+def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> Trackers:
+    """Trackers of the main rank; none on other ranks."""
+    if not mesh.is_main:
+        return Trackers([])
+    return open_trackers(
+        config,
+        RunDescription(
+            name=config.run_dir.resolve().name,
+            folder=config.run_dir,
+            first_step=first_step,
+            config=resolved(config),
+            config_text=to_toml(config),
+            first_lines=opening,
+        ),
+    )
+
+
+def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, save: Save) -> list[Hook]:
     """All hooks of a run in their order: the one that decides to stop is first, the one that saves is last."""
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
+    console = Console.of(log.log_format)
     extras: dict[str, Callable[[], float]] = {
         **({"params_norm": partial(params_norm, engine)} if log.log_params_norm else {}),
         **({"num_zeros": lambda: float(num_zeros(engine))} if log.log_num_zeros_in_grad else {}),
+        **({"world_size": lambda: mesh.world.size} if log.log_world_size_to_tensorboard else {}),
     }
     hooks: list[Hook] = [
         stopper,
         Log(
             speed=job.speed,
-            interval=log.log_interval,
-            board_interval=log.tensorboard_log_interval,
+            config=log,
             file=folder and folder / "metrics.jsonl",
-            board=board,
+            trackers=trackers,
+            console=console,
             device=mesh.device,
             extras=extras,
         ),
@@ -136,6 +178,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
     if log.profile_schedule:
         steps = {"first": log.profile_step_start, "last": log.profile_step_end - 1}
         hooks.append(ProfileSchedule(config.run_dir / "schedule", **steps))
+    hooks += _recordings(config, mesh)
     if training.eval_iters > 0:
         hooks.append(
             Evaluate(
@@ -144,10 +187,25 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, board: TensorBoar
                 interval=training.eval_interval,
                 num_batches=training.eval_iters,
                 file=folder and folder / "evaluations.jsonl",
-                board=board,
+                trackers=trackers,
+                console=console,
             )
         )
-    return [*hooks, save]
+    return [*hooks, *hooks_of(log, job), save]
+
+
+def _recordings(config: Config, mesh: Mesh) -> list[Hook]:
+    """Hooks of --profile and --record-memory-history, on the ranks that they record."""
+    log, folder, rank = config.log, config.run_dir / "profile", mesh.world.rank
+    if rank not in (log.profile_ranks or (0,)):
+        return []
+    hooks: list[Hook] = []
+    if log.profile:
+        hooks.append(step_profiler(log, folder, rank=rank, device=mesh.device))
+    if log.record_memory_history:
+        path = snapshot_path(log.memory_snapshot_path, folder, rank=rank)
+        hooks.append(MemoryHistory(path, device=mesh.device, is_main=mesh.is_main))
+    return hooks
 
 
 def _say_nothing(*_: Any) -> None:

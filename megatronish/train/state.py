@@ -9,6 +9,9 @@ from megatronish import comm
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors, state_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS, with_fields
+from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.train.engine import Engine
 
 FACTS = ("config", "vocab_size", "data", "eod")
@@ -49,8 +52,26 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def saved_schedule(state: dict[str, Any]) -> LearningRateSchedule:
+    """Schedule of learning rate and weight decay of the run that wrote `state`.
+
+    A state of an older version has no schedule: there it follows from the config.
+    """
+    if "schedule" in state:
+        saved = state["schedule"]
+        return LearningRateSchedule(**saved | {"config": _config_of(saved["config"]).optimizer})
+    config = _config_of({name: value for section in state["config"].values() for name, value in section.items()})
+    return build_learning_rate_schedule(config.optimizer, config.training, global_batch_size=config.global_batch_size)
+
+
+def _config_of(saved: dict[str, Any]) -> Config:
+    """Config with the fields of a state.json, without those of other versions."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    return with_fields(Config(), **{name: value for name, value in values.items() if name in FIELDS})
+
+
 def _is_valid(state: dict[str, Any]) -> bool:
-    """Whether every entry that a run goes on with has its type, and every number a plausible size."""
+    """Whether every entry that a run resumes with has its type, and every number a plausible size."""
     config, scale = state["config"], state.get("loss_scale", {})
     counts = [state.get(name, 0) for name in (*POSITION, "skipped_steps", "skipped_samples")]
     return (

@@ -11,6 +11,8 @@ from megatronish.costs.flops import model_flops_per_token
 from megatronish.costs.memory import expected_memory, memory_table
 from megatronish.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.formats.fill import open_hf
+from megatronish.launch.device import choose_device
+from megatronish.launch.place import Place, place_from_environment
 from megatronish.layer_specs import layer_specs
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
@@ -18,8 +20,8 @@ from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
 
 OVER_CP = {
-    "p2p": "keys and values round a ring over cp, ",
-    "a2a": "sequence traded for heads over cp, ",
+    "p2p": "ring attention over cp, ",
+    "a2a": "all-to-all over cp, ",
 }
 
 
@@ -28,9 +30,15 @@ def dry_run(config: Config, notes: Sequence[str]) -> int:
     vocab_size = build_tokenizer(config.data).vocab_size
     if config.checkpoint.load_hf is not None:
         open_hf(Path(config.checkpoint.load_hf))
-    uses_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if uses_cuda else "cpu"
-    print(first_lines(config, vocab_size=vocab_size, device=device, notes=notes))
+    uses_cuda, own_notes = config.parallel.device != "cpu" and torch.cuda.is_available(), [*notes]
+    if uses_cuda and config.parallel.device == "auto":
+        num_ranks = config.layout.world_size
+        place = place_from_environment() or Place(0, num_ranks, 0, num_ranks)
+        device, note = choose_device("auto", place)
+        uses_cuda = device.type == "cuda"
+        own_notes += [] if note is None else [note]
+    name = torch.cuda.get_device_name() if uses_cuda else "cpu"
+    print(first_lines(config, vocab_size=vocab_size, device=name, notes=own_notes))
     return 0
 
 
@@ -54,7 +62,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
         f"attention: {_attention(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
-        kernels_line("cpu" if device == "cpu" else "cuda"),
+        kernels_line("cpu" if device == "cpu" else "cuda") + _activation(config),
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
@@ -76,19 +84,37 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
 
 def _attention(config: Config) -> str:
     """Implementation of attention that runs, and the reason for it."""
-    parallel, backend = config.parallel, config.training.attention_backend
+    parallel, model, backend = config.parallel, config.model, config.training.attention_backend
     over_cp, is_ring = "", False
     if config.layout.cp > 1:
         over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
-    if backend == "auto" and config.model.attention_dropout > 0:
-        how = "block by block" if is_ring else "by the fused softmax"
+    # What the fused softmax does not know.
+    unknown = (
+        "sinks" if model.softmax_type != "vanilla" else "ALiBi" if model.position_embedding_type == "alibi" else ""
+    )
+    by_torch = f"by torch's softmax (the fused one has no {unknown})"
+    if backend == "auto" and model.attention_dropout > 0:
+        how = "block by block" if is_ring else by_torch if unknown else "by the fused softmax"
         why = "because attention dropout is above 0 and its masks must not depend on the layout"
         return f"{over_cp}explicit probabilities {how}, {why}"
     if backend in ("auto", "flash"):
         sdpa = "scaled_dot_product_attention"
-        return over_cp + (f"{sdpa}'s flash operations" if is_ring else f"{sdpa} (flash where the device has it)")
+        if is_ring or unknown == "sinks":
+            return f"{over_cp}{sdpa}'s flash operations"
+        return f"{over_cp}{sdpa} (flash where the device has it)"
+    if backend == "fused_softmax" and unknown:
+        return f"{over_cp}explicit probabilities {by_torch}"
     softmax = "the fused" if backend == "fused_softmax" else "torch's"
-    return f"{over_cp}explicit probabilities by {softmax} softmax, as asked"
+    return f"{over_cp}explicit probabilities by {softmax} softmax, as requested"
+
+
+def _activation(config: Config) -> str:
+    """Note about an activation of the MLP that has no kernel."""
+    model = config.model
+    clamped = model.is_gated and (model.glu_linear_offset != 0 or model.activation_func_clamp_value is not None)
+    if model.activation in ("squared_relu", "quick_geglu") or clamped:
+        return f"; {model.activation}{' with offset or clamp' if clamped else ''} by torch, as it has no kernel"
+    return ""
 
 
 def _stages(config: Config, stages: Stages, vocab_size: int) -> str:

@@ -7,8 +7,8 @@ everything and change nothing but `stop_reason`.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from megatronish.data.loader import Prefetcher
 from megatronish.model.batch import MicroBatch
@@ -24,7 +24,7 @@ class Progress:
     step: int = 0
     consumed_samples: int = 0
     skipped_steps: int = 0  # of them: their gradient overflowed, and they changed no parameter
-    skipped_samples: int = 0  # what those consumed: the learning rate stands still over them, as in Megatron-LM
+    skipped_samples: int = 0  # what those consumed: the learning rate is constant over them, as in Megatron-LM
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,33 @@ class TrainingSchedule:
     num_steps: int
 
 
+class LearningRates(NamedTuple):
+    """Learning rates of a step; `decoupled` is that of word embedding and output layer, with --decoupled-lr alone."""
+
+    base: float
+    decoupled: float | None = None
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One finished step, counted from 1. `seconds` is the update alone: no data, no saving, no evaluation.
 
-    `consumed_samples` includes the `global_batch_size` of this step.
+    `data_seconds` is the time for which the loop waited for the batch of this step. `consumed_samples` includes the
+    `global_batch_size` of this step.
     """
 
     step: int
     result: StepResult
-    learning_rate: float
+    learning_rates: LearningRates
     global_batch_size: int
     consumed_samples: int
     seconds: float
+    data_seconds: float = 0.0
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the step, of all except decoupled parameters."""
+        return self.learning_rates.base
 
 
 class Hook:
@@ -102,7 +116,7 @@ class Trainer:
     stop_reason: str | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Train from where `progress` stands until the end, or until a hook says to stop."""
+        """Train from `progress` until the end, or until a hook says to stop."""
         for hook in self.hooks:
             hook.start(self)
         batches = Prefetcher(
@@ -119,10 +133,12 @@ class Trainer:
                 hook.finish(self)
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
+        start = time.perf_counter()
         micro_batches = next(batches)
+        data_seconds = time.perf_counter() - start
         for hook in self.hooks:
             hook.before_step(self)
-        record = self.step(micro_batches)
+        record = replace(self.step(micro_batches), data_seconds=data_seconds)
         for hook in self.hooks:
             hook.decided(self, record.result.votes)
         for hook in self.hooks:
@@ -132,13 +148,18 @@ class Trainer:
         """One step from its micro-batches."""
         before, schedule = self.progress, self.schedule
         learned_from = before.consumed_samples - before.skipped_samples
-        learning_rate = schedule.learning_rate.learning_rate(learned_from)
+        decoupled = schedule.learning_rate.decoupled
+        rates = LearningRates(
+            schedule.learning_rate.learning_rate(learned_from),
+            None if decoupled is None else decoupled.learning_rate(learned_from),
+        )
         start = time.perf_counter()
         result = self.engine.step(
             micro_batches,
             num_steps_done=before.step,
-            learning_rate=learning_rate,
+            learning_rate=rates.base,
             weight_decay=schedule.learning_rate.weight_decay(learned_from),
+            decoupled_learning_rate=rates.decoupled,
             votes=self._votes,
         )
         seconds = time.perf_counter() - start
@@ -150,7 +171,12 @@ class Trainer:
             before.skipped_samples + size * result.skipped,
         )
         return StepRecord(
-            self.progress.step, result, learning_rate, size, self.progress.consumed_samples, seconds=seconds
+            self.progress.step,
+            result,
+            rates,
+            size,
+            self.progress.consumed_samples,
+            seconds=seconds,
         )
 
     def _votes(self) -> dict[str, float]:

@@ -26,7 +26,7 @@ class UpdateRule(NamedTuple):
         return not math.isfinite(grad_norm) and self.loss_scale.skips_overflow
 
     def refuse_not_finite(self, loss: float, grad_norm: float, *, step: int) -> None:
-        """NotFiniteError, unless a smaller loss scale may help: then the step is left out and the run goes on."""
+        """NotFiniteError, unless a smaller loss scale may help: then the step is left out and the run continues."""
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if is_finite or not self.check_finite or self.loss_scale.can_shrink:
             return

@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatronish.attention import tile
+from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.all_to_all import num_repeats
 from megatronish.attention.core import ProbabilityDropout, attend_alone
 from megatronish.attention.mask import AttentionMask
@@ -167,11 +169,16 @@ class Case:
     dropout: float = 0.0
     seq_length: int = 40
     queries: int = 40
+    alibi: bool = False
+    sinks: bool = False
 
     def mask(self, device: str) -> AttentionMask:
         documents = documents_of(self.seq_length).to(device) if self.documents else None
         first_query = self.seq_length - self.queries
-        return AttentionMask(self.seq_length, self.window, documents, torch.device(device), first_query=first_query)
+        slopes = alibi_slopes(20)[7:19] if self.alibi else ()
+        return AttentionMask(
+            self.seq_length, self.window, documents, torch.device(device), first_query=first_query, slopes=slopes
+        )
 
     def drop(self, device: str) -> ProbabilityDropout | None:
         if self.dropout == 0.0:
@@ -198,13 +205,24 @@ CASES = {
     "a cache, one token and a window": Case(queries=1, window=5),
     "a cache, some tokens, a window": Case(queries=6, window=5, kv_heads=1),
     "a cache, texts of several lengths": Case(queries=6, documents=True, window=9, kv_heads=6),
+    "alibi": Case(alibi=True),
+    "alibi of all, grouped": Case(alibi=True, kv_heads=4, window=9, documents=True),
+    "alibi and dropout": Case(alibi=True, kv_heads=3, size=10, dropout=0.2),
+    "alibi, a cache and one token": Case(alibi=True, queries=1),
+    "alibi, a cache and some tokens": Case(alibi=True, queries=6, documents=True),
+    "sinks": Case(sinks=True),
+    "sinks of all, grouped": Case(sinks=True, alibi=True, kv_heads=4, window=9, documents=True),
+    "sinks in a window": Case(sinks=True, window=3, kv_heads=6, size=10),
+    "sinks and dropout": Case(sinks=True, kv_heads=3, dropout=0.2),
+    "sinks, a cache and one token": Case(sinks=True, queries=1, kv_heads=3),
+    "sinks, a cache and some tokens": Case(sinks=True, queries=6, window=5),
 }
 
 
 def computed(
     case: Case, backend: AttentionBackend, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> list[Tensor]:
-    """The output and the gradients of q, k, v, of the same numbers in whatever dtype."""
+    """The output and the gradients of q, k, v (and sinks), of the same numbers in whatever dtype."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(case.queries, 2, 12, case.size), *[(case.seq_length, 2, case.kv_heads, case.size)] * 2]
     q, k, v = (
@@ -213,8 +231,66 @@ def computed(
     )
     dout = torch.randn(case.queries, 2, 12 * case.size, generator=generator).to(device, dtype)
     mask, dropout = case.mask(device), case.drop(device)
-    out = attend_alone(q, k, v, mask=mask, backend=backend, first_head=7, dropout=dropout)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    sinks = sinks_of(case, generator).to(device, dtype).requires_grad_() if case.sinks else None
+    out = attend_alone(q, k, v, mask=mask, backend=backend, first_head=7, dropout=dropout, sinks=sinks)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v) if sinks is None else (q, k, v, sinks), dout)]
+
+
+def sinks_of(case: Case, generator: torch.Generator) -> Tensor:
+    """[n], exact in bf16; they take a large part of some rows, and next to nothing of others."""
+    return (3 * torch.randn(12, generator=generator)).bfloat16().double()
+
+
+def by_definition(case: Case) -> list[Tensor]:
+    """`computed` without dropout, in float64 and token by token."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(case.queries, 2, 12, case.size), *[(case.seq_length, 2, case.kv_heads, case.size)] * 2]
+    q, k, v = ((torch.randn(s, generator=generator) * 1.5).bfloat16().double().requires_grad_() for s in shapes)
+    dout = torch.randn(case.queries, 2, 12 * case.size, generator=generator).double()
+    sinks = sinks_of(case, generator).requires_grad_() if case.sinks else None
+    mask, group, rows = case.mask("cpu"), 12 // case.kv_heads, []
+    for query in range(case.queries):
+        place = case.seq_length - case.queries + query
+        heads = []
+        for sample, head in product(range(2), range(12)):
+            documents = None if mask.document_ids is None else mask.document_ids[sample]
+            keys = [key for key in range(place + 1) if sees(place, key, window=case.window, documents=documents)]
+            scores = k[keys, sample, head // group] @ q[query, sample, head] / math.sqrt(case.size)
+            if case.alibi:
+                scores = scores - alibi_slopes(20)[7 + head] * torch.tensor([float(place - key) for key in keys])
+            weights = scores.exp()
+            below = weights.sum() + (0.0 if sinks is None else sinks[head].exp())
+            heads.append((weights / below) @ v[keys, sample, head // group])
+        rows.append(torch.cat(heads).view(2, -1))
+    out = torch.stack(rows)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v) if sinks is None else (q, k, v, sinks), dout)]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.dropout])
+def test_attention_is_what_its_definition_says(name: str) -> None:
+    found, expected = computed(CASES[name], "unfused", dtype=torch.float64), by_definition(CASES[name])
+    for actual, exact in zip(found, expected, strict=True):
+        assert (actual - exact).abs().max() <= 1e-6 * max(1.0, float(exact.abs().max()))
+
+
+def test_slopes_are_those_of_the_paper_for_any_number_of_heads() -> None:
+    assert alibi_slopes(8) == tuple(2.0**-n for n in range(1, 9))
+    assert alibi_slopes(16)[:4] == pytest.approx([2**-0.5, 2**-1, 2**-1.5, 2**-2])
+    assert alibi_slopes(1) == (2.0**-8,)
+    # Between powers of two: those of 4 heads, then every other one of 8.
+    assert alibi_slopes(6) == (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3)
+    assert all(len(alibi_slopes(heads)) == heads for heads in range(1, 130))
+
+
+def test_what_layers_share_is_made_once() -> None:
+    mask = AttentionMask(12)
+    alike = mask.variant(3, (0.5, 0.25))
+    assert mask.variant(3, (0.5, 0.25)) is alike
+    assert alike.whole_bias(torch.float32) is alike.whole_bias(torch.float32)
+    part = alike.for_heads(range(1, 2))
+    assert part is alike.for_heads(range(1, 2)) and part.slopes == (0.25,)
+    assert torch.equal(part.whole_bias(torch.float32), alike.whole_bias(torch.float32)[:, 1:])
+    assert mask.for_heads(range(1, 2)) is mask
 
 
 def backends_of(case: Case) -> tuple[AttentionBackend, ...]:
@@ -226,7 +302,7 @@ def check_backends(case: Case, *, dtype: torch.dtype, device: str, tolerance: fl
     expected = computed(case, "unfused", dtype=torch.float64, device=device)
     for backend in backends_of(case):
         found = computed(case, backend, dtype=dtype, device=device)
-        for name, actual, exact in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        for name, actual, exact in zip(("out", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
             assert actual.dtype == dtype
             assert (actual - exact).abs().max() <= tolerance * max(1.0, float(exact.abs().max())), (backend, name)
 
@@ -376,16 +452,22 @@ def test_two_tiles_merged_are_attention_over_both_on_a_gpu(explicit: bool, dtype
 
 @pytest.mark.parametrize(
     ("operation", "dtype", "masked"),
-    [(FLASH, torch.bfloat16, False), (EFFICIENT, torch.float32, False), (EFFICIENT, torch.bfloat16, True)],
-    ids=["flash", "efficient", "efficient, masked"],
+    [
+        (FLASH, torch.bfloat16, False),
+        (EFFICIENT, torch.float32, False),
+        (EFFICIENT, torch.bfloat16, True),
+        (EFFICIENT, torch.bfloat16, "alibi"),
+    ],
+    ids=["flash", "efficient", "efficient, masked", "efficient, alibi"],
 )
 @pytest.mark.parametrize(("kv_heads", "size"), [(12, 16), (3, 10)])
 def test_the_operations_of_a_gpu_accept_their_arguments(
-    operation: Operation, dtype: torch.dtype, masked: bool, kv_heads: int, size: int
+    operation: Operation, dtype: torch.dtype, masked: bool | str, kv_heads: int, size: int
 ) -> None:
     """On tensors without data: names, order, optional arguments and shapes. What they compute takes a GPU to see."""
     q, k, v, dout = tensors_of(queries=33, keys=45, kv_heads=kv_heads, size=size, dtype=dtype, device="meta")
-    seen = TileMask(dense=mask_of(33, 45).to("meta") if masked else None)
+    alibi = torch.empty(1, 12, 33, 45, device="meta") if masked == "alibi" else None
+    seen = TileMask(dense=mask_of(33, 45).to("meta") if masked else None, alibi=alibi)
     out, lse = operation.forward(q, k, v, seen)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     grads = operation.backward(dout, q, k, v, out, lse.contiguous(), seen)

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatronish import comm
 from megatronish.attention import tile
+from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
 from megatronish.attention.core import ProbabilityDropout, attend_alone
 from megatronish.attention.mask import AttentionMask
@@ -36,6 +37,8 @@ class Case:
     window: int | None = None
     documents: bool = False
     dropout: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -53,6 +56,14 @@ CASES = {
     "documents in a window, grouped": Case(documents=True, window=11, kv_heads=2, chunk=7),
     "dropout": Case(dropout=0.3),
     "dropout of all": Case(dropout=0.2, documents=True, window=17, kv_heads=4, chunk=5),
+    "alibi": Case(alibi=True),
+    "alibi of all": Case(alibi=True, documents=True, window=17, kv_heads=4, chunk=5, dropout=0.2),
+    "alibi in a window": Case(alibi=True, window=11, kv_heads=3),
+    "sinks": Case(sinks=True, kv_heads=4),
+    "sinks of all": Case(sinks=True, alibi=True, documents=True, window=17, kv_heads=4, chunk=5),
+    "sinks and dropout": Case(sinks=True, dropout=0.2),
+    "fp64 sinks": Case(sinks=True, alibi=True, dtype=torch.float64, window=9, kv_heads=6),
+    "bf16 sinks": Case(sinks=True, dtype=torch.bfloat16, chunk=16, kv_heads=6),
     "bf16": Case(dtype=torch.bfloat16, chunk=16),
     "bf16 documents": Case(dtype=torch.bfloat16, documents=True, kv_heads=4),
     "fp64 of all": Case(dtype=torch.float64, documents=True, window=17, kv_heads=6, dropout=0.1),
@@ -96,12 +107,15 @@ def dropout_of(case: Case) -> ProbabilityDropout | None:
 
 
 def compute(case: Case, whole: Tensors, mine: Tensor, *, cp: Axis, method: Method = "p2p") -> list[Tensor]:
-    """The output of this rank and the gradients of its q, k, v."""
+    """The output of this rank and the gradients of its q, k, v, and its terms of those of the sinks."""
     seq_length = len(whole.q)
     q, k, v, dout = (x[mine] for x in whole)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    mask = AttentionMask(seq_length, case.window, documents_of(case, seq_length))
-    out = attend(q, k, v, cp=cp, method=method, mask=mask, first_head=7, dropout=dropout_of(case))
+    slopes = alibi_slopes(case.heads) if case.alibi else ()
+    mask = AttentionMask(seq_length, case.window, documents_of(case, seq_length), slopes=slopes)
+    sinks = torch.linspace(-2, 3, case.heads).to(case.dtype).to(q.dtype).requires_grad_() if case.sinks else None
+    leaves += [] if sinks is None else [sinks]
+    out = attend(q, k, v, cp=cp, method=method, mask=mask, first_head=7, dropout=dropout_of(case), sinks=sinks)
     assert not out.isnan().any()
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
@@ -154,6 +168,10 @@ def test_over_cp_attention_is_what_it_is_on_one_device(found: list[Answers], nam
         rounding = torch.finfo(accumulation_dtype(case.dtype)).eps
         bound = max(1.5 * error(alone[number], exact[number]), 8 * rounding)
         assert error(joined, exact[number]) <= bound, label
+    if case.sinks:
+        summed = torch.stack([answer[name, method][4] for answer in found]).sum(0)
+        bound = max(1.5 * error(alone[4], exact[4]), 8 * torch.finfo(case.dtype).eps)
+        assert error(summed, exact[4]) <= bound
 
 
 def test_on_one_rank_it_is_the_attention_of_one_rank_to_the_bit() -> None:

@@ -88,9 +88,9 @@ def test_training_goes_on_meanwhile_and_one_save_waits_for_the_other(tmp_path: P
     told = re.sub(r"\d\.\d+ s", "_ s", ended.output)
     told = [re.match(r" \[.*iteration +(\d)", line)[1] if "iteration" in line else line for line in told.splitlines()]
     told = told[told.index("1") :]
-    saved = [f" saved {step(tmp_path / 'run', n)} in _ s beside training, which stood still for _ s" for n in (3, 6)]
+    saved = [f" saved {step(tmp_path / 'run', n)} in _ s in the background; training paused for _ s" for n in (3, 6)]
     waited = [f" waited _ s for the checkpoint of step {n} to be written" for n in (3, 6)]
-    stopped = "stopped after step 6 of 7: --exit-interval is reached; start again to go on"
+    stopped = "stopped after step 6 of 7: --exit-interval is reached; start again to resume"
     # Steps 4 to 6 were computed while step 3 was written; step 6 waited for that, and the end for step 6.
     assert told == ["1", "2", "3", "4", "5", "6", saved[0], waited[0], saved[1], waited[1], stopped]
     assert checkpoints_of(tmp_path / "run") == ["latest", "step_00000003", "step_00000006"]
@@ -105,7 +105,7 @@ def test_a_failed_write_is_told_and_tried_again(tmp_path: Path, layout: str, ran
     told = [line for line in ended.errors.splitlines() if line]
     assert len(told) == 2, told
     for number, line in zip((4, 6), told, strict=True):
-        assert re.fullmatch(f"the checkpoint of step {number} {FAILED}; training goes on, and the next .*", line)
+        assert re.fullmatch(f"the checkpoint of step {number} {FAILED}; training continues, and the next .*", line)
     assert len(steps_of(run_dir)) == 8
     # What was good stayed until something newer took its place.
     assert checkpoints_of(run_dir) == ["latest", "step_00000002", "step_00000008"]
@@ -119,8 +119,10 @@ def test_the_last_save_must_succeed(tmp_path: Path, flags: str) -> None:
     ended = run_job(argv, tmp_path, plant=no_room, plant_args=(range(3, 9), rank))
     assert ended.status == 1 and "Traceback" not in ended.errors, ended
     last = ended.errors.strip().splitlines()[-1]
-    assert re.search(f"the checkpoint of step 4 {FAILED}; make room there and start again, or name another", last), last
-    assert ended.errors.count("make room") == 1
+    assert re.search(f"the checkpoint of step 4 {FAILED}; free space there and start again, or name another", last), (
+        last
+    )
+    assert ended.errors.count("free space") == 1
     assert checkpoints_of(run_dir) == ["latest", "step_00000002"]
     # There is room again, and nothing was lost.
     train_on_ranks(argv, world_size=1 + rank)

@@ -227,7 +227,7 @@ def test_the_newest_whole_checkpoint_before_a_damaged_one_is_offered(
     shutil.copytree(six_steps, run_dir)
     flip(step(run_dir, 6) / name, (step(run_dir, 6) / name).stat().st_size // 2)
     argv = tiny(run_dir, "--train-iters 7 --save-interval 2")
-    offer = "the newest whole one before it is step_00000004; load it with --ckpt-step 4, or remove that folder"
+    offer = "the newest whole checkpoint before it is step_00000004; load it with --ckpt-step 4, or remove that folder"
     ended = call_main(argv)
     assert ended.status == 2 and "Traceback" not in ended.errors
     assert f"{step(run_dir, 6)} is damaged: {name} does not hold what was written; {offer}" in ended.errors
@@ -259,10 +259,10 @@ def test_where_no_checkpoint_is_whole_that_is_said(tmp_path: Path, six_steps: Pa
     shutil.copytree(six_steps, run_dir)
     for number in (2, 4, 6):
         (step(run_dir, number) / "__0_0.distcp").unlink()
-    told = f"{step(run_dir, 6)} is damaged: __0_0.distcp is missing; none before it is whole: remove that folder"
+    told = f"{step(run_dir, 6)} is damaged: __0_0.distcp is missing; no earlier one is whole: remove that folder"
     assert told in call_main(tiny(run_dir)).errors
     # What is loaded from elsewhere is told of, too, and nothing is written where the run would live.
-    assert "none before it" in call_main(tiny(tmp_path / "new", f"--load {run_dir} --ckpt-step 2")).errors
+    assert "no earlier one is whole" in call_main(tiny(tmp_path / "new", f"--load {run_dir} --ckpt-step 2")).errors
     assert checkpoints_of(tmp_path / "new") == []
 
 

@@ -31,6 +31,12 @@ LLAMA = (
     "--group-query-attention --num-query-groups 6 --untie-embeddings-and-output-weights"
 )
 
+GPT_OSS = (
+    "--num-layers 4 --position-embedding-type rope --normalization RMSNorm --quick-geglu --glu-linear-offset 1 "
+    "--activation-func-clamp-value 0.5 --softmax-type learnable --window-size 5 --window-attn-skip-freq 2 "
+    "--embed-layernorm --decoupled-lr 2e-2"
+)
+
 
 def load_and_save(
     place: Place, argv: list[str], source: Path, target: Path, make_block: MakeBlock = TransformerBlock
@@ -75,11 +81,15 @@ def load_and_save(
             ],
         ),
         (
+            f"{GPT_OSS} --global-batch-size 8",
+            ["--tp 2 --pp 2 --dp 2 --zero-stage 3", "--tp 3 --cp 2 --zero-stage 1", "--dp 4 --zero-stage 3"],
+        ),
+        (
             f"{GPT2} --optimizer muon --global-batch-size 12",
             ["--tp 2 --dp 2 --zero-stage 2", "--dp 3 --zero-stage 3", "--pp 2 --tp 2"],
         ),
     ],
-    ids=["gpt2", "llama", "muon"],
+    ids=["gpt2", "llama", "gpt-oss", "muon"],
 )
 def test_a_checkpoint_of_any_layout_loads_in_any_other_bit_by_bit(
     tmp_path: Path, model: str, layouts: list[str]
@@ -145,7 +155,15 @@ def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Pat
         assert moved[step] == pytest.approx(seen, rel=1e-5), f"step {step}"
 
 
-@pytest.mark.parametrize(("flags", "world_size"), [("--bf16", 1), ("--bf16 --tp 2", 2), ("--optimizer sgd", 1)])
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--bf16", 1),
+        ("--bf16 --tp 2", 2),
+        ("--optimizer sgd", 1),
+        (f"{GPT_OSS} --decoupled-min-lr 1e-3 --lr-decay-style cosine", 1),
+    ],
+)
 def test_a_resumed_run_repeats_every_bit(tmp_path: Path, flags: str, world_size: int) -> None:
     for parts, name in ((1, "whole"), (2, "parts")):
         for _ in range(parts):

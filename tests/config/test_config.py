@@ -16,7 +16,6 @@ from megatronish.config.config import Config
 from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS, with_fields
-from megatronish.config.flags import DIFFERENCES, KNOWN, flags_markdown
 from megatronish.config.read import ConfigError, read_config
 from megatronish.optim.optimizer import OPTIMIZERS
 from megatronish.schedule.schedules import SCHEDULES
@@ -209,7 +208,8 @@ def test_a_schedule_of_the_table_can_be_named_in_a_config(tmp_path: Path, monkey
     )
     monkeypatch.delitem(SCHEDULES, "mine")
     assert problems(small("--mock-data", *file)) == [
-        "[parallel] pipeline_schedule = mine: pipeline_schedule must be one of gpipe, 1f1b, interleaved, zb-h1 or zb-v"
+        "[parallel] pipeline_schedule = mine: pipeline_schedule must be one of gpipe, 1f1b, interleaved, zb-h1 or "
+        "zb-v; others are those of plug-ins (--plugin)"
     ]
 
 
@@ -223,14 +223,14 @@ def test_the_optimizers_of_a_config_are_those_of_the_table() -> None:
 def test_problems_of_file_flags_and_rules_come_together(tmp_path: Path) -> None:
     words = toml(tmp_path, '[model]\nnum_layer = 4\nhidden_size = 96\n[trainin]\n[data]\nvocab_size = "x"\n')
     told = "\n".join(
-        problems([*words, "--num-attention-heads", "x", "--cpu-offloading", "--seq-length", "-1", "--lrr", "1"])
+        problems([*words, "--num-attention-heads", "x", "--skip-train", "--seq-length", "-1", "--lrr", "1"])
     )
     for sentence in (
         "[model] num_layer is not a key; did you mean num_layers?",
         "[trainin] is not a section; did you mean [training]?",
         "[data] vocab_size = x: vocab_size must be a whole number",
         "--num-attention-heads x: num_attention_heads must be a whole number",
-        "--cpu-offloading is refused: use --recompute-granularity full",
+        "--skip-train is refused: use tools/evaluate.py",
         "--lrr is not a flag; did you mean --lr?",
         "seq_length=-1 must be at least 1",
         "num_layers is not given; set it in [model] of the config file, or add --num-layers",
@@ -259,7 +259,7 @@ def test_the_error_counts_its_problems() -> None:
         ("[training]\nbf16 = []\n", "bf16 = []: bf16 must be true or false"),
         ('[model]\nswiglu = "yes"\n', "swiglu must be true or false"),
         ("[parallel]\ntp = 2\ntensor_model_parallel_size = 4\n", "contradicts"),
-        ("[training]\ncpu_offloading = true\n", "[training] cpu_offloading = true is refused"),
+        ("[training]\nperform_rl_step = true\n", "[training] perform_rl_step = true is refused"),
         ("[training]\nfp16 = true\nbf16 = true\n", "contradicts [training] fp16 = true: a model is computed in one"),
         ("[training]\ntrain_iters = 3\ntrain_samples = 3\n", "contradicts"),
     ],
@@ -358,7 +358,7 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             "--attention-backend flash",
             r"^attention_backend=flash must have attention_dropout=0, not 0.1: .*; add --attention-dropout 0, or use",
         ),
-        ("--cp 2 --cp-comm-type all_gather", r"cp_comm_type must be one of p2p or a2a"),
+        ("--cp 2 --cp-comm-type ring", r"cp_comm_type must be one of p2p or a2a"),
         (
             "--recompute-granularity selective --recompute-method block",
             r"^recompute_method=block belongs to full recomputation, not to recompute_granularity=selective; add --rec",
@@ -417,11 +417,11 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
             r"^pipeline_schedule=interleaved needs several chunks a stage",
         ),
         ("--global-batch-size 400000", r"is 200000 micro-batches, and must be at most 100000; use a smaller batch"),
-        ("--cpu-offloading", r"is refused: use --recompute-granularity full --offload-saved-activations"),
+        ("--yaml-cfg x", r"is refused: use --config FILE.toml"),
         (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
         (f"--hidden-size {10**400}", r"^hidden_size=10+ must be at most 2147483647; change --hidden-size"),
         (f"--seed {10**19}", r"^seed=10+ must be at most 9223372036854775807; the default is 1234"),
-        ("--sample-prompt a\udcff", r"^'a\\udcff' is not UTF-8 text, as a config must be; type it anew"),
+        ("--sample-prompt a\udcff", r"^'a\\udcff' is not UTF-8 text, as a config must be; type it again"),
         ("--run-dir=x\udcff", r"^'--run-dir=x\\udcff' is not UTF-8 text"),
         ("--tp 0", r"^tensor_model_parallel_size=0 must be at least 1; the default is 1"),
         ("--hidden-size 100", r"^hidden_size=100 must be divisible by num_attention_heads=12"),
@@ -460,6 +460,42 @@ def test_a_word_that_belongs_to_no_flag_is_told() -> None:
         ),
         ("--rampup-batch-size 1 2", r"^--rampup-batch-size 1 2: rampup_batch_size must be 3 whole numbers"),
         ("--min-lr 1", r"^min_lr=1.0 must not exceed lr=0.001"),
+        ("--decoupled-min-lr 1e-4", r"^decoupled_min_lr=0.0001 needs the rate that decays to it; add --decoupled-lr"),
+        ("--decoupled-lr 0", r"^decoupled_lr=0.0 must be greater than 0; change --decoupled-lr"),
+        (
+            "--decoupled-lr 1e-4 --min-lr 5e-4",
+            r"^min_lr=0.0005 must not exceed decoupled_lr=0.0001; add --decoupled-min-lr, or a larger --decoupled-lr",
+        ),
+        (
+            "--decoupled-lr 1e-4 --decoupled-min-lr 5e-4",
+            r"^decoupled_min_lr=0.0005 must not exceed decoupled_lr=0.0001; use a smaller one, or a larger",
+        ),
+        ("--decoupled-lr 1e-4 --lr-warmup-init 5e-4", r"^lr_warmup_init=0.0005 must not exceed decoupled_lr=0.0001"),
+        (
+            "--window-attn-skip-freq 2",
+            r"^window_attn_skip_freq=2 needs window_size; add --window-size, or leave it out",
+        ),
+        (
+            "--window-size 8 --window-attn-skip-freq [1]*3",
+            r"^window_attn_skip_freq=\[1\]\*3 is a list of 3, and must have .* change --window-attn-skip-freq",
+        ),
+        (
+            "--no-rope-freq 4",
+            r"^no_rope_freq=4 needs position_embedding_type=rope; add --position-embedding-type rope, ",
+        ),
+        (
+            "--position-embedding-type rope --no-rope-freq x",
+            r"^no_rope_freq=x is no pattern; it must be a number N for",
+        ),
+        ("--glu-linear-offset 1", r"^glu_linear_offset=1.0 needs a gated MLP; add --quick-geglu or --swiglu, or leave"),
+        ("--squared-relu --activation-func-clamp-value 7", r"^activation_func_clamp_value=7.0 needs a gated MLP"),
+        ("--swiglu --activation-func-clamp-value 0", r"^activation_func_clamp_value=0.0 must be greater than 0"),
+        ("--swiglu --glu-linear-offset inf", r"^glu_linear_offset=inf must not be negative"),
+        ("--softmax-type sinks", r"softmax_type must be one of vanilla, off-by-one or learnable"),
+        (
+            "--position-embedding-type alibi --use-rope-scaling",
+            r"^rope_scaling_type=llama3 needs position_embedding_type=rope, not alibi",
+        ),
         ("--lr-warmup-iters 10", r"^lr_warmup_iters=10 must be less than train_iters=10"),
         ("--lr-decay-style WSD", r"^lr_decay_style=WSD needs the length of its last part; add --lr-wsd-decay-iters"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 11", r"^lr_wsd_decay_iters=11 must not exceed train_iters=10"),
@@ -526,7 +562,7 @@ def test_a_missing_data_file_is_named_with_the_remedy(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     words = small("--tokenizer-type", "bytes", "--data-path")
     assert problems([*words, f"{tmp_path}/a"])[0].endswith(
-        f"{tmp_path}/a.idx does not exist; make them with tools/preprocess_data.py, or use --mock-data"
+        f"{tmp_path}/a.idx does not exist; make them with megatronish preprocess, or use --mock-data"
     )
     assert problems([*words, f"{tmp_path}/b"])[0].endswith(f"use {tmp_path}/b_text_document")
     assert problems([*words, f"{tmp_path}/a.bin"])[0].endswith(f"leave .bin off: use {tmp_path}/a")
@@ -575,8 +611,6 @@ def test_a_split_sums_to_one() -> None:
 # settings that exclude each other
 
 CONFLICTS = [
-    "--tp 2 --tensor-model-parallel-size 4",
-    "--sequence-parallel --no-sequence-parallel",
     "--train-iters 10 --train-samples 100",
     "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
     "--lr-warmup-fraction 0.1 --lr-warmup-samples 3",
@@ -584,9 +618,13 @@ CONFLICTS = [
     "--swiglu --squared-relu",
     "--swiglu --openai-gelu",
     "--openai-gelu --squared-relu",
+    "--quick-geglu --swiglu",
+    "--quick-geglu --squared-relu",
+    "--quick-geglu --openai-gelu",
     "--mock-data --data-path x",
     "--data-path x --train-data-path y",
-    "--use-rope-scaling --rope-scaling-type yarn",
+    "--pp 2 --pipeline-split auto --account-for-embedding-in-pipeline-split",
+    "--rampup-batch-size 2 2 8 --step-batch-size-schedule 0:2",
 ]
 
 
@@ -600,6 +638,25 @@ def test_contradicting_flags_are_an_error(words: str) -> None:
 def test_a_repeated_flag_that_says_the_same_is_fine() -> None:
     assert read("--tp", "2", "--tensor-model-parallel-size=2").layout.tp == 2
     assert read("--no-swiglu", "--squared-relu").model.squared_relu
+
+
+LAST_COUNTS = {
+    "--tp 2 --tp 4": "--tp is given twice; the last, --tp 4, counts",
+    "--tp 2 --tp 1 --tp=4": "--tp is given 3 times; the last, --tp 4, counts",
+    "--tp 2 --tensor-model-parallel-size 4": "--tp 2, --tensor-model-parallel-size 4 set the same field, "
+    "tensor_model_parallel_size; the last, --tensor-model-parallel-size 4, counts",
+}
+
+
+@pytest.mark.parametrize("words", LAST_COUNTS)
+def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(words: str) -> None:
+    config, notes = read_config(small("--mock-data", *words.split()))
+    assert config.layout.tp == 4
+    assert notes[0] == LAST_COUNTS[words]
+    assert not any("counts" in note for note in read_config(small("--mock-data", "--tp", "2", "--tp", "2")).notes)
+    assert not read("--tp", "2", "--sequence-parallel", "--no-sequence-parallel").parallel.sequence_parallel
+    rope = ("--position-embedding-type", "rope", "--use-rope-scaling", "--rope-scaling-type", "yarn")
+    assert read(*rope).model.rope_scaling_type == "yarn"
 
 
 def test_what_is_typed_makes_its_conflict_in_the_file_idle() -> None:
@@ -624,35 +681,7 @@ def test_a_parent_that_is_switched_off_takes_its_child_along(tmp_path: Path) -> 
     assert read_config(small("--mock-data", *words, "--no-group-query-attention")).config.model.num_kv_heads == 12
 
 
-# Megatron-LM's flags
-
-
-def test_every_flag_of_the_reference_is_known() -> None:
-    for flag in (ROOT / "tests" / "golden" / "megatron_flags.txt").read_text().split():
-        name = flag.removeprefix("--").replace("_", "-")
-        field = name.replace("-", "_")
-        negated = FIELDS.get(field.removeprefix("no_"))
-        assert field in FIELDS or name in KNOWN or (negated is not None and negated.type is bool), flag
-
-
-def test_every_known_flag_is_accepted_or_refused_with_a_remedy() -> None:
-    for name, known in KNOWN.items():
-        if known.status == "means":
-            continue
-        assert name.replace("-", "_") not in FIELDS
-        words = [f"--{name}", *["7"] * known.num_values]
-        if known.status == "idle":
-            _, notes = read_config(small("--mock-data", *words))
-            assert notes[0] == f"{' '.join(words)} is idle: {known.text}"
-        else:
-            assert problems(small("--mock-data", *words)) == [f"{' '.join(words)} is refused: {known.text}"]
-            for harmless in known.harmless:
-                assert problems(small("--mock-data", f"--{name}", harmless)) == []
-
-
-def test_the_page_of_flags_is_current() -> None:
-    assert (ROOT / "docs" / "FLAGS.md").read_text() == flags_markdown()
-    assert set(DIFFERENCES) <= set(FIELDS)
+# Megatron-LM's flags: see also test_megatron_flags.py
 
 
 def test_field_names_are_unique_over_the_sections() -> None:

@@ -17,7 +17,11 @@ from megatronish.errors import UserError
 GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
 ROPE = replace(GPT, position_embedding_type="rope")
 YARN = replace(ROPE, rope_scaling_type="yarn")
-MODELS = (GPT, ROPE, YARN, replace(ROPE, rope_scaling_type="llama3"), replace(GPT, disable_bias_linear=True))
+GATED = replace(GPT, swiglu=True)
+MODELS = (
+    *(GPT, ROPE, YARN, replace(ROPE, rope_scaling_type="llama3"), replace(GPT, disable_bias_linear=True), GATED),
+    replace(GPT, window_size=3),
+)
 NAMES = [field.name for field in fields(ModelConfig)]
 RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --train-iters 2 --lr 1 --mock-data"
 
@@ -26,9 +30,11 @@ def other(name: str, value: Any) -> Any:
     """Another value of a field's type."""
     field = FIELDS[name]
     if field.choices:
-        return next(choice for choice in field.choices if choice != value)
+        return next((choice for choice in field.choices if choice != value), "a plug-in's")
     if field.type is bool:
         return not value
+    if field.type is str:
+        return "2"
     return 2 * value if value else 1
 
 
@@ -56,6 +62,10 @@ def test_the_fields_that_training_alone_reads_are_these() -> None:
         (GPT, {"ffn_hidden_size": 128, "kv_channels": 8, "num_query_groups": 4, "max_position_embeddings": 64}),
         (GPT, {"group_query_attention": True, "num_query_groups": 4}),
         (GPT, {"add_qkv_bias": True}),
+        (GPT, {"no_rope_freq": "2", "window_attn_skip_freq": "2", "glu_linear_offset": 1.0}),
+        (GPT, {"activation_func_clamp_value": 7.0}),
+        (ROPE, {"no_rope_freq": "[0]*2"}),
+        (replace(GPT, window_size=3), {"window_attn_skip_freq": "[1, 1]"}),
     ],
 )
 def test_fields_that_a_model_does_not_read_or_that_repeat_derived_sizes_change_nothing(

@@ -56,6 +56,13 @@ MODELS = {
     "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=64),
     "gpt2 with qk-norm": replace(GPT2, qk_layernorm=True),
     "mistral": replace(LLAMA, window_size=32),
+    "bloom": replace(GPT2, position_embedding_type="alibi", embed_layernorm=True),
+    "sinks": replace(GPT2, softmax_type="learnable"),
+    "sinks, grouped, in a window": replace(LLAMA, softmax_type="learnable", window_size=32),
+    "off by one": replace(LLAMA, softmax_type="off-by-one"),
+    "quick geglu": replace(GPT2, quick_geglu=True),
+    "quick geglu, clamped": replace(LLAMA, swiglu=False, quick_geglu=True, activation_func_clamp_value=1.0),
+    "swiglu with an offset": replace(LLAMA, glu_linear_offset=1.0),
 }
 TINY = 0.02  # of a layer: statistics of norms, log-sum-exps of attention
 
@@ -143,6 +150,31 @@ def test_a_row_counts_the_bytes_that_wait_for_the_backward(
     saved = cost_of(model).saved_bytes(seq_length=S, element_bytes=size, score_bytes=scores, device="cpu")
     measured = saved_by_a_layer(model, backend, dtype)
     assert saved.total <= measured <= (saved.total + not_counted(model, backend) * size) * (1 + TINY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alibi_keeps_one_bias_for_all_layers_and_a_norm_of_the_embedding_its_input(dtype: torch.dtype) -> None:
+    plain = replace(GPT2, num_layers=3, hidden_dropout=0.0, position_embedding_type="none")
+
+    def saved(model: ModelConfig) -> int:
+        gpt = built(model, "auto", dtype)
+        with saved_by(gpt) as seen:
+            gpt(None, batch(), step=0)
+        return seen.num_bytes
+
+    alibi = replace(plain, position_embedding_type="alibi")
+    assert saved(alibi) - saved(plain) == 4 * S * S * dtype.itemsize
+    inputs = S * B * 128 * dtype.itemsize
+    assert inputs <= saved(replace(plain, embed_layernorm=True)) - saved(plain) <= inputs * (1 + TINY) + 16 * S * B
+
+
+def test_a_pattern_leaves_windows_out_of_some_layers() -> None:
+    model = replace(LLAMA, num_layers=4, window_size=32, window_attn_skip_freq="2", no_rope_freq="[0, 0, 0, 1]")
+    specs = layer_specs(model)
+    assert [spec.attention.window for spec in specs] == [32, None, 32, None]
+    assert [spec.attention.rotary for spec in specs] == [True, True, True, False]
+    windowed, whole = (spec.cost(model).score_flops(S, "causal") for spec in specs[:2])
+    assert (windowed, whole) == (cost_of(replace(LLAMA, window_size=32)).score_flops(S, "causal"), 2 * 4 * 32 * S / 2)
 
 
 def test_only_a_cpu_keeps_fp32_copies_of_what_is_normalised() -> None:

@@ -7,6 +7,7 @@ import pytest
 from models import GPT2, LLAMA3_8B
 
 from megatronish.config.config import Config
+from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -28,7 +29,7 @@ def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: 
     device = settings.pop("device", "cuda")
     of_section = {
         kind: {name: settings.pop(name) for name in set(kind.__annotations__) & set(settings)}
-        for kind in (ParallelConfig, TrainingConfig, OptimizerConfig)
+        for kind in (ParallelConfig, TrainingConfig, OptimizerConfig, DataConfig)
     }
     assert not settings, settings
     parallel = ParallelConfig(
@@ -42,7 +43,8 @@ def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: 
     )
     training = TrainingConfig(**{"seq_length": 1024, "micro_batch_size": 4} | of_section[TrainingConfig])  # type: ignore[arg-type]
     optimizer = OptimizerConfig(**of_section[OptimizerConfig])  # type: ignore[arg-type]
-    config = Config(model, parallel, recompute, training, optimizer)  # type: ignore[arg-type]
+    data = DataConfig(**of_section[DataConfig])  # type: ignore[arg-type]
+    config = Config(model, parallel, recompute, training, optimizer, data)  # type: ignore[arg-type]
     stages = Stages.of(parallel, model, vocab_size=50257, seq_length=1024)
     loads = stages.loads(num_microbatches)  # type: ignore[arg-type]
     return expected_memory(config, loads, vocab_size=50257, device=device)  # type: ignore[arg-type]
@@ -219,6 +221,55 @@ def test_memory_draws_itself_as_a_table() -> None:
         "              parameters   gradients   optimizer activations      logits   temporary       total        host",
         "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     1.0 KiB     4.0 MiB     4.0 MiB",
     ]
+
+
+# ALiBi, and a norm after the embedding
+
+ALIBI = replace(GPT2, attention_dropout=0.0, position_embedding_type="alibi")
+BIAS = 12 * 1024 * 1024 * 2  # of all heads
+
+
+@pytest.mark.parametrize(
+    ("layout", "documents", "expected"),
+    [
+        (Layout(), False, [BIAS]),
+        (Layout(), True, [4 * BIAS]),  # one of each sample
+        (Layout(tp=4), False, [BIAS / 4]),
+        (Layout(pp=2), False, [BIAS, BIAS]),  # all micro-batches share it
+        (Layout(pp=2), True, [2 * 4 * BIAS, 4 * BIAS]),
+        (Layout(cp=2), False, [0]),  # of a ring, made for a tile at a time
+    ],
+    ids=str,
+)
+def test_the_biases_of_alibi_are_held_once_or_with_documents_for_every_sample(
+    layout: Layout, documents: bool, expected: list[float]
+) -> None:
+    settings = {"bf16": True, "reset_attention_mask": documents}
+    without = expect(replace(ALIBI, position_embedding_type="none"), layout, **settings)
+    found = expect(ALIBI, layout, **settings)
+    assert [a.activations - b.activations for a, b in zip(found, without, strict=True)] == expected
+
+
+def test_traded_heads_have_their_biases() -> None:
+    found, without = (
+        expect(model, Layout(cp=4), cp_comm_type="a2a", bf16=True)[0].activations
+        for model in (ALIBI, replace(ALIBI, position_embedding_type="none"))
+    )
+    assert found - without == BIAS / 4
+
+
+def test_a_norm_after_the_embedding_keeps_its_input_on_the_first_stage() -> None:
+    for layout, kept in ((Layout(), 1), (Layout(tp=4), 1)):
+        found, without = (
+            expect(model, layout, bf16=True)[0] for model in (replace(ALIBI, embed_layernorm=True), ALIBI)
+        )
+        assert found.activations - without.activations == kept * 1024 * 4 * 768 * 2
+        assert found.parameters - without.parameters == 2 * 2 * 768
+    (first, second), (without, _) = (
+        expect(model, Layout(pp=2), num_microbatches=1) for model in (replace(ALIBI, embed_layernorm=True), ALIBI)
+    )
+    assert first.activations - without.activations == 1024 * 4 * 768 * 4
+    assert second == expect(ALIBI, Layout(pp=2), num_microbatches=1)[1]
 
 
 # Layers that differ

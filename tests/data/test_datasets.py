@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatronish.config.data import DataConfig
+from megatronish.config.data import DataConfig, parse_blend
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.indexed import IndexedWriter
@@ -48,6 +48,25 @@ def test_a_part_of_zero_is_no_data_set(tmp_path: Path) -> None:
     assert tokens_of(datasets.train) == set(range(40))
     assert (tmp_path / "kept").is_dir()
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_path_may_name_a_part_of_its_documents(tmp_path: Path) -> None:
+    """40 documents: the first three quarters to train on, the rest is cut again by --split, or by its own part."""
+    a, b = write(tmp_path / "a", first=0), write(tmp_path / "b", first=100)
+    built = build(train_data_path=(f"{a}[0:0.75]",), valid_data_path=(f"{a}[0.75:1]", f"{b}[0:0.5]"))
+    assert tokens_of(built.train) == set(range(30))
+    assert tokens_of(built.valid["validation"]) == {*range(30, 40), *range(100, 120)}
+    built = build(data_path=(f"{b}[0.5:1]",), split="50,50,0")
+    assert tokens_of(built.train) == set(range(120, 130))
+    assert tokens_of(built.valid["validation"]) == set(range(130, 140))
+    several = build(train_data_path=(a,), valid_data_path=(f"{a}[0:0.5]", b), multiple_validation_sets=True)
+    assert set(several.valid) == {"a", "b"}
+
+
+@pytest.mark.parametrize("part", ["[0.5:0.5]", "[0:1.1]", "[-0.1:1]", "[x:1]", "[:0.5]", "[nan:1]"])
+def test_a_part_that_is_empty_or_outside_is_told(part: str) -> None:
+    with pytest.raises(ValueError, match=r"must have a part between 0 and 1, as in a\[0:0.9\]"):
+        parse_blend([f"a{part}"])
 
 
 def test_each_purpose_may_have_paths_of_its_own(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_truncation_at_any_byte_is_noticed(tmp_path: Path) -> None:
         whole = path.read_bytes()
         for size in range(len(whole)):
             path.write_bytes(whole[:size])
-            with pytest.raises(ValueError, match=rf"{path.name} .*truncated.*copy both files again or run tools"):
+            with pytest.raises(ValueError, match=rf"{path.name} .*truncated.*copy both files again or run megatronish"):
                 IndexedTokens(tmp_path / "a")
         path.write_bytes(whole)
 
@@ -142,7 +142,7 @@ def test_a_bin_of_another_idx_is_noticed(tmp_path: Path) -> None:
     write_fixture(tmp_path / "a")
     with bin_path(tmp_path / "a").open("ab") as file:
         file.write(bytes(2))
-    with pytest.raises(ValueError, match=r"a\.bin has 20 bytes but its \.idx tells 18: it is not the one its \.idx"):
+    with pytest.raises(ValueError, match=r"a\.bin has 20 bytes but its \.idx says 18: it is not the one its \.idx"):
         IndexedTokens(tmp_path / "a")
 
 
@@ -179,5 +179,5 @@ def test_an_index_that_contradicts_itself_is_refused(
     whole = bytearray(path.read_bytes())
     struct.pack_into(format_, whole, place, value)
     path.write_bytes(whole)
-    with pytest.raises(UserError, match=rf"a\.idx has {told}.*; copy both files again or run tools"):
+    with pytest.raises(UserError, match=rf"a\.idx has {told}.*; copy both files again or run megatronish"):
         IndexedTokens(tmp_path / "a")

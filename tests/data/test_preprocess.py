@@ -2,23 +2,32 @@
 
 import gzip
 import json
+import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from paths import ROOT
 from ranks import is_running, wait_until
 
+from megatronish.commands.preprocess import PreprocessArguments, tokenizer_settings
+from megatronish.commands.preprocess_flags import without_megatron_flags
+from megatronish.data.encoding import EncodingJob, WorkerDiedError
 from megatronish.data.indexed import IndexedTokens
-from megatronish.data.preprocess import BATCH_BYTES, WorkerDiedError, preprocess
-from megatronish.tokenizer import BytesTokenizer
+from megatronish.data.preprocess import preprocess
+from megatronish.data.readers import BATCH_BYTES
+from megatronish.errors import RunError, UserError
+from megatronish.tokenizer import BytesTokenizer, build_tokenizer
 
 
 class DyingTokenizer(BytesTokenizer):
@@ -44,6 +53,30 @@ def documents(prefix: Path) -> list[list[int]]:
     return [file.document(number).tolist() for number in range(file.num_documents)]
 
 
+def dying_at_its_start() -> BytesTokenizer:
+    """A tokenizer whose building ends a worker; the parent builds it."""
+    if multiprocessing.parent_process() is not None:
+        os._exit(9)
+    return BytesTokenizer()
+
+
+class DyingOnArrival:
+    """A function that ends the worker that it is sent to, before the worker can do anything."""
+
+    def __call__(self) -> BytesTokenizer:
+        return BytesTokenizer()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os._exit, (9,))
+
+
+def missing_in_workers() -> BytesTokenizer:
+    """A tokenizer whose file is gone by the time a worker reads it."""
+    if multiprocessing.parent_process() is not None:
+        raise FileNotFoundError("tokenizer.json is not there")
+    return BytesTokenizer()
+
+
 class Outcome(NamedTuple):
     """How a run of the tool ended."""
 
@@ -60,7 +93,7 @@ def tool(*arguments: object) -> Outcome:
 
 def test_texts_become_documents_that_end(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "x.jsonl", ["ab", "", "\u00e9"])
-    summary = preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer(), append_eod=True)
+    summary = preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer, append_eod=True)
     assert documents(tmp_path / "p_text_document") == [[97, 98, 256], [], [195, 169, 256]]
     assert (summary.documents, summary.tokens, summary.bad_lines) == (3, 6, 0)
 
@@ -71,7 +104,7 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path: Path) -> None:
     texts = ["x" * int(length) for length in draw.integers(0, BATCH_BYTES // 20, 200)]
     first, second = write_texts(tmp_path / "a.jsonl", texts), write_texts(tmp_path / "b.jsonl", texts[::-1])
     for workers in (1, 3):
-        preprocess([first, second], str(tmp_path / f"{workers}"), tokenizer=BytesTokenizer(), workers=workers)
+        preprocess([first, second], str(tmp_path / f"{workers}"), tokenizer=BytesTokenizer, workers=workers)
     for ending in ("bin", "idx"):
         one, three = (tmp_path / f"{workers}_text_document.{ending}" for workers in (1, 3))
         assert one.read_bytes() == three.read_bytes()
@@ -82,7 +115,7 @@ def test_a_bad_line_is_counted_and_named(tmp_path: Path) -> None:
     bad = ["{", '{"txt": "a"}', '{"text": 3}', "[1]", '{"text": "\\ud800"}', "[" * 100_000, '{"text": null}']
     source = write_lines(tmp_path / "x.jsonl", ['{"text": "good"}', "", *bad, '{"text": "good"}'])
     told: list[str] = []
-    summary = preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer(), on_bad_line=told.append)
+    summary = preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer, on_bad_line=told.append)
     assert (summary.documents, summary.bad_lines) == (2, len(bad))
     places = [int(re.match(rf"{source}:(\d+): ", line).group(1)) for line in told]  # type: ignore[union-attr]
     assert places == list(range(3, 3 + len(bad)))
@@ -95,13 +128,13 @@ def test_a_bad_line_is_counted_and_named(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}')
-    summary = preprocess([tmp_path / "x.jsonl"], str(tmp_path / "p"), tokenizer=BytesTokenizer())
+    summary = preprocess([tmp_path / "x.jsonl"], str(tmp_path / "p"), tokenizer=BytesTokenizer)
     assert (summary.documents, summary.bad_lines) == (2, 1)
 
 
 def test_each_key_has_files_that_stay_aligned(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "x.jsonl", ['{"a": "1", "b": "22"}', '{"a": "3"}', '{"b": "", "a": "4"}'])
-    summary = preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer(), json_keys=["a", "b"])
+    summary = preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer, json_keys=["a", "b"])
     assert documents(tmp_path / "p_a_document") == [[49], [52]]
     assert documents(tmp_path / "p_b_document") == [[50, 50], []]
     assert (summary.documents, summary.bad_lines) == (2, 1)
@@ -110,12 +143,12 @@ def test_each_key_has_files_that_stay_aligned(tmp_path: Path) -> None:
 def test_gzip_is_read_and_a_broken_one_is_named(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"text": "ab"}\n' * 1000)
     (tmp_path / "x.jsonl.gz").write_bytes(whole)
-    preprocess([tmp_path / "x.jsonl.gz"], str(tmp_path / "p"), tokenizer=BytesTokenizer())
+    preprocess([tmp_path / "x.jsonl.gz"], str(tmp_path / "p"), tokenizer=BytesTokenizer)
     assert len(documents(tmp_path / "p_text_document")) == 1000
     for broken in (whole[:-12], b"no gzip", whole[:40] + bytes(9) + whole[49:]):
         (tmp_path / "x.jsonl.gz").write_bytes(broken)
         with pytest.raises(ValueError, match=r"x\.jsonl\.gz cannot be unpacked after line \d+: .*; copy it again"):
-            preprocess([tmp_path / "x.jsonl.gz"], str(tmp_path / "q"), tokenizer=BytesTokenizer())
+            preprocess([tmp_path / "x.jsonl.gz"], str(tmp_path / "q"), tokenizer=BytesTokenizer)
     assert not list(tmp_path.glob("q*"))
 
 
@@ -123,7 +156,7 @@ def test_gzip_is_read_and_a_broken_one_is_named(tmp_path: Path) -> None:
 def test_an_input_without_a_document_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"x\.jsonl holds no document .*each line must be a JSON object with a text"):
-        preprocess([tmp_path / "x.jsonl"], str(tmp_path / "p"), tokenizer=BytesTokenizer())
+        preprocess([tmp_path / "x.jsonl"], str(tmp_path / "p"), tokenizer=BytesTokenizer)
     assert not list(tmp_path.glob("p*"))
 
 
@@ -131,8 +164,162 @@ def test_an_input_without_a_document_is_refused(tmp_path: Path, content: str) ->
 def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "x.jsonl", ["x" * BATCH_BYTES, "die", *["x" * BATCH_BYTES] * 20])
     with pytest.raises(WorkerDiedError, match="a tokenizing worker died"):
-        preprocess([source], str(tmp_path / "p"), tokenizer=DyingTokenizer(), workers=2)
+        preprocess([source], str(tmp_path / "p"), tokenizer=DyingTokenizer, workers=2)
     assert not list(tmp_path.glob("p*"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("tokenizer", [dying_at_its_start, DyingOnArrival()])
+def test_workers_that_die_while_starting_are_an_error_and_not_a_hang(
+    tmp_path: Path, tokenizer: Callable[[], BytesTokenizer]
+) -> None:
+    source = write_texts(tmp_path / "x.jsonl", ["x" * BATCH_BYTES] * 20)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="a tokenizing worker died"):
+        preprocess([source], str(tmp_path / "p"), tokenizer=tokenizer, workers=2)
+    assert time.monotonic() - start < 30
+    assert not list(tmp_path.glob("p*"))
+
+
+@pytest.mark.processes
+def test_a_worker_that_cannot_build_the_tokenizer_says_why(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "x.jsonl", ["ab"])
+    with pytest.raises(
+        RunError, match=r"cannot build the tokenizer \(FileNotFoundError: tokenizer.json is not there\)"
+    ):
+        preprocess([source], str(tmp_path / "p"), tokenizer=missing_in_workers, workers=2)
+
+
+def test_workers_know_the_tokenizer_of_a_plug_in(tmp_path: Path) -> None:
+    (tmp_path / "alphabet.txt").write_text("abc")
+    source = write_texts(tmp_path / "x.jsonl", ["abc", "ba"])
+    plugin = ROOT / "examples" / "plugins" / "characters.py"
+    options = ("--tokenizer-type", "characters", "--tokenizer-model", tmp_path / "alphabet.txt", "--plugin", plugin)
+    done = tool("--input", source, "--output-prefix", tmp_path / "p", "--workers", "2", *options)
+    assert done.status == 0, done.stderr
+    assert documents(tmp_path / "p_text_document") == [[0, 1, 2], [1, 0]]
+
+
+def test_what_a_worker_is_sent_fits_into_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
+    """64 KiB on Linux: a large tokenizer.json is named and not sent."""
+    vocabulary = {f"token {number}": number for number in range(20_000)} | {"</s>": 20_000}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "</s>"}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    settings = PreprocessArguments(input=(), output_prefix="", tokenizer_model=str(path))
+    job = EncodingJob(partial(build_tokenizer, tokenizer_settings(settings)), ("text",), append_eod=False)
+    assert job.tokenizer().vocab_size == 20_001
+    assert path.stat().st_size > 1 << 18
+    assert len(pickle.dumps(job)) < 1 << 12
+
+
+def test_a_run_with_bad_lines_says_so_last(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "x.jsonl", ['{"text": "ab"}'] * 6 + ["{"] * 5)
+    options = ("--input", source, "--output-prefix", tmp_path / "p", "--tokenizer-type", "bytes")
+    done = tool(*options)
+    assert done.status == 0
+    assert done.stderr.splitlines()[-1] == "5 of 11 lines were bad and were left out"
+    assert len(documents(tmp_path / "p_text_document")) == 6
+
+
+def test_too_many_bad_lines_are_an_error_and_nothing_is_written(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "x.jsonl", ['{"text": "ab"}'] * 5 + ["{"] * 6)
+    options = ("--input", source, "--output-prefix", tmp_path / "p", "--tokenizer-type", "bytes")
+    done = tool(*options)
+    assert done.status == 2
+    assert f"error: 6 of 11 lines of {source} are bad, more than --max-bad-fraction 0.5 of them, and" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+    assert tool(*options, "--max-bad-fraction", "0.6").status == 0
+    assert "6 of 11 lines were bad" in tool(*options, "--max-bad-fraction", "1").stderr
+    assert "--max-bad-fraction 2.0 must be at least 0 and at most 1" in tool(*options, "--max-bad-fraction", "2").stderr
+
+
+def test_a_key_may_be_inside_of_another(tmp_path: Path) -> None:
+    lines = [{"meta": {"body": "ab"}}, {"meta.body": "c", "meta": {"body": "d"}}, {"meta": {}}, {"meta": 3}]
+    source, bad = write_lines(tmp_path / "x.jsonl", [json.dumps(line) for line in lines]), list[str]()
+    preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer, json_keys=["meta.body"], on_bad_line=bad.append)
+    assert documents(tmp_path / "p_meta.body_document") == [[97, 98], [99]]
+    assert [line.split(": ", 1)[1] for line in bad] == ["key 'meta.body' is missing"] * 2
+
+
+def test_flags_of_megatron_are_idle_or_refused_with_the_reason() -> None:
+    own = {"input", "workers", "append-eod"}
+    argv = "--input a b --dataset-impl mmap --partitions=4 --keep_sequential_samples --workers 2 --workers-to-check 1 2"
+    found = without_megatron_flags([*argv.split(), "--append-eod", "--no-append-eod"], own)
+    assert found.argv == ["--input", "a", "b", "--workers", "2", "--append-eod", "--no-append-eod"]
+    assert [note.partition(" is idle: ")[0] for note in found.notes] == [
+        "--dataset-impl mmap",
+        "--partitions 4",
+        "--keep-sequential-samples",
+        "--workers-to-check 1 2",
+    ]
+    argv = "--dataset-impl lazy --split-sentences --worker 3 --frobnicate x --input a"
+    with pytest.raises(UserError) as caught:
+        without_megatron_flags(argv.split(), own)
+    assert str(caught.value).splitlines() == [
+        "--dataset-impl lazy is refused: the only format is that of mmap; leave it out",
+        "--split-sentences is refused: it is for BERT; leave it out, a text is one document",
+        "--worker is not a flag; did you mean --workers?",
+        "--frobnicate is not a flag; see --help",
+    ]
+
+
+def test_the_tool_takes_a_command_line_of_megatron(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "x.jsonl", ["ab"])
+    options = ("--input", source, "--output-prefix", tmp_path / "p", "--tokenizer-type", "bytes", "--workers", "1")
+    done = tool(*options, "--dataset-impl", "mmap", "--partitions", "1", "--log-interval", "1000")
+    assert done.status == 0
+    assert "note: --partitions 1 is idle: " in done.stderr
+    assert tool(*options, "--partition", "1").status == 2
+
+
+def test_the_kind_of_tokenizer_follows_from_its_files() -> None:
+    def kind(**settings: str) -> str:
+        return tokenizer_settings(PreprocessArguments(input=(), output_prefix="", **settings)).tokenizer_type  # type: ignore[arg-type]
+
+    assert kind(vocab_file="v", merge_file="m") == "huggingface"
+    assert kind(tokenizer_model="x/tokenizer.json") == "huggingface"
+    assert kind(tokenizer_model="x/tokenizer.model") == kind() == "sentencepiece"
+    assert kind(vocab_file="v", merge_file="m", tokenizer_type="bytes") == "bytes"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_file_behind(tmp_path: Path, workers: int, signum: int) -> None:
+    parent = endless_tool(tmp_path, workers=workers)
+    parent.send_signal(signum)
+    assert parent.wait(60) == 128 + signum
+    errors = parent.communicate()[1]
+    assert f"stopped by {signal.Signals(signum).name}; nothing was written\n" in errors
+    assert "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_and_what_another_one_writes_is_not(tmp_path: Path) -> None:
+    killed, alive = endless_tool(tmp_path), endless_tool(tmp_path)
+    assert len(list(tmp_path.glob("p_text_document.bin.*.tmp"))) == 2
+    killed.kill()
+    killed.wait()
+    source = write_texts(tmp_path / "y.jsonl", ["ab"])
+    preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer)
+    assert len(list(tmp_path.glob("p_text_document.bin.*.tmp"))) == 1
+    assert alive.poll() is None
+    alive.terminate()
+    alive.wait(60)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert documents(tmp_path / "p_text_document") == [[97, 98]]
+
+
+def endless_tool(folder: Path, *, workers: int = 1) -> subprocess.Popen[str]:
+    """The tool at work on more text than it can read in the time of a test."""
+    source, before = folder / "x.jsonl", len(list(folder.glob("*.tmp")))
+    if not source.exists():
+        write_texts(source, ["x" * 1000] * 10_000)
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *[str(source)] * 1000]
+    command += ["--output-prefix", str(folder / "p"), "--tokenizer-type", "bytes", "--workers", str(workers)]
+    parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+    assert wait_until(lambda: len(list(folder.glob("*.tmp"))) > before)
+    return parent
 
 
 def test_the_tool_tells_what_it_did_and_how_it_ended(tmp_path: Path) -> None:
@@ -175,7 +362,7 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_
         )
         assert done.returncode == 1, when
         assert (
-            f"error: {tmp_path}/p_text_document.bin and its .idx cannot be written: File too large; make" in done.stderr
+            f"error: {tmp_path}/p_text_document.bin and its .idx cannot be written: File too large; free" in done.stderr
         )
         assert "Traceback" not in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]

@@ -1,6 +1,8 @@
 """Tests of samples: every token is a label once, the order depends only on data and seed, a stale cache is rejected."""
 
+import os
 import shutil
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -8,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from ranks import run_ranks
+from ranks import run_ranks, wait_until, warm_context
 
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
 from megatronish.data.samples import GPTSamples
+from megatronish.files import one_builder
 from megatronish.launch.place import Place
 
 S = 8
@@ -187,6 +190,61 @@ def test_processes_that_build_one_cache_at_once_get_equal_samples(prefix: Path, 
         results = run_ranks(4, build_together, prefix, cache, time.time() + 0.1)
         assert all(np.array_equal(result, reference) for result in results)
         assert len(list(cache.iterdir())) == 2
+
+
+def count_builds(place: Place, prefix: Path, folder: Path) -> NDArray[np.int64]:
+    """Build at the same time as the other ranks, slowly, and leave a file for each time that this rank did."""
+    whole = GPTSamples._build
+
+    def slow(samples: GPTSamples, number: int) -> NDArray[np.int64]:
+        (folder / f"rank {place.rank} built epoch {number}").touch()
+        time.sleep(0.3)
+        return whole(samples, number)
+
+    GPTSamples._build = slow  # type: ignore[method-assign]
+    try:
+        return build_together(place, prefix, folder / "cache", time.time())
+    finally:
+        GPTSamples._build = whole  # type: ignore[method-assign]
+
+
+def test_of_many_ranks_one_builds_and_the_others_wait(prefix: Path, tmp_path: Path) -> None:
+    samples = open_samples(prefix)
+    results = run_ranks(4, count_builds, prefix, tmp_path)
+    assert all(np.array_equal(result, take(samples, 2 * samples.num_samples)) for result in results)
+    assert sorted(path.name[-1] for path in tmp_path.glob("rank * built epoch *")) == ["0", "1"]
+    assert all(path.suffix == ".epoch" for path in (tmp_path / "cache").iterdir())
+
+
+def test_where_the_cache_cannot_be_written_ranks_build_at_the_same_time(prefix: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()  # a file, in which no folder can be made
+    begin = time.monotonic()
+    run_ranks(4, count_builds, prefix, tmp_path)
+    assert len(list(tmp_path.glob("rank * built epoch *"))) == 8
+    assert time.monotonic() - begin < 20  # 0.6 s of building, not 8 times 0.3 s one after another
+
+
+def hold(path: Path, ready: Path) -> None:
+    with one_builder(path):
+        ready.touch()
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_builder_that_dies_or_stops_holds_nobody_up(tmp_path: Path, signum: int) -> None:
+    path, ready = tmp_path / "x.epoch", tmp_path / "ready"
+    builder = warm_context().Process(target=hold, args=(path, ready))
+    builder.start()
+    assert builder.pid is not None
+    assert wait_until(ready.exists)
+    os.kill(builder.pid, signum)
+    begin = time.monotonic()
+    try:
+        with one_builder(path, patience_seconds=1.0 if signum == signal.SIGSTOP else 60.0):
+            assert time.monotonic() - begin < 10
+    finally:
+        builder.kill()
+        builder.join()
 
 
 def test_too_little_data_is_told_with_a_remedy(prefix: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatronish.commands import verify as verify_layout
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh
@@ -23,7 +24,6 @@ from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
 from megatronish.train.statistics import num_zeros, params_norm
-from tools import verify_layout
 
 STEPS = 2
 

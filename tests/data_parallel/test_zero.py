@@ -141,7 +141,7 @@ def test_another_optimizer_cannot_go_on_with_the_states_of_one(tmp_path: Path) -
     ended = call_main(tiny(tmp_path, "--train-iters 2 --optimizer sgd"))
     assert ended.status == 2
     assert (
-        "was written with optimizer=adam, and this run has optimizer=sgd; go on with --optimizer adam" in ended.errors
+        "was written with optimizer=adam, and this run has optimizer=sgd; resume with --optimizer adam" in ended.errors
     )
     train_on_ranks(tiny(tmp_path, "--train-iters 2 --optimizer sgd --no-load-optim"))
 

@@ -19,7 +19,8 @@ from paths import GOLDEN, ROOT
 from ranks import wait_until
 from safetensors.torch import load_file
 
-import tools.convert_checkpoint as tool
+from megatronish.commands.convert import ConvertArguments as Arguments
+from megatronish.commands.convert import run
 from megatronish.config.data import DataConfig
 from megatronish.errors import RunError, UserError
 from megatronish.formats import native, tokenizer_files
@@ -28,7 +29,6 @@ from megatronish.formats.hf import tensors as hf
 from megatronish.formats.safetensors import FILE, nbytes_of
 from megatronish.formats.weights import LazyTensor, Model, from_ours
 from megatronish.train.state import FACTS, POSITION
-from tools.convert_checkpoint import Arguments
 
 HF = GOLDEN / "hf"
 LLAMA = (
@@ -171,7 +171,7 @@ def test_a_folder_that_exists_is_filled_and_not_replaced_for_it_may_be_the_root_
     assert moved[-1] == {"hf": "config.json", "megatronish": "latest"}.get(target, "latest_checkpointed_iteration.txt")
     for name in moved:
         shutil.rmtree(disk / name) if (disk / name).is_dir() else (disk / name).unlink()
-    with patch.object(Path, "rename", rename_and_fail), pytest.raises(RunError, match="nothing of it is left"):
+    with patch.object(Path, "rename", rename_and_fail), pytest.raises(RunError, match="no partial file is left"):
         convert(HF / "llama", disk, source="hf", target=target)
     assert [path.name for path in disk.iterdir()] == ["lost+found"]
 
@@ -228,7 +228,7 @@ def test_the_tokenizer_that_a_run_names_travels_along_under_the_name_that_others
 
 
 def told(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> str:
-    assert tool.main(arguments) == 0
+    assert run(arguments) == 0
     return capsys.readouterr().out
 
 
@@ -236,7 +236,7 @@ def test_the_tool_tells_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixtur
     ours, sharded = tmp_path / "ours", tmp_path / "sharded"
     output = told(Arguments("hf", "megatronish", HF / "llama", ours, dtype="bfloat16"), capsys)
     assert "21 tensors in, 15 tensors out: 1,688 parameters, 3.4 kB in" in output
-    assert "the optimizer's state and the order of the data start anew" in output
+    assert "the optimizer's state and the order of the data start from the beginning" in output
     assert f"saved {ours}" in output
     told(Arguments("megatronish", "hf", ours, sharded, ckpt_step=0, max_shard_bytes=2000), capsys)
     assert len(list(sharded.glob("*.safetensors"))) == 2
@@ -254,7 +254,7 @@ def test_the_tool_tells_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_flags_that_would_do_nothing_are_refused(tmp_path: Path, options: dict[str, Any], why: str) -> None:
     arguments = {"source": "hf", "target": "megatronish", "load": HF / "llama", "save": tmp_path / "save"} | options
     with pytest.raises(UserError, match=why):
-        tool.main(Arguments(**arguments))
+        run(Arguments(**arguments))
     assert not (tmp_path / "save").exists()
 
 

@@ -27,7 +27,7 @@ from megatronish.formats.weights import Description, LazyTensor, Model
 from megatronish.tokenizer import build_tokenizer
 
 HF = GOLDEN / "hf"
-FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "bloom")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_read_is_refused_with_a_remedy(tmp_path: Path) -
     shutil.copy(HF / "llama" / "config.json", folder)
     assert "holds no weights" in refusal(folder, save)
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
-    assert "pytorch_model.bin alone, a pickle" in refusal(folder, save)
+    assert "only pytorch_model.bin, a pickle" in refusal(folder, save)
     assert "save_pretrained" in refusal(folder, save)
     other = copy_of("llama", tmp_path / "other", lambda _: None, model_type="mamba")
     assert "model_type" in refusal(other, save)

@@ -83,7 +83,7 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 
 
 HOSTILE = {
-    "names twice": (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": 1}', "stands there twice"),
+    "names twice": (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": 1}', "is there twice"),
     "no JSON": (b'{"a"', "is not JSON"),
     "no text": (b"\xff\xff", "is not JSON"),
     "too deep": (b"[" * 100_000, "is not JSON"),

@@ -151,7 +151,29 @@ QWEN3_06B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+BLOOM_7B = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_dropout": 0.0,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 4096,
+    "n_layer": 30,
+    "num_attention_heads": 32,
+    "offset_alibi": 100,
+    "pretraining_tp": 4,
+    "seq_length": 2048,
+    "skip_bias_add": True,
+    "vocab_size": 250880,
+}
 KNOWN = {
+    "bloom-7b": BLOOM_7B,
     "gpt2": GPT2,
     "llama-2-7b": LLAMA_2_7B,
     "llama-3.1-8b": LLAMA_31_8B,
@@ -161,6 +183,8 @@ KNOWN = {
     "qwen3-0.6b": QWEN3_06B,
 }
 SLIDING = ["sliding_attention"]
+BLOOM_PARTS = {"position_embedding_type": "alibi", "embed_layernorm": True, "openai_gelu": True, "swiglu": False}
+BLOOM_PARTS |= {"normalization": "LayerNorm", "disable_bias_linear": False}
 LLAMA = ModelConfig(
     num_layers=2,
     hidden_size=32,
@@ -256,6 +280,26 @@ def test_qwen3_is_understood_with_its_norms_and_head_size(tmp_path: Path) -> Non
     assert (model.head_size, model.qk_layernorm, model.qkv_bias, model.tied) == (128, True, False, True)
 
 
+def test_bloom_is_understood_with_its_biases_on_distance_and_its_norm(tmp_path: Path) -> None:
+    found = read_hf_config(folder_of(tmp_path, BLOOM_7B))
+    assert ModelConfig(**found.model) == ModelConfig(
+        num_layers=30,
+        hidden_size=4096,
+        num_attention_heads=32,
+        ffn_hidden_size=16384,
+        max_position_embeddings=2048,
+        position_embedding_type="alibi",
+        embed_layernorm=True,
+        openai_gelu=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    assert (found.vocab_size, found.seq_length, found.eos_token_ids) == (250880, 2048, (2,))
+    message = refusal(tmp_path, BLOOM_7B | {"apply_residual_connection_post_layernorm": True})
+    assert "apply_residual_connection_post_layernorm=true is not there" in message
+    assert "must divide hidden_size=4096; correct config.json" in refusal(tmp_path, BLOOM_7B | {"n_head": 12})
+
+
 @pytest.mark.parametrize(
     ("kind", "heads", "sizes", "epsilon", "tied", "window", "seq_length", "vocab_size"),
     [
@@ -264,6 +308,7 @@ def test_qwen3_is_understood_with_its_norms_and_head_size(tmp_path: Path) -> Non
         ("mistral", "8 of 32 heads of 128", (32, 4096, 14336), 1e-6, False, 4096, 131072, 32000),
         ("qwen2", "32 of 32 heads of 128", (32, 4096, 22016), 1e-6, False, None, 32768, 151936),
         ("qwen3", "32 of 32 heads of 128", (32, 4096, 22016), 1e-6, False, None, 32768, 151936),
+        ("bloom", "8 of 8 heads of 8", (2, 64, 256), 1e-5, True, None, 2048, 250880),
     ],
 )
 def test_an_absent_key_has_the_default_of_transformers(
@@ -328,7 +373,7 @@ def test_mistral_obeys_its_list_of_layers_as_transformers_does(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("key", ["layer_types", "max_window_layers"])
-def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: str) -> None:
     config = QWEN3_06B | {"use_sliding_window": True, "sliding_window": 512}
 
     def layers(sliding: int) -> dict[str, Any]:
@@ -337,24 +382,26 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
 
     assert model_of(tmp_path, layers(28)).window_size == 512
     assert model_of(tmp_path, layers(0)).window_size is None
-    assert f"config.json: {key}=" in (told := refusal(tmp_path, layers(4)))
-    assert "gives some layers a window and others none" in told
+    some = model_of(tmp_path, layers(4))
+    assert (some.window_size, some.windowed_layers) == (512, (False,) * 24 + (True,) * 4)
+    config |= {"layer_types": layers(4)["layer_types"]} if key == "layer_types" else {"max_window_layers": 24}
+    assert hf_config_of(some, vocab_size=151936, seq_length=40960, origin=config) == config
 
 
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true is not there"),
-        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not there"),
-        (GPT2 | {"add_cross_attention": True}, "add_cross_attention=true is not there"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true is not supported"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not supported"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention=true is not supported"),
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights=false leaves attention unscaled"),
-        (GPT2 | {"activation_function": "swish"}, 'activation_function="swish" is not there; gelu_new, '),
-        (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; mend that line'),
+        (GPT2 | {"activation_function": "swish"}, 'activation_function="swish" is not supported; gelu_new, '),
+        (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; correct that line'),
         (LLAMA_2_7B | {"attention_bias": True}, "attention_bias=true without mlp_bias"),
-        (LLAMA_2_7B | {"hidden_act": "gelu"}, 'hidden_act="gelu" is not there; silu is'),
+        (LLAMA_2_7B | {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; silu is'),
         (LLAMA_2_7B | {"rms_norm_eps": None}, "rms_norm_eps=null must be a number that is not negative"),
         (LLAMA_2_7B | {"eos_token_id": "</s>"}, 'eos_token_id="</s>" must be a token id, or a list of them'),
-        (LLAMA_2_7B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not there"),
+        (LLAMA_2_7B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         (LLAMA_2_7B | {"quantization_config": {}}, "take the unquantized model"),
         (LLAMA_2_7B | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none, linear"),
         (LLAMA_2_7B | {"rope_scaling": {"rope_type": "linear"}}, "factor, which is absent, must be a number"),
@@ -362,7 +409,7 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
         (LLAMA_2_7B | {"rope_scaling": YARN | {"attention_factor": 1.0}}, "multiplies attention by 1, and yarn"),
         (LLAMA_2_7B | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "multiplies attention by"),
         (LLAMA_2_7B | {"rope_parameters": {"full_attention": {}}}, "gives some layers another RoPE"),
-        (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not there beside a norm"),
+        (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not supported together with a norm"),
         (
             MISTRAL_7B | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
             "some layers a window",
@@ -378,22 +425,22 @@ def test_a_window_in_every_layer_is_understood_and_one_in_some_is_refused(tmp_pa
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": "0"}, 'max_window_layers="0" must be a whole'),
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers=null must be a whole"),
         (QWEN2_7B | {"use_sliding_window": True, "max_window_layers": -1}, "must be a whole number of at least 0"),
-        (GPT2 | {"activation_function": ["gelu"]}, 'activation_function=["gelu"] is not there; gelu_new, '),
-        (LLAMA_2_7B | {"hidden_size": 10**30}, "000000 must be at most 2147483647; mend that line"),
+        (GPT2 | {"activation_function": ["gelu"]}, 'activation_function=["gelu"] is not supported; gelu_new, '),
+        (LLAMA_2_7B | {"hidden_size": 10**30}, "000000 must be at most 2147483647; correct that line"),
         (LLAMA_2_7B | {"vocab_size": 10**19}, "vocab_size=10000000000000000000 must be at most 2147483647"),
         (LLAMA_2_7B | {"vocab_size": 2**31 - 1, "hidden_size": 2**30}, "its largest tensor would have "),
-        (LLAMA_2_7B | {"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 100000; fetch it anew"),
-        (LLAMA_2_7B | {"rope_theta": 10**400}, "must be finite; mend that line"),
-        (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; mend that line"),
+        (LLAMA_2_7B | {"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 100000; download it again"),
+        (LLAMA_2_7B | {"rope_theta": 10**400}, "must be finite; correct that line"),
+        (LLAMA_2_7B | {"rope_theta": float("inf")}, "rope_theta=Infinity must be finite; correct that line"),
         (
             LLAMA_31_8B | {"original_max_position_embeddings": 4096},
-            "original_max_position_embeddings=4096 contradicts the 8192 beside RoPE's other parameters",
+            "original_max_position_embeddings=4096 contradicts the 8192 of RoPE's other parameters",
         ),
         (
             {"model_type": "gemma3"},
-            "model_type 'gemma3' is not known here; known are gpt2, llama, mistral, ",
+            "model_type 'gemma3' is not supported; supported are gpt2, llama, mistral, ",
         ),
-        ({}, "model_type None is not known here"),
+        ({}, "model_type None is not supported"),
     ],
 )
 def test_what_our_model_cannot_do_is_refused_by_name(tmp_path: Path, config: dict[str, Any], told: str) -> None:
@@ -406,7 +453,11 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         read_hf_config(tmp_path)
     with pytest.raises(UserError, match=rf"{tmp_path}/none does not exist as a folder; name the folder of a Hugging"):
         read_hf_config(tmp_path / "none")
-    texts = {"{": "is not JSON: .*fetch it anew", "[" * 100_000: "is not JSON: .*anew", "[]": "is not a JSON object"}
+    texts = {
+        "{": "is not JSON: .*download it again",
+        "[" * 100_000: "is not JSON: .*again",
+        "[]": "is not a JSON object",
+    }
     for text, told in texts.items():
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=told):
@@ -485,7 +536,10 @@ def test_what_a_run_changed_is_changed_and_no_more(tmp_path: Path) -> None:
         ({"add_qkv_bias": True, "window_size": 8}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"qk_layernorm": True, "window_size": 8}, "qwen3"),
+        ({"qk_layernorm": True, "window_size": 8, "window_attn_skip_freq": "2"}, "qwen3"),
+        ({"add_qkv_bias": True, "window_size": 8, "window_attn_skip_freq": "[0, 1]"}, "qwen2"),
         ({"disable_bias_linear": False}, "llama"),
+        (BLOOM_PARTS, "bloom"),
         ({"kv_channels": 16, "num_query_groups": 2, "group_query_attention": True}, "llama"),
     ],
     ids=str,
@@ -495,7 +549,7 @@ def test_the_family_follows_from_the_model(tmp_path: Path, fields: dict[str, Any
     written = hf_config_of(model, vocab_size=100, seq_length=64)
     assert written["model_type"] == kind
     again = model_of(tmp_path, written)
-    for name in ("head_size", "num_kv_heads", "ffn_size", "linear_bias", "qkv_bias", "window_size", "qk_layernorm"):
+    for name in ("head_size", "num_kv_heads", "ffn_size", "linear_bias", "qkv_bias", "windowed_layers", "qk_layernorm"):
         assert getattr(again, name) == getattr(model, name), name
 
 
@@ -515,11 +569,40 @@ def test_a_model_keeps_the_family_it_came_from_where_that_can_say_it(tmp_path: P
         ({"qk_layernorm": True, "add_qkv_bias": True}, "qwen3 not biases of linear layers"),
         ({"window_size": 4, "disable_bias_linear": False}, "llama not window_size=4; mistral not biases"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
+        ({"embed_layernorm": True}, "embed_layernorm"),
+        (BLOOM_PARTS | {"ffn_hidden_size": 96}, "bloom not ffn_hidden_size=96"),
+        ({"window_size": 4, "window_attn_skip_freq": "2"}, "mistral not window_attn_skip_freq=2; qwen2 not no bias"),
+        (BLOOM_PARTS | {"qk_layernorm": True}, "bloom not qk_layernorm"),
+        (BLOOM_PARTS | {"embed_layernorm": False}, "bloom not a model without embed_layernorm"),
+        (BLOOM_PARTS | {"openai_gelu": False}, "bloom not the activation gelu"),
     ],
     ids=str,
 )
 def test_a_model_that_no_family_can_say_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
     model = ModelConfig(**{**vars(LLAMA), **fields})
-    with pytest.raises(UserError, match="no family of Hugging Face that is known here can say this model") as error:
+    with pytest.raises(UserError, match="no supported family of Hugging Face can express this model") as error:
         hf_config_of(model, vocab_size=100, seq_length=64)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"softmax_type": "learnable"},
+        {"softmax_type": "off-by-one"},
+        {"swiglu": False, "quick_geglu": True},
+        {"glu_linear_offset": 1.0},
+        {"activation_func_clamp_value": 7.0},
+        {"no_rope_freq": "2"},
+    ],
+    ids=str,
+)
+def test_a_part_that_no_family_has_is_named_alone(fields: dict[str, Any]) -> None:
+    name = list(fields)[-1]
+    with pytest.raises(UserError, match=f"no family of Hugging Face that is known here has {name}"):
+        hf_config_of(ModelConfig(**{**vars(LLAMA), **fields}), vocab_size=100, seq_length=64)
+
+
+def test_a_pattern_that_changes_nothing_is_in_every_family() -> None:
+    model = ModelConfig(**{**vars(LLAMA), "no_rope_freq": "[0]*2", "window_attn_skip_freq": "2"})
+    assert hf_config_of(model, vocab_size=100, seq_length=64)["model_type"] == "llama"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatronish.formats.convert import convert
 
-ANEW = "step, optimizer and data order start anew"
+ANEW = "step, optimizer and data order start from the beginning"
 VOCABULARY, HIDDEN, FFN, LENGTH = 101, 24, 32, 16
 LLAMA = {
     "model_type": "llama",
@@ -309,7 +309,7 @@ def test_weights_that_are_not_there_are_named(tmp_path: Path, llama: Path, dry_r
     save_file(llama_tensors() | {"score.weight": torch.ones(3)}, folder / "model.safetensors")
     assert_told(
         call_main(run_of(tmp_path / "run", f"--load-hf {folder} {dry_run}")),
-        "holds .*score.weight, of which the model knows nothing; tools/convert_checkpoint.py --allow-unmatched",
+        "holds .*score.weight, of which the model knows nothing; megatronish convert --allow-unmatched",
     )
 
 
@@ -327,7 +327,7 @@ def test_a_model_of_another_format_is_told_apart_from_a_checkpoint(tmp_path: Pat
     flags = f"--load {llama} --use-checkpoint-args"
     assert_told(call_main(run_of(tmp_path / "run", flags)), f"1 problem (.|\n)*: use --load-hf {llama}")
     ended = call_main(tiny(tmp_path / "run", f"--load {tmp_path}"))
-    assert_told(ended, "it holds Megatron-LM's: convert it with tools/convert_checkpoint.py --from megatron")
+    assert_told(ended, "it holds Megatron-LM's: convert it with megatronish convert --from megatron")
 
 
 # From a checkpoint that was converted

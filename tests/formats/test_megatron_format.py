@@ -67,7 +67,22 @@ NEMOTRON = ModelConfig(
     untie_embeddings_and_output_weights=True,
     make_vocab_size_divisible_by=4,
 )
-SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "nemotron": NEMOTRON}
+GPT_OSS = ModelConfig(
+    num_layers=4,
+    hidden_size=16,
+    num_attention_heads=4,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    quick_geglu=True,
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=7.0,
+    softmax_type="learnable",
+    window_size=4,
+    window_attn_skip_freq="[1, 0, 1, 0]",
+    no_rope_freq="[0, 0, 0, 1]",
+    make_vocab_size_divisible_by=4,
+)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "nemotron": NEMOTRON, "gpt-oss": GPT_OSS}
 VOCAB_SIZE = 30
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "transformer_impl": impl}
@@ -345,6 +360,12 @@ def test_precisions_are_kept_and_told(tmp_path: Path, dtype: torch.dtype) -> Non
         ("gpt2", "--no-bias-gelu-fusion"),
         ("llama", "--norm-epsilon 1e-06 --use-rope-scaling --rope-scaling-factor 8.0"),
         ("qwen", "--qk-layernorm --window-size 4,0"),
+        (
+            "gpt-oss",
+            "--window-size 3,0 --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7 "
+            "--softmax-type learnable --window-attn-skip-freq '[1, 0, 1, 0]' --no-rope-freq '[0, 0, 0, 1]' "
+            "--no-bias-gelu-fusion",
+        ),
         ("nemotron", "--qk-layernorm --rotary-seq-len-interpolation-factor 4 --no-bias-gelu-fusion"),
     ],
 )
@@ -377,7 +398,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
     last = list(theirs)[-1]
     theirs[last] = LazyTensor(theirs[last].shape, theirs[last].dtype, fail)
-    with pytest.raises(RunError, match="No space left on device; nothing of it is left"):
+    with pytest.raises(RunError, match="No space left on device; no partial file is left"):
         megatron.write(tmp_path / "a", Model(description, theirs), tensor_parallel_size=2)
     assert not list(tmp_path.iterdir())
     save(tmp_path / "a", GPT2, tensors)
@@ -402,9 +423,14 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
         (lambda content: content.pop("checkpoint_version"), "checkpoint_version 0, whose queries"),
         (without("hidden_size", "seq_length"), "its arguments lack hidden_size, seq_length"),
         (change_args(num_experts=8), r"trained with num_experts \(8\)"),
-        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), and our model has no such thing"),
-        (change_args(softmax_type="learnable"), "softmax_type .'learnable'."),
-        (change_args(position_embedding_type="yarn"), "position_embedding_type is 'yarn'; known here are"),
+        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), which our model does not have"),
+        (change_args(softmax_type="sparse"), "argument softmax_type is 'sparse'"),
+        (change_args(window_attn_skip_freq="2"), "argument window_attn_skip_freq is '2'; a number or a list"),
+        (
+            change_args(window_size=(3, 0), window_attn_skip_freq=[1, 0]),
+            r"window_attn_skip_freq=\[1, 0\] is a list of 2",
+        ),
+        (change_args(position_embedding_type="yarn"), "position_embedding_type is 'yarn'; supported are"),
         (change_args(normalization="L2Norm"), "argument normalization is 'L2Norm'"),
         (change_args(num_layers="four"), "argument num_layers is 'four'"),
         (change_args(num_layers=0), "num_layers is 0, and must be at least 1"),
@@ -413,7 +439,7 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
             change_args(hidden_size=24),
             r"a rank's part of embedding.word_embeddings.weight is \[16, 16\], .* \[16, 24\]",
         ),
-        (change_args(window_size=(4, 4)), r"window_size is \(4, 4\); of a window, \(tokens before, 0\) is known"),
+        (change_args(window_size=(4, 4)), r"window_size is \(4, 4\); of a window, \(tokens before, 0\) is supported"),
         (change_args(group_query_attention=True, num_query_groups=3), "4 heads cannot share 3 key/value heads"),
         (change_args(tensor_model_parallel_size=3), "mp_rank_02/model_optim_rng.pt is missing: .* size 3 and"),
         (
@@ -423,11 +449,11 @@ def without(*names: str) -> Callable[[dict[str, Any]], object]:
         (change_args(num_experts=torch.ones(2)), r"trained with num_experts \(no number or word\)"),
         (change_args(seq_length="abc"), "argument seq_length is 'abc', and must be a number"),
         (change_args(seq_length=-5), "argument seq_length is -5, and must be a number of at least 1"),
-        (change_args(window_size=7), r"window_size is 7; of a window, \(tokens before, 0\) is known"),
+        (change_args(window_size=7), r"window_size is 7; of a window, \(tokens before, 0\) is supported"),
         (change_args(hidden_size=10**30), "hidden_size is beyond 64 bits"),
         (change_args(hidden_size=10**18), "hidden_size=1000000000000000000 .* larger than any model has"),
         (change_args(seq_length=10**15, max_position_embeddings=None), "larger than any model has"),
-        (change_args(tensor_model_parallel_size="2"), "says tensor parallel size '2' .* cannot be"),
+        (change_args(tensor_model_parallel_size="2"), "says tensor parallel size '2' .* not possible"),
         (lambda content: content["model"].pop("embedding.word_embeddings.weight"), "holds no embedding.word_emb"),
         (lambda content: content["model"].update({"decoder.layers.9.x": torch.ones(1)}), "some are missing"),
         (lambda content: content.update(model=torch.ones(1)), "no tensors where its model should be"),
@@ -477,7 +503,7 @@ def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "iter_0000003" / ".metadata").touch()
-    with pytest.raises(UserError, match="torch_dist, and of its formats torch is known here"):
+    with pytest.raises(UserError, match="torch_dist, and only its format torch is supported"):
         megatron.read(tmp_path)
 
 
@@ -552,6 +578,20 @@ BASE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length
         ({"window_size": (127, 0)}, False, {"window_size": 128}),
         ({"window_size": [-1, 0]}, False, {"window_size": None}),
         ({"ffn_hidden_size": None, "swiglu": True}, False, {"ffn_size": 0, "openai_gelu": False}),
+        ({"window_size": (3, 0), "window_attn_skip_freq": 2}, False, {"windowed_layers": (True, False)}),
+        (
+            {"window_attn_skip_freq": 2, "no_rope_freq": [0, 1]},
+            False,
+            {"window_size": None, "no_rope_freq": "[0, 1]"},
+        ),
+        ({"swiglu": True, "activation_func_clamp_value": 7.0}, False, {"activation_func_clamp_value": None}),
+        (
+            {"swiglu": True, "bias_swiglu_fusion": False, "activation_func_clamp_value": 7},
+            False,
+            {"activation_func_clamp_value": 7.0},
+        ),
+        ({"quick_geglu": True, "glu_linear_offset": 1.0}, False, {"activation": "quick_geglu", "openai_gelu": False}),
+        ({"softmax_type": "off-by-one"}, False, {"softmax_type": "off-by-one"}),
         ({"rotary_base": 1000000, "hidden_dropout": 0}, False, {"rotary_base": 1e6, "hidden_dropout": 0.0}),
     ],
 )
@@ -563,6 +603,8 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], before_core: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"position_embedding_type": "alibi"}, "no counterpart for position_embedding_type=alibi; keep this model in"),
+        ({"embed_layernorm": True}, "no counterpart for embed_layernorm"),
         ({"openai_gelu": True, "disable_bias_linear": True}, "openai_gelu .* with disable_bias_linear"),
         ({"position_embedding_type": "rope", "rope_scaling_type": "yarn"}, "no counterpart for rope_scaling_type=yarn"),
         (

@@ -16,7 +16,9 @@ from jobs import run_job, tiny, train_on_ranks, write_tokens
 from paths import GOLDEN
 from ranks import run_ranks
 
-import tools.evaluate as tool
+from megatronish.commands import evaluate as command
+from megatronish.commands.evaluating import be_rank, prepare, run, start_mesh, tell_of_short_windows
+from megatronish.commands.inference_flags import EvaluateArguments as Arguments
 from megatronish.data.indexed import IndexedWriter
 from megatronish.data.windows import Windows
 from megatronish.errors import UserError
@@ -25,7 +27,6 @@ from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.train.engine import Engine
-from tools.evaluate import Arguments, be_rank, prepare, run
 
 HF_LLAMA = GOLDEN / "hf" / "llama"
 S = 16
@@ -256,11 +257,11 @@ def test_a_window_of_less_than_the_model_was_trained_with_is_announced(
     long = write(tmp_path / "long", [[1, 2, 3] * 1400])
     task = prepare(Arguments(load=load, data_path=long), None)
     assert task.windows.seq_length == 4096
-    tool.tell_of_short_windows(task)
+    tell_of_short_windows(task)
     assert (
         "windows show 4,096 tokens, though the model was trained with 131,072: --seq-length" in capsys.readouterr().err
     )
-    tool.tell_of_short_windows(prepare(Arguments(load=load, data_path=long, seq_length=4096), None))
+    tell_of_short_windows(prepare(Arguments(load=load, data_path=long, seq_length=4096), None))
     assert not capsys.readouterr().err
 
 
@@ -274,7 +275,7 @@ def test_documents_end_with_the_models_token_whatever_the_tokenizer_puts_there(t
 
 def test_an_engine_that_only_evaluates_holds_the_parameters_alone(runs: dict, lines: Path) -> None:
     task = prepare(Arguments(load=runs["gpt2"], data_path=str(lines)), None)
-    mesh = tool.start_mesh(task.config, Place())
+    mesh = start_mesh(task.config, Place())
     engine: Engine = load_engine(find_trained(runs["gpt2"]), task.config, mesh)
     assert not engine.data_parallel.gradients
     assert not engine.optimizer.state
@@ -283,11 +284,11 @@ def test_an_engine_that_only_evaluates_holds_the_parameters_alone(runs: dict, li
 
 def test_the_program_starts_its_own_ranks(runs: dict, lines: Path, tmp_path: Path) -> None:
     argv = ["--load", str(runs["gpt2"]), "--data-path", str(lines), "--device", "cpu"]
-    one, two = (run_job([*argv, *more], tmp_path, main=tool.main) for more in ((), ("--tp", "2", "--dp", "2")))
+    one, two = (run_job([*argv, *more], tmp_path, main=command.main) for more in ((), ("--tp", "2", "--dp", "2")))
     assert (one.status, two.status) == (0, 0), (one, two)
     first, second = (done.output.splitlines()[1].rsplit("|", 2)[0] for done in (one, two))
     assert first == second
-    refused = run_job([*argv, "--cp", "3"], tmp_path, main=tool.main)
+    refused = run_job([*argv, "--cp", "3"], tmp_path, main=command.main)
     assert refused.status == 2
     assert refused.errors == (
         "seq_length=16 must be divisible by 2 x context_parallel_size=3 = 6; use --seq-length 18\n"
@@ -307,9 +308,9 @@ def test_mistakes_are_told(runs: dict, lines: Path, tmp_path: Path) -> None:
         (Arguments(load=load, data_path=str(tmp_path / "no.jsonl")), "--data-path .*no.jsonl does not exist; check"),
         (Arguments(load=load, data_path=f"{one}.bin"), "give the prefix without its ending: .*/one"),
         (Arguments(load=load, data_path=str(empty)), r"empty.jsonl holds no document \(1 bad lines\); each line"),
-        (Arguments(load=load, data_path=one), "--data-path .*one holds 1 tokens, and to predict one takes another"),
+        (Arguments(load=load, data_path=one), "--data-path .*one holds 1 tokens, and perplexity needs at least two"),
         (Arguments(load=load, data_path=short, per_document=True), "has no document of two tokens"),
-        (Arguments(load=load, data_path=foreign), "holds token 301 at place 4, and the model's vocabulary has 300"),
+        (Arguments(load=load, data_path=foreign), "holds token 301 at place 4, but the model's vocabulary has 300"),
         (Arguments(load=load, data_path=str(lines), stride=17), "--stride 17 must be at least 1 and at most --seq-len"),
         (Arguments(load=load, data_path=str(lines), stride=0), "--stride 0 must be at least 1"),
         (Arguments(load=load, data_path=str(lines), seq_length=17), "seq_length=17 exceeds the 16 positions"),

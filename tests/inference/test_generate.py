@@ -19,8 +19,10 @@ from test_model import VARIANTS, VOCABULARY, S, model_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
-import tools.generate as tool
 from megatronish.attention.cached import KeyValueCache
+from megatronish.commands import generate as command
+from megatronish.commands.generating import Live, prepare, run
+from megatronish.commands.inference_flags import GenerateArguments as Arguments
 from megatronish.config.training import AttentionBackend
 from megatronish.errors import UserError
 from megatronish.inference import generate as module
@@ -33,7 +35,6 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.executor import Executor
 from megatronish.tokenizer import BytesTokenizer
-from tools.generate import Arguments, Live, run
 
 HF = GOLDEN / "hf"
 PROMPT = "def "
@@ -100,7 +101,9 @@ def written(capsys: pytest.CaptureFixture[str], load: Path, prompt: str = PROMPT
 
 
 @pytest.mark.parametrize("lengths", [(1, 5, 9), (3, 3, 3), (4, S - 2, S + 5)], ids=str)
-@pytest.mark.parametrize("variant", ["gpt2", "llama", "mistral", "qwen", "no positions"])
+@pytest.mark.parametrize(
+    "variant", ["gpt2", "llama", "mistral", "qwen", "no positions", "bloom", "gpt-oss", "off by one"]
+)
 def test_what_is_kept_of_the_past_changes_no_logit(variant: str, lengths: tuple[int, ...]) -> None:
     model = model_of(VARIANTS[variant])
     numbers = torch.Generator().manual_seed(3)
@@ -114,7 +117,7 @@ def test_what_is_kept_of_the_past_changes_no_logit(variant: str, lengths: tuple[
 
 
 @pytest.mark.parametrize("backend", ["fused_softmax", "unfused"])
-@pytest.mark.parametrize("variant", ["llama", "mistral"])
+@pytest.mark.parametrize("variant", ["llama", "mistral", "alibi in a window", "gpt-oss"])
 def test_the_past_is_the_same_for_every_backend_of_attention(variant: str, backend: AttentionBackend) -> None:
     model, prompts = model_of(VARIANTS[variant]), [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]]
     before = seen_of(model, prompts, num_tokens=8, seq_length=S)
@@ -319,13 +322,13 @@ def test_the_program_starts_its_own_ranks_and_they_write_the_same(
 ) -> None:
     expected = written(capsys, trained, num_tokens=6, temperature=0.0)
     argv = f"--load {trained} --num-tokens 6 --temperature 0 --tp 2 --pp 2 --device cpu".split()
-    done = run_job([*argv, "--prompt", PROMPT], tmp_path, main=tool.main)
+    done = run_job([*argv, "--prompt", PROMPT], tmp_path, main=command.main)
     assert (done.status, done.output) == (0, expected), done
     assert "6 tokens in" in done.errors
-    refused = run_job([*argv, "--tp", "5"], tmp_path, main=tool.main)
+    refused = run_job([*argv, "--tp", "5"], tmp_path, main=command.main)
     assert refused.status == 2
     assert refused.errors.startswith("num_attention_heads=12 must be divisible by tensor_model_parallel_size=5; use ")
-    unwritable = run_job([*argv, "--output", str(tmp_path / "no" / "out.jsonl")], tmp_path, main=tool.main)
+    unwritable = run_job([*argv, "--output", str(tmp_path / "no" / "out.jsonl")], tmp_path, main=command.main)
     assert unwritable.status == 2
     assert "no/out.jsonl cannot be written: No such file or directory" in unwritable.errors
 
@@ -350,7 +353,7 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
     empty.write_text("\n\n")
     for arguments, sentence in (
         (Arguments(load=tmp_path / "none"), f"{tmp_path}/none holds no checkpoint"),
-        (Arguments(load=HF / "llama"), "llama holds a model in another format; convert it with tools/convert_che"),
+        (Arguments(load=HF / "llama"), "llama holds a model in another format; convert it with megatronish con"),
         (Arguments(load=trained, ckpt_step=4), "ckpt_step=4 is not in .*; the steps there: 3"),
         (Arguments(load=trained, prompt=("\ud800",)), "the prompt '.ud800' cannot be turned into tokens"),
         (Arguments(load=trained, temperature=-1.0), "--temperature -1.0 must be a number from 0 on"),
@@ -393,7 +396,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_one_of_ones_own(
     train_on_ranks(tiny(tmp_path / "run", "--train-iters 1"))
     words = {f"w{token}": token for token in range(100)} | {"</s>": 100}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="'w1' is not numbers, which is what the null tokenizer reads"):
+    with pytest.raises(UserError, match="'w1' is not numbers, which the null tokenizer needs"):
         run(Arguments(load=tmp_path / "run", prompt=("w1",)))
     options: dict[str, Any] = {"temperature": 0.0, "num_tokens": 4}
     ids = written(capsys, tmp_path / "run", prompt="1", **options)
@@ -413,7 +416,7 @@ def test_a_converted_model_begins_and_ends_as_it_was_trained(
     words.save(str(tmp_path / "theirs" / "tokenizer.json"))
     to_ours(tmp_path / "theirs", tmp_path / "ours")
     arguments = Arguments(load=tmp_path / "ours", prompt=("w1</s>", ""), num_tokens=6, temperature=0.0)
-    plain, marked = (tool.prepare(replace(arguments, add_special_tokens=flag)) for flag in (False, True))
+    plain, marked = (prepare(replace(arguments, add_special_tokens=flag)) for flag in (False, True))
     assert marked.tokens == ([size - 1, 1, size - 2], [size - 1])
     assert plain.tokens == ([0], [size - 2])
     (text,) = texts_of(load_model(tmp_path / "ours").model, [[1]], num_tokens=6, seq_length=S)

@@ -19,7 +19,8 @@ from ranks import is_running, wait_until, warm_context
 
 from megatronish.errors import UserError
 from megatronish.launch.local import launch, run_local_ranks
-from megatronish.launch.place import Place, expand_hosts, place_from_environment, threads_per_rank
+from megatronish.launch.place import Place, place_from_environment, threads_per_rank
+from megatronish.launch.slurm import expand_hosts
 
 # ---- what ranks do in these tests
 
@@ -457,3 +458,5 @@ def test_torchrun_ends_with_the_message_of_the_rank_that_failed(tmp_path: Path) 
     assert "rank 1 failed: Traceback" in run.stderr
     assert "ArithmeticError: one too many" in run.stderr
     assert "rank 0 failed" not in run.stderr
+    # Below its own traceback torchrun repeats the message that the rank has left for it.
+    assert run.stderr.rstrip().splitlines()[-2].strip() == "ArithmeticError: one too many"

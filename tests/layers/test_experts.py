@@ -36,6 +36,12 @@ class Seen(NamedTuple):
     place: tuple[int, int]
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """[N, 2 F] -> [N, F]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def by_token(x: Tensor, settings: RouterSettings) -> tuple[Tensor, list[Tensor]]:
     """The same, token by token and expert by expert, with autograd's gradients of router, gate_up, down and x."""
     router, gate_up, down, _ = (each.clone().requires_grad_() for each in weights())
@@ -66,7 +72,9 @@ def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: 
     settings = RouterSettings(E, K, before_choice=before_choice)
     router_weight, gate_up, down, tokens = weights()
     router = Router(D, settings, init_std=1.0).double()
-    experts = Experts(E, D, F_SIZE, activation="swiglu", parallel=parallel, init_std=1.0, output_std=1.0).double()
+    experts = Experts(
+        E, D, F_SIZE, num_sections=2, activate=swiglu, parallel=parallel, init_std=1.0, output_std=1.0
+    ).double()
     router.weight.data.copy_(router_weight)
     first, part = parallel.ep.rank * E // ep, parallel.etp.rank * F_SIZE // etp
     local, features = slice(first, first + E // ep), slice(part, part + F_SIZE // etp)

@@ -62,6 +62,21 @@ VARIANTS = {
     "rope on half of a head": replace(LLAMA, rotary_percent=0.5),
     "mistral": replace(LLAMA, window_size=6),
     "qwen": replace(LLAMA, add_qkv_bias=True, qk_layernorm=True),
+    "bloom": replace(GPT2, position_embedding_type="alibi", embed_layernorm=True, openai_gelu=True),
+    "alibi in a window": replace(LLAMA, position_embedding_type="alibi", window_size=6),
+    "gpt-oss": replace(
+        LLAMA,
+        swiglu=False,
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=0.7,
+        disable_bias_linear=False,
+        softmax_type="learnable",
+        window_size=4,
+        window_attn_skip_freq="2",
+    ),
+    "smollm": replace(LLAMA, no_rope_freq="[0, 1]", activation_func_clamp_value=0.5),
+    "off by one": replace(LLAMA, softmax_type="off-by-one", embed_layernorm=True, apply_layernorm_1p=True),
     "gpt2 with rope and qk layernorm": replace(GPT2, position_embedding_type="rope", qk_layernorm=True),
 }
 
@@ -116,15 +131,27 @@ def _plain_sample(config: ModelConfig, w: dict[str, Tensor], batch: MicroBatch, 
     positions = batch.position_ids[sample]
     documents = torch.zeros(S) if batch.document_ids is None else batch.document_ids[sample]
     x = w["embedding.tokens.weight"][batch.tokens[sample]]
+    if config.embed_layernorm:
+        x = _plain_norm(config, w, "embedding.norm", x)
     if config.position_embedding_type == "learned_absolute":
         x = x + w["embedding.positions.weight"][positions]
     for layer in range(config.num_layers):
         here = {name.removeprefix(f"layers.{layer}."): value for name, value in w.items()}
         normed = _plain_norm(config, here, "attention_norm", x)
-        x = x + _plain_attention(config, here, normed, positions, documents)
+        x = x + _plain_attention(_of_layer(config, layer), here, normed, positions, documents)
         x = x + _plain_mlp(config, here, _plain_norm(config, here, "mlp_norm", x))
     head = w["embedding.tokens.weight"] if config.tied else w["head.weight"]
     return _plain_norm(config, w, "final_norm", x) @ head[:VOCABULARY].T
+
+
+def _of_layer(config: ModelConfig, layer: int) -> ModelConfig:
+    """Config of a layer by itself: window and RoPE are left out where a pattern says so (last layer alone here)."""
+    assert config.num_layers == 2
+    if layer == 1 and config.window_attn_skip_freq == "2":
+        config = replace(config, window_size=None)
+    if layer == 1 and config.no_rope_freq == "[0, 1]":
+        config = replace(config, position_embedding_type="none")
+    return config
 
 
 def _plain_norm(config: ModelConfig, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -142,9 +169,13 @@ def _plain_linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def _plain_mlp(config: ModelConfig, w: dict[str, Tensor], x: Tensor) -> Tensor:
     h = _plain_linear(w, "mlp.fc1", x)
-    if config.swiglu:
+    if config.swiglu or config.quick_geglu:
         gate, up = h[:, : config.ffn_size], h[:, config.ffn_size :]
-        h = gate / (1 + (-gate).exp()) * up
+        if config.activation_func_clamp_value is not None:
+            limit = torch.tensor(config.activation_func_clamp_value)
+            gate, up = torch.minimum(gate, limit), torch.maximum(torch.minimum(up, limit), -limit)
+        alpha = 1.702 if config.quick_geglu else 1.0
+        h = gate / (1 + (-alpha * gate).exp()) * (up + config.glu_linear_offset)
     elif config.squared_relu:
         h = h.clamp(min=0) ** 2
     elif config.openai_gelu:
@@ -173,7 +204,14 @@ def _plain_attention(
             if config.window_size is not None:
                 seen = [j for j in seen if i - j < config.window_size]
             scores = (k[seen] @ q[i]) / math.sqrt(size)
-            rows.append((scores - scores.max()).exp() / (scores - scores.max()).exp().sum() @ v[seen])
+            if config.position_embedding_type == "alibi":  # of 4 heads
+                scores = scores - 2.0 ** (-2 * (head + 1)) * torch.tensor([i - j for j in seen])
+            weights = scores.exp()
+            if config.softmax_type != "vanilla":
+                sink = w["attention.sinks"][head] if config.softmax_type == "learnable" else torch.zeros(())
+                rows.append(weights @ v[seen] / (weights.sum() + sink.exp()))
+                continue
+            rows.append(weights / weights.sum() @ v[seen])
         outputs.append(torch.stack(rows))
     return _plain_linear(w, "attention.out", torch.cat(outputs, -1))
 
@@ -277,6 +315,17 @@ def test_a_later_token_never_changes_an_earlier_prediction(name: str) -> None:
         after = logits_of(model, changed(batch, slice(place, None)))
         assert torch.equal(after[:, :place], before[:, :place])
         assert not torch.isclose(after[:, place], before[:, place]).all()
+
+
+def test_forwards_without_documents_share_the_masks_that_they_make() -> None:
+    model = model_of(VARIANTS["alibi in a window"])
+    made = [model.masks.of(batch_of(seed=seed), seq_length=S, num_cached=0) for seed in (0, 1)]
+    assert made[0] is made[1]
+    assert model.masks.of(batch_of(), seq_length=S - 1, num_cached=0).seq_length == S - 1
+    packed = [model.masks.of(batch_of(documents=True), seq_length=S, num_cached=0) for _ in range(2)]
+    assert packed[0] is not packed[1]
+    after_some = model.masks.of(batch_of(), seq_length=S, num_cached=3)
+    assert (after_some.seq_length, after_some.first_query) == (S + 3, 3)
 
 
 def test_a_window_ends_what_a_token_sees() -> None:

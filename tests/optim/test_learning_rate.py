@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.training import TrainingConfig
-from megatronish.optim.batch_size import BatchSizeSchedule
+from megatronish.optim.batch_size import BatchSizeSchedule, RampUp, StepWise, batch_sizes_of
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 
 
@@ -50,6 +51,19 @@ def test_each_style_decays_as_its_formula_says(style: str, quarter: float, half:
     schedule = schedule_of(lr_warmup_iters=20, lr_decay_style=style)
     assert [rate(schedule, step) for step in (41, 61, 101)] == pytest.approx([quarter, half, end])
     assert rate(schedule, 10_000) == (1.0 if style == "constant" else 0.2)
+
+
+def test_embedding_and_head_follow_the_same_shape_between_rates_of_their_own() -> None:
+    shape: dict[str, Any] = {"lr_warmup_iters": 20, "lr_decay_style": "cosine", "lr_warmup_init": 0.1}
+    schedule = schedule_of(**shape, decoupled_lr=3.0, decoupled_min_lr=0.5).decoupled
+    alone = schedule_of(**shape | {"lr": 3.0, "min_lr": 0.5})
+    assert schedule is not None and schedule.decoupled is None
+    for step in (1, 6, 21, 41, 61, 101, 500):
+        assert rate(schedule, step) == rate(alone, step)
+    assert rate(schedule, 101) == pytest.approx(0.5)
+    with_min_lr = schedule_of(**shape, decoupled_lr=3.0).decoupled
+    assert with_min_lr is not None and rate(with_min_lr, 101) == pytest.approx(0.2)
+    assert schedule_of(**shape).decoupled is None
 
 
 def test_inverse_square_root_never_falls_below_the_minimum() -> None:
@@ -174,12 +188,14 @@ def test_a_schedule_that_does_not_fit_together_is_refused(settings: dict[str, An
 
 
 RAMPS = [
-    BatchSizeSchedule(start=4, increment=4, ramp_samples=100, global_batch_size=16),
-    BatchSizeSchedule(start=16, increment=8, ramp_samples=5000, global_batch_size=64),
-    BatchSizeSchedule(start=1, increment=1, ramp_samples=7, global_batch_size=13),
-    BatchSizeSchedule(start=8, increment=3, ramp_samples=0, global_batch_size=17),
-    BatchSizeSchedule(start=8, increment=1, ramp_samples=100, global_batch_size=8),
+    RampUp(start=4, increment=4, ramp_samples=100, global_batch_size=16),
+    RampUp(start=16, increment=8, ramp_samples=5000, global_batch_size=64),
+    RampUp(start=1, increment=1, ramp_samples=7, global_batch_size=13),
+    RampUp(start=8, increment=3, ramp_samples=0, global_batch_size=17),
+    RampUp(start=8, increment=1, ramp_samples=100, global_batch_size=8),
     BatchSizeSchedule.of(None, global_batch_size=24),
+    StepWise(((0, 4), (50, 8), (51, 2), (700, 16))),
+    StepWise(((0, 3), (1, 5))),
 ]
 
 
@@ -196,6 +212,30 @@ def test_steps_and_samples_of_a_ramp_agree_with_walking_it(ramp: BatchSizeSchedu
         assert ramp.num_steps(consumed) == step
         assert ramp.num_steps(consumed + ramp.at(consumed) - 1) == step
         consumed += ramp.at(consumed)
+
+
+def test_a_list_of_batch_sizes_counts_tokens_in_whole_samples() -> None:
+    training = TrainingConfig(seq_length=2048, step_batch_size_schedule=("0:16", "2.4B:320", "4.8b:624,12_000M:1536"))
+    sizes = batch_sizes_of(training, global_batch_size=1536)
+    assert sizes == StepWise(((0, 16), (1_171_875, 320), (2_343_750, 624), (5_859_375, 1536)))
+    assert [sizes.at(consumed) for consumed in (0, 1_171_874, 1_171_875, 10**10)] == [16, 16, 320, 1536]
+    assert sizes.consumed_samples(73_244) == 73_243 * 16 + 320  # the step that crosses the threshold is a small one
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("16:4", "must begin with 0:BATCH_SIZE; for example 0:384"),
+        ("0:4 x:8", "must be TOKENS:BATCH_SIZE ..., tokens with K, M, B or T"),
+        ("0", "must be TOKENS:BATCH_SIZE"),
+        ("0:4 16:8 31:12", "must have thresholds that grow by a sample of 16 tokens or more"),
+        ("0:4 64:0", "must have batch sizes of at least 1"),
+        ("", "must begin with 0:BATCH_SIZE"),
+    ],
+)
+def test_a_crooked_list_of_batch_sizes_is_told(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_batch_sizes(words.split(), seq_length=16)
 
 
 def test_without_a_ramp_steps_are_a_division() -> None:

@@ -78,6 +78,57 @@ def test_only_matrices_decay() -> None:
     assert all(torch.equal(parameters[name], before[name]) for name in ("bias", "norm"))
 
 
+VOCABULARY: dict[str, Sharding] = {
+    "embedding": Sharding((4, 3), role="embedding"),
+    "head": Sharding((4, 3), role="head"),
+    "positions": Sharding((5, 3), role="positions"),
+    "matrix": Sharding((4, 3)),
+    "q_norm": Sharding((3,), role="qk_norm"),
+    "norm": Sharding((3,)),
+}
+
+
+def stepped(config: OptimizerConfig, *, gradient: float, **rates: Any) -> dict[str, Tensor]:
+    """How far a step moves each parameter, all of which were one."""
+    masters = {name: torch.ones(sharding.shape) for name, sharding in VOCABULARY.items()}
+    gradients = {name: torch.full_like(master, gradient) for name, master in masters.items()}
+    shards = {name: Shard(master, ()) for name, master in masters.items()}
+    optimizer = Optimizer(shards, gradients, VOCABULARY, ALONE, config, device=CPU)
+    assert optimizer.state.keys() == masters.keys()
+    optimizer.step(**rates)
+    return {name: 1 - master for name, master in masters.items()}
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
+def test_word_embedding_and_head_have_a_rate_of_their_own_and_positions_do_not(name: str) -> None:
+    config = OptimizerConfig(optimizer=name, decoupled_lr=1.0, lr=1.0)  # type: ignore[arg-type]
+    rates = {"learning_rate": 0.1, "decoupled_learning_rate": 0.3}
+    moved = stepped(config, gradient=1.0, weight_decay=0.0, **rates)
+    for parameter in ("embedding", "head"):
+        torch.testing.assert_close(moved[parameter], 0.3 * torch.ones(4, 3))
+    for parameter in ("positions", "norm"):
+        torch.testing.assert_close(moved[parameter], 0.1 * torch.ones(VOCABULARY[parameter].shape))
+    alike = stepped(OptimizerConfig(optimizer=name), gradient=1.0, weight_decay=0.0, learning_rate=0.1)  # type: ignore[arg-type]
+    torch.testing.assert_close(moved["matrix"], alike["matrix"])
+    torch.testing.assert_close(alike["embedding"], 0.1 * torch.ones(4, 3))
+
+
+def test_norms_of_queries_and_keys_decay_if_asked() -> None:
+    rates = {"gradient": 0.0, "learning_rate": 0.1, "weight_decay": 0.5}
+    usual = stepped(OptimizerConfig(), **rates)
+    asked = stepped(OptimizerConfig(apply_wd_to_qk_layernorm=True), **rates)
+    assert not usual["q_norm"].any() and not usual["norm"].any() and not asked["norm"].any()
+    torch.testing.assert_close(asked["q_norm"], torch.full((3,), 0.05))
+
+
+def test_a_decoupled_rate_is_put_back_with_its_count_of_steps() -> None:
+    optimizer = Optimizer({}, {}, VOCABULARY, ALONE, OptimizerConfig(decoupled_lr=1.0), device=CPU)
+    optimizer.num_steps = 5
+    assert optimizer.num_steps == 5 and optimizer.update_of_vocabulary is not None
+    with pytest.raises(AssertionError, match="a schedule of its own"):
+        optimizer.step(learning_rate=0.1, weight_decay=0.0)
+
+
 def test_the_values_of_the_shards_are_what_is_stepped() -> None:
     parameters = parameters_of()
     optimizer, gradients = optimizer_of(parameters, ADAM)

@@ -41,6 +41,7 @@ def _rope(kind: str, **others: Any) -> dict[str, Any]:
 def configs() -> dict[str, transformers.PreTrainedConfig]:
     """By the names of the cases. Windows, and the contexts from before stretching, are shorter than S."""
     gpt2 = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 4}
+    bloom = {"vocab_size": VOCABULARY, "hidden_size": 12, "n_layer": 2, "bos_token_id": 1, "eos_token_id": 2}
     ends = {"bos_token_id": 2, "eos_token_id": 2}
     return {
         "gpt2": transformers.GPT2Config(**gpt2, **ends),
@@ -56,11 +57,22 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "qwen2-window": transformers.Qwen2Config(
             **_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=0
         ),
+        "qwen2-some": transformers.Qwen2Config(
+            **_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
         "qwen3": transformers.Qwen3Config(**_SIZES),
+        "qwen3-some": transformers.Qwen3Config(
+            **_SIZES,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "bloom": transformers.BloomConfig(**bloom, n_head=4),
+        "bloom-untied": transformers.BloomConfig(**bloom, n_head=6, tie_word_embeddings=False),
     }
 
 
-IN_GOLDEN = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3")
+IN_GOLDEN = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "bloom")
 
 
 def tokens() -> Tensor:

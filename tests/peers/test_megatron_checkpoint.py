@@ -37,7 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.activations import squared_relu  # noqa: E402
+from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -99,6 +99,10 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": None,
     "multi_latent_attention": False,
     "softmax_type": "vanilla",
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "window_attn_skip_freq": None,
+    "no_rope_freq": None,
     "params_dtype": torch.float32,
     "tokenizer_type": None,
     "attention_backend": AttnBackend.auto,
@@ -134,6 +138,32 @@ TYPED: dict[str, dict[str, Any]] = {
         "add_qkv_bias": True,
         "qk_layernorm": True,
         "window_size": (2, 0),
+    },
+    "gpt-oss": {
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 0.4,
+        "bias_gelu_fusion": False,
+        "softmax_type": "learnable",
+        "window_size": (2, 0),
+        "window_attn_skip_freq": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "smollm": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "bias_swiglu_fusion": False,
+        "activation_func_clamp_value": 0.3,
+        "add_bias_linear": False,
+        "softmax_type": "off-by-one",
+        "window_size": (3, 0),
+        "window_attn_skip_freq": [1, 0, 0, 1],
+        "no_rope_freq": [0, 1, 0, 1],
     },
     "nemotron": {
         "kv_channels": 8,
@@ -209,6 +239,8 @@ def their_model(args: Namespace) -> Any:
     if args.swiglu:
         config |= {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
         config["bias_activation_fusion"] = getattr(args, "bias_swiglu_fusion", True)
+    elif args.quick_geglu:
+        config |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     elif args.squared_relu:
         config["activation_func"] = squared_relu
     model = GPTModel(
@@ -370,7 +402,7 @@ def save_on_rank(
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["gpt2", "llama 3", "qwen"])
+@pytest.mark.parametrize("name", ["gpt2", "llama 3", "qwen", "gpt-oss"])
 def test_so_it_is_in_layouts_of_two_ranks(tmp_path: Path, name: str, tp_size: int, pp_size: int) -> None:
     ours = write_here(tmp_path / "ours", name, tp_size, pp_size)
     theirs = run_ranks(2, load_on_rank, tmp_path / "ours", tp_size, pp_size)[-1]

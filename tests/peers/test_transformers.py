@@ -21,7 +21,17 @@ peer: Any = pytest.importorskip(
 )
 CASES = (
     *("gpt2", "gpt2-untied", "llama", "llama-biases", "llama3", "llama-linear", "llama-yarn"),
-    *("mistral", "mistral-whole", "qwen2", "qwen2-window", "qwen3"),
+    *(
+        "mistral",
+        "mistral-whole",
+        "qwen2",
+        "qwen2-window",
+        "qwen2-some",
+        "qwen3",
+        "qwen3-some",
+        "bloom",
+        "bloom-untied",
+    ),
 )
 
 
@@ -71,10 +81,13 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 GPT2: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+BLOOM: dict[str, Any] = GPT2 | {"position_embedding_type": "alibi", "embed_layernorm": True, "openai_gelu": True}
 BORN_HERE = {
     "gpt2 with exact gelu": ("gpt2", GPT2),
     "gpt2 with tanh gelu": ("gpt2", GPT2 | {"openai_gelu": True, "norm_epsilon": 1e-3}),
     "gpt2 with squared relu": ("gpt2", GPT2 | {"squared_relu": True, "ffn_hidden_size": 24}),
+    "bloom": ("bloom", BLOOM),
+    "bloom with six heads": ("bloom", BLOOM | {"hidden_size": 24, "num_attention_heads": 6}),
     "llama": ("llama", LLAMA | {"rotary_base": 100.0, "kv_channels": 6}),
     "llama with biases": ("llama", LLAMA | {"disable_bias_linear": False}),
     "llama 3": (
@@ -89,6 +102,10 @@ BORN_HERE = {
     "qwen2": ("qwen2", LLAMA | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False}),
     "qwen2 with a window": ("qwen2", LLAMA | {"add_qkv_bias": True, "window_size": 4}),
     "qwen3": ("qwen3", LLAMA | {"qk_layernorm": True, "kv_channels": 8}),
+    "qwen3 with windows in some layers": (
+        "qwen3",
+        LLAMA | {"qk_layernorm": True, "window_size": 4, "window_attn_skip_freq": "2"},
+    ),
     "qwen3 with a window": ("qwen3", LLAMA | {"qk_layernorm": True, "window_size": 4}),
 }
 

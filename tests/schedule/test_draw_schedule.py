@@ -1,7 +1,6 @@
 """Tests of schedule drawings: text, pictures and tools/draw_schedule.py."""
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from megatronish.commands.draw import main
 from megatronish.schedule.draw import draw
 from megatronish.schedule.draw_png import draw_png
 from megatronish.schedule.plan import Action
@@ -89,8 +89,7 @@ def test_the_tool_refuses_in_a_sentence(
     arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["draw_schedule", *arguments])
-    assert runpy.run_path(str(ROOT / "tools" / "draw_schedule.py"))["main"]() == 2
+    assert main(arguments) == 2
     told = capsys.readouterr().err
     assert sentence in told
     assert told.count("\n") == 1

@@ -77,5 +77,5 @@ BROKEN = [
 def test_what_is_not_a_step_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"step.json is not a recorded step .*; pretrain_gpt.py writes one"):
+    with pytest.raises(UserError, match=r"step.json is not a recorded step .*; megatronish pretrain writes one"):
         Recorded.read(path)

@@ -48,7 +48,7 @@ def test_a_run_with_a_schedule_that_hangs_ends_before_ranks_start(
         "pipeline_schedule=1f1b cannot run 2 micro-batches on 2 stages: schedule hangs at tick 1:\n"
         "stage 0:  F0   .\n"
         "stage 1:   .   .\n"
-        "Use another --pipeline-schedule, or mend the generator of this one\n"
+        "Use another --pipeline-schedule, or correct the generator of this one\n"
     )
     assert told.out == "" and not (tmp_path / "run").exists()
 

@@ -12,12 +12,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatronish.config.run import LogConfig
+from megatronish.train.console import Console
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed
-from megatronish.train.hooks.tensorboard import TensorBoard
 from megatronish.train.metrics import points
 from megatronish.train.results import StepResult
-from megatronish.train.trainer import Progress, StepRecord, Trainer
+from megatronish.train.trackers.tracker import Trackers
+from megatronish.train.trainer import LearningRates, Progress, StepRecord, Trainer
 
 COUNTS = re.compile(
     r"loss scale: ([\d.]+) \| grad norm: (\S+) \|.* "
@@ -30,7 +32,9 @@ def record_of(step: int, **result: Any) -> StepRecord:
     result = dict(result)
     metrics = {"loss": result.pop("loss", 2.0), **result.pop("metrics", {})}
     whole = StepResult(metrics, **({"grad_norm": 1.0, "num_loss_tokens": 8} | result))
-    return StepRecord(step, whole, learning_rate=0.1, global_batch_size=1, consumed_samples=1, seconds=1.0)
+    return StepRecord(
+        step, whole, learning_rates=LearningRates(0.1), global_batch_size=1, consumed_samples=1, seconds=1.0
+    )
 
 
 def lines_of(
@@ -41,10 +45,10 @@ def lines_of(
     def make_log() -> Log:
         return Log(
             speed=Speed(seq_length=8, model_flops_per_token=1.0, num_devices=1, peak_tflops=None),
-            interval=interval,
-            board_interval=100,
+            config=LogConfig(log_interval=interval, tensorboard_log_interval=100),
             file=folder / "metrics.jsonl",
-            board=TensorBoard(None),
+            trackers=Trackers([]),
+            console=Console.of("auto"),
             device=torch.device("cpu"),
             extras={"params_norm": lambda: math.nan},
         )

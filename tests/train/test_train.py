@@ -39,16 +39,17 @@ MEGATRONS_LINE = re.compile(
     r"elapsed time per iteration \(ms\): \d+\.\d \| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d+ \| "
     r"learning rate: \d\.\d{6}E[+-]\d\d \| global batch size: [ \d]{4}\d \| lm loss: \d\.\d{6}E[+-]\d\d \| "
     r"loss scale: \d+\.\d \| grad norm: \d+\.\d{3} \| num zeros: \d+ \| params norm: \d+\.\d{3} \| "
-    r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \| tokens per second: \d+ \|"
+    r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \| tokens per second: \d+ \| "
+    r"data time \(ms\): \d+\.\d \|( ETA: \d+s \|)?"
 )
 METRICS = [
     *("step", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped_iterations", "tokens", "consumed_samples"),
-    "step_seconds",
+    *("step_seconds", "data_seconds"),
     *("tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"),
 ]
 TAGS = {
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros", "params-norm"),
-    *("iteration-time", "throughput"),
+    *("iteration-time", "data-time", "throughput", "tokens-per-second"),
     *(f"lm loss {name}{ppl}" for name in ("second", "third", "test") for ppl in ("", " ppl")),
 }
 FLAGS = "--eval-iters 2 --eval-interval 4 --save-interval 4 --log-params-norm --log-num-zeros-in-grad"
@@ -233,7 +234,9 @@ def test_of_two_starts_one_wins_and_saves_and_leaves_when_told(tmp_path: Path) -
         assert winner.wait() == 0, winner.told
         assert winner.is_gone()
     last = max(steps_of(run_dir))
-    assert f"stopped after step {last} of 100000: SIGTERM or Ctrl-C asked for it; start again to go on" in winner.output
+    assert (
+        f"stopped after step {last} of 100000: SIGTERM or Ctrl-C asked for it; start again to resume" in winner.output
+    )
     assert checkpoints_of(run_dir) == ["latest", f"step_{saved:08d}", f"step_{last:08d}"]
     train_on_ranks([*argv, "--exit-interval", "1"], world_size=2)
     assert max(steps_of(run_dir)) == last + 1

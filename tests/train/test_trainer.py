@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def trainer_of(
         sums = comm.all_reduce(torch.tensor(list(cast_here.values()), dtype=torch.float64), axis).tolist()
         return StepResult({LOSS: 1.0}, 1.0, num_loss_tokens=1, votes=dict(zip(cast_here, sums, strict=True)))
 
-    rates = SimpleNamespace(learning_rate=lambda _: 0.1, weight_decay=lambda _: 0.0)
+    rates = SimpleNamespace(learning_rate=lambda _: 0.1, weight_decay=lambda _: 0.0, decoupled=None)
     engine = SimpleNamespace(step=compute, mesh=SimpleNamespace(world=axis))
     sizes = BatchSizeSchedule.of(None, global_batch_size=4)
     return Trainer(
@@ -151,6 +152,31 @@ def test_steps_are_counted_from_1_in_records_and_the_engine_is_told_how_many_are
     assert (done, trainer.progress) == ([0, 1, 2], Progress(step=3, consumed_samples=12))
 
 
+class Records(Hook):
+    """A hook that keeps the records of all steps."""
+
+    def __init__(self) -> None:
+        self.kept: list[StepRecord] = []
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self.kept.append(record)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_the_time_that_a_step_waits_for_its_batch_is_not_of_its_update(num_ahead: int) -> None:
+    records = Records()
+    trainer = trainer_of(records, num_steps=3, step=lambda: time.sleep(0.02))
+
+    def slow(*_: int) -> list[MicroBatch]:
+        time.sleep(0.2)
+        return []
+
+    trainer.prepare, trainer.num_ahead = slow, num_ahead
+    trainer.run()
+    for record in records.kept:
+        assert record.data_seconds >= 0.2 - 0.1 * num_ahead and 0.02 <= record.seconds < 0.15
+
+
 @pytest.fixture
 def signals() -> Iterator[None]:
     """The handlers of this process stay what they are."""
@@ -178,7 +204,9 @@ def test_of_several_reasons_the_first_is_told_and_saving_is_no_reason_to_stop(si
     trainer = trainer_of()
     stopper.decided(trainer, dict.fromkeys(REASONS, 0.0) | {SAVE: 3.0})
     assert (stopper.save_now, trainer.stop_reason) == (True, None)
-    stopper.decided(trainer, {"stop_on_signal": 0.0, "stop_on_time": 1.0, "stop_on_interval": 8.0, SAVE: 0.0})
+    stopper.decided(
+        trainer, {"stop_on_signal": 0.0, "stop_on_time": 1.0, "stop_on_interval": 8.0, "stop_on_file": 1.0, SAVE: 0.0}
+    )
     assert (stopper.save_now, trainer.stop_reason) == (False, REASONS["stop_on_time"])
 
 
@@ -201,7 +229,7 @@ def vote(place: Place) -> tuple[list[str], int]:
 
 
 def test_one_rank_that_wants_to_leave_takes_all_along() -> None:
-    expected = ["diary decided 0.0 0.0 0.0 0.0 2.0", "diary decided 1.0 0.0 0.0 0.0 4.0"]
+    expected = ["diary decided 0.0 0.0 0.0 0.0 0.0 2.0", "diary decided 1.0 0.0 0.0 0.0 0.0 4.0"]
     assert run_ranks(2, vote) == [(expected, 2)] * 2
 
 

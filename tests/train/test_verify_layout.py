@@ -8,12 +8,12 @@ import torch.distributed as dist
 from jobs import Finished, run_job, tiny
 from torch import Tensor
 
+from megatronish.commands import verify as verify_layout
 from megatronish.layers.norm import Norm
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
 from megatronish.sharding import Sharding
 from megatronish.train.verify import Trace, compare
-from tools import verify_layout
 
 
 def verify(folder: Path, flags: str, **options: object) -> Finished:

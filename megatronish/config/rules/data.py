@@ -7,8 +7,9 @@ from megatronish.config.rules.rule import ConfigRule
 
 def _data(config: Config) -> str | None:
     data = config.data
-    if not (data.mock_data or data.data_path or data.train_data_path):
-        return "no data is given; add --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data"
+    if data.needs_path and not (data.data_path or data.train_data_path):
+        what = "PREFIX (of PREFIX.bin and PREFIX.idx)" if data.dataset_type == "pretrain" else "PATH"
+        return f"no data is given; add --data-path {what}, or --mock-data"
     if data.multiple_validation_sets and not (data.valid_data_path or data.data_path or data.mock_data):
         return "multiple_validation_sets needs several prefixes; add --valid-data-path, or leave it out"
     return None
@@ -43,13 +44,15 @@ def _tokenizer(config: Config) -> str | None:
     if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None and config.checkpoint.load_hf:
         return (
             f"--load-hf {config.checkpoint.load_hf} holds no tokenizer that is known here (tokenizer.json, or "
-            "tokenizer.model); let transformers save it anew, or name one with --tokenizer-model"
+            "tokenizer.model); let transformers save it again, or name one with --tokenizer-model"
         )
     if data.tokenizer_type == "sentencepiece" and data.tokenizer_model is None:
         return (
             "tokenizer_type=sentencepiece needs its file; add --tokenizer-model FILE.model, or --tokenizer-type bytes, "
             "which needs none"
         )
+    if data.tokenizer_type == "tiktoken" and data.tokenizer_model is None:
+        return "tokenizer_type=tiktoken needs its file; add --tokenizer-model FILE.json, or FILE.tiktoken"
     if data.tokenizer_type == "huggingface" and data.tokenizer_model is None:
         if (data.vocab_file is None) != (data.merge_file is None):
             return "vocab_file and merge_file belong together; add the other, or use --tokenizer-model tokenizer.json"
@@ -63,7 +66,14 @@ def _tokenizer(config: Config) -> str | None:
 
 RULES = (
     ConfigRule(
-        ("data_path", "train_data_path", "valid_data_path", "multiple_validation_sets", "mock_data"),
+        (
+            "data_path",
+            "train_data_path",
+            "valid_data_path",
+            "multiple_validation_sets",
+            "mock_data",
+            "dataset_type",
+        ),
         _data,
     ),
     ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),

@@ -134,14 +134,20 @@ def _idle_choices(config: Config) -> str | None:
     return None
 
 
+_FFN = ("ffn_hidden_size", "hidden_size", "swiglu", "quick_geglu")
+_ROUTER = (
+    "moe_router_enable_expert_bias",
+    "moe_router_score_function",
+    "moe_router_norm_topk_prob",
+    "moe_router_pre_softmax",
+)
 _GRID = (*MESH, _EP, _ETP, "num_experts")
 
 RULES = (
     ConfigRule((_EP, "num_experts"), _needs_experts),
     ConfigRule((_EP, "num_experts"), _experts_over_ep),
     ConfigRule(
-        (_ETP, _EP, "tensor_model_parallel_size", "num_experts", "moe_ffn_hidden_size", "ffn_hidden_size")
-        + ("hidden_size", "swiglu"),
+        (_ETP, _EP, "tensor_model_parallel_size", "num_experts", "moe_ffn_hidden_size", *_FFN),
         _width_over_etp,
     ),
     ConfigRule(_GRID, _grid),
@@ -150,8 +156,7 @@ RULES = (
     ConfigRule(("num_experts", "moe_layer_freq", "num_layers"), _layers),
     ConfigRule(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _chosen),
     ConfigRule(
-        ("num_experts", "moe_router_enable_expert_bias", "moe_router_score_function", "moe_router_norm_topk_prob")
-        + ("moe_router_pre_softmax", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+        (*_ROUTER, "num_experts", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
         _idle_choices,
     ),
 )

@@ -1,6 +1,11 @@
-"""Rules on the sizes of a model and its position embedding."""
+"""Rules on the sizes of a model, its position embedding, its gates and its patterns of layers."""
+
+from collections.abc import Callable
 
 from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS
+from megatronish.config.layer_pattern import marked_layers
+from megatronish.config.model import ModelConfig
 from megatronish.config.rules.rule import ConfigRule, divide
 
 _SCALING = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow")
@@ -20,7 +25,7 @@ def _key_value_heads(config: Config) -> str | None:
         return None
     if not model.group_query_attention and groups != heads:
         return (
-            f"num_query_groups={groups} needs group_query_attention (Megatron-LM would ignore it in silence); "
+            f"num_query_groups={groups} needs group_query_attention (Megatron-LM would ignore it silently); "
             "add --group-query-attention, or leave it out"
         )
     return divide("num_attention_heads", heads, "num_query_groups", groups)
@@ -79,6 +84,36 @@ def _rope_scaling(config: Config) -> str | None:
     return None
 
 
+def _pattern(name: str, needed: str, has: Callable[[ModelConfig], bool], remedy: str) -> ConfigRule:
+    """Rule on a pattern over the layers, which needs the setting that it takes from some of them."""
+
+    def complaint(config: Config) -> str | None:
+        text = getattr(config.model, name)
+        if text is None:
+            return None
+        if not has(config.model):
+            return f"{name}={text} needs {needed}; {remedy}, or leave it out"
+        try:
+            marked_layers(text, num_layers=config.model.num_layers, every_nth=True)
+        except ValueError as error:
+            return f"{name}={text} {error}; change {FIELDS[name].flag}"
+        return None
+
+    return ConfigRule((name, "num_layers", needed.partition("=")[0]), complaint)
+
+
+def _gate(config: Config) -> str | None:
+    model = config.model
+    given = [
+        f"{name}={getattr(model, name)}"
+        for name in ("glu_linear_offset", "activation_func_clamp_value")
+        if getattr(model, name) != FIELDS[name].default
+    ]
+    if not given or model.is_gated:
+        return None
+    return f"{', '.join(given)} needs a gated MLP; add --quick-geglu or --swiglu, or leave it out"
+
+
 RULES = (
     ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
     ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
@@ -87,4 +122,12 @@ RULES = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"), _rope_head
     ),
     ConfigRule(("rope_scaling_type", "position_embedding_type", *_SCALING), _rope_scaling),
+    _pattern("window_attn_skip_freq", "window_size", lambda model: model.window_size is not None, "add --window-size"),
+    _pattern(
+        "no_rope_freq",
+        "position_embedding_type=rope",
+        lambda model: model.position_embedding_type == "rope",
+        "add --position-embedding-type rope",
+    ),
+    ConfigRule(("glu_linear_offset", "activation_func_clamp_value", "swiglu", "quick_geglu"), _gate),
 )

@@ -44,6 +44,21 @@ def _learning_rates(config: Config) -> str | None:
     return None
 
 
+def _decoupled_learning_rates(config: Config) -> str | None:
+    optimizer = config.optimizer
+    peak, least = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if peak is None:
+        if least is None:
+            return None
+        return f"decoupled_min_lr={least} needs the rate that decays to it; add --decoupled-lr, or use --min-lr"
+    end = ("min_lr", optimizer.min_lr) if least is None else ("decoupled_min_lr", least)
+    for name, value in (end, ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if value > peak:
+            remedy = "add --decoupled-min-lr" if name == "min_lr" else "use a smaller one"
+            return f"{name}={value} must not exceed decoupled_lr={peak}; {remedy}, or a larger --decoupled-lr"
+    return None
+
+
 def _weight_decay(config: Config) -> str | None:
     optimizer = config.optimizer
     start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
@@ -64,6 +79,9 @@ LENGTH_RULES = (
     ConfigRule(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), _wsd),
 )
 
-RATE_RULES = (ConfigRule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),)
+RATE_RULES = (
+    ConfigRule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),
+    ConfigRule(("decoupled_lr", "decoupled_min_lr", "min_lr", "lr_warmup_init"), _decoupled_learning_rates),
+)
 
 WEIGHT_DECAY_RULES = (ConfigRule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),)

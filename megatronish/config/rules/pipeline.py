@@ -15,6 +15,8 @@ _STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
 
 
@@ -22,6 +24,7 @@ def _interleaving(config: Config) -> str | None:
     parallel = config.parallel
     name, pp = parallel.schedule, parallel.pipeline_model_parallel_size
     num_chunks = SCHEDULES[name].num_chunks
+    ends = sum(parallel.ends_in_split)
     layers, chunk = config.model.num_layers, parallel.num_layers_per_virtual_pipeline_stage
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     asked = chunk is not None or virtual is not None
@@ -30,8 +33,8 @@ def _interleaving(config: Config) -> str | None:
             f"pipeline_schedule={name} needs several chunks a stage; add --num-virtual-stages-per-pipeline-rank 2, "
             "or --num-layers-per-virtual-pipeline-stage"
         )
-    ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
-    if chunk is not None and ends != (None, None):
+    given = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
+    if chunk is not None and given != (None, None):
         return (
             f"num_layers_per_virtual_pipeline_stage={chunk} makes all chunks equal, which stages with layers of their "
             "own are not; use --num-virtual-stages-per-pipeline-rank instead"
@@ -43,9 +46,10 @@ def _interleaving(config: Config) -> str | None:
         )
     if num_chunks is not None and num_chunks > 1 and asked:
         return f"pipeline_schedule={name} has {num_chunks} chunks a stage in any case; leave the virtual stages out"
-    if chunk is not None and layers % (pp * chunk):
+    if chunk is not None and (layers + ends) % (pp * chunk):
+        counted = f" + {ends} for the embedding and the head" if ends else ""
         return (
-            f"num_layers={layers} must be divisible by pipeline_model_parallel_size={pp} x "
+            f"num_layers={layers}{counted} must be divisible by pipeline_model_parallel_size={pp} x "
             f"num_layers_per_virtual_pipeline_stage={chunk}; use --num-virtual-stages-per-pipeline-rank, "
             "which cuts any number of layers"
         )
@@ -61,7 +65,7 @@ def _layers_over_stages(config: Config) -> str | None:
     if _interleaving(config):
         return None
     return stages_problem(
-        num_layers=layers,
+        num_layers=layers + sum(parallel.ends_in_split),
         num_stages=parallel.pipeline_model_parallel_size,
         num_chunks=parallel.num_chunks(layers),
         first=parallel.decoder_first_pipeline_num_layers,

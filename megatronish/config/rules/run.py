@@ -1,18 +1,26 @@
-"""Rules on checkpoints and on the recording of a pipeline schedule."""
+"""Rules on checkpoints and on the recording of steps."""
 
 from megatronish.config.config import Config
-from megatronish.config.rules.rule import ConfigRule
+from megatronish.config.rules.rule import MESH, ConfigRule
 
 
 def _profile(config: Config) -> str | None:
     log, steps = config.log, config.training.train_iters
     first, end = log.profile_step_start, log.profile_step_end
-    if not log.profile_schedule:
+    if not (log.profile_schedule or log.profile):
         return None
     if end <= first:
         return f"profile_step_end={end} must be greater than profile_step_start={first}; use {first + 1} for one step"
     if steps is not None and first > steps:
         return f"profile_step_start={first} is after the last step, train_iters={steps}; use an earlier one"
+    return None
+
+
+def _profile_ranks(config: Config) -> str | None:
+    log, size = config.log, config.layout.world_size
+    wrong = [rank for rank in log.profile_ranks or () if not 0 <= rank < size]
+    if wrong and (log.profile or log.record_memory_history):
+        return f"profile_ranks={wrong[0]} is no rank of this run; use numbers from 0 to {size - 1}"
     return None
 
 
@@ -50,7 +58,10 @@ def _kept_steps(config: Config) -> str | None:
     return None
 
 
-RECORD_RULES = (ConfigRule(("profile_schedule", "profile_step_start", "profile_step_end", "train_iters"), _profile),)
+RECORD_RULES = (
+    ConfigRule(("profile_schedule", "profile", "profile_step_start", "profile_step_end", "train_iters"), _profile),
+    ConfigRule((*MESH, "profile", "record_memory_history", "profile_ranks"), _profile_ranks),
+)
 
 CHECKPOINT_RULES = (
     ConfigRule(("finetune", "load", "load_hf"), _starting_point),

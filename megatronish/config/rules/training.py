@@ -1,5 +1,6 @@
 """Rules on the batch, the length of the run, precision and attention."""
 
+from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
 from megatronish.config.fields import one_of
 from megatronish.config.rules.rule import LARGEST_NAMED, MESH, ConfigRule
@@ -39,6 +40,43 @@ def _ramp_up(config: Config) -> str | None:
             f"use --global-batch-size {start + max(1, round((batch - start) / increment)) * increment}"
         )
     return None
+
+
+def _step_wise(config: Config) -> str | None:
+    training = config.training
+    if not training.step_batch_size_schedule:
+        return None
+    try:
+        steps = parse_batch_sizes(training.step_batch_size_schedule, seq_length=training.seq_length)
+    except ValueError as error:
+        return f"step_batch_size_schedule={error}"
+    setting, micro, dp = (
+        f"step_batch_size_schedule={' '.join(training.step_batch_size_schedule)}",
+        training.micro_batch_size,
+        config.layout.dp,
+    )
+    for _, size in steps:
+        if size % (micro * dp):
+            return (
+                f"{setting}: {size} must be divisible by micro_batch_size={micro} x data_parallel_size={dp}; "
+                f"use multiples of {micro * dp}"
+            )
+    if config.global_batch_size != steps[-1][1]:
+        return (
+            f"{setting} ends with {steps[-1][1]}, and global_batch_size={config.global_batch_size}; leave "
+            "--global-batch-size out, or use the same"
+        )
+    return None
+
+
+def _evaluation_batch(config: Config) -> str | None:
+    size, micro, dp = config.training.eval_global_batch_size, config.training.micro_batch_size, config.layout.dp
+    if size is None or size % (micro * dp) == 0:
+        return None
+    return (
+        f"eval_global_batch_size={size} must be divisible by micro_batch_size={micro} x data_parallel_size={dp}; "
+        f"use --eval-global-batch-size {max(1, round(size / (micro * dp))) * micro * dp}"
+    )
 
 
 def _length_of_run(config: Config) -> str | None:
@@ -86,6 +124,8 @@ def _attention(config: Config) -> str | None:
 BATCH_RULES = (
     ConfigRule(_BATCH, _batches),
     ConfigRule((*_BATCH, "rampup_batch_size"), _ramp_up),
+    ConfigRule((*_BATCH, "step_batch_size_schedule", "seq_length"), _step_wise),
+    ConfigRule((*_BATCH, "eval_global_batch_size"), _evaluation_batch),
     ConfigRule(("train_iters", "train_samples"), _length_of_run),
     ConfigRule((*_BATCH, "train_samples"), _at_least_a_step),
 )

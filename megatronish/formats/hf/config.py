@@ -14,8 +14,9 @@ from megatronish.config.check import absurd_size
 from megatronish.config.model import ModelConfig
 from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.errors import UserError
-from megatronish.formats.hf.config_json import CONFIG, MEND, ConfigJson, read_json
+from megatronish.formats.hf.config_json import CONFIG, CORRECT, ConfigJson, read_json
 from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.family import in_no_family
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
 
@@ -80,7 +81,10 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     path = folder / CONFIG
     name = origin.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"{path}: model_type {name!r} is not known here; known are {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{path}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}; "
+            "others are those of plug-ins (--plugin)"
+        )
     family = FAMILIES[name]
     aliased = {family.aliases[key]: value for key, value in origin.items() if key in family.aliases}
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
@@ -92,7 +96,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     }
     vocab_size, seq_length = config.whole("vocab_size"), config.whole(family.seq_length)
     if absurd := absurd_size(ModelConfig(**model), vocab_size=vocab_size, seq_length=seq_length):
-        raise UserError(f"{path}: {absurd}; fetch it anew")
+        raise UserError(f"{path}: {absurd}; download it again")
     return HfModel(
         model,
         vocab_size,
@@ -107,7 +111,7 @@ def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
     eos = config.values.get("eos_token_id")
     found = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) for token in found):
-        config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=MEND)
+        config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=CORRECT)
     return tuple(found)
 
 
@@ -127,9 +131,12 @@ def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, e
 
 def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
     """Name of a family that has such a model, `prefer` if possible."""
+    nowhere = in_no_family(model)
+    if nowhere is not None:
+        raise UserError(f"no family of Hugging Face that is known here has {nowhere}; keep the model in another format")
     reasons = {name: family.cannot_describe(model) for name, family in FAMILIES.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
         text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
-        raise UserError(f"no family of Hugging Face that is known here can say this model: {text}")
+        raise UserError(f"no supported family of Hugging Face can express this model: {text}")
     return prefer if prefer in able else able[0]

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from megatronish.errors import UserError
 
 CONFIG = "config.json"
-MEND = "mend that line"
+CORRECT = "correct that line"
 LARGEST_WHOLE = 2**31 - 1
 
 
@@ -24,9 +24,9 @@ class ConfigJson:
         value = self.values.get(key)
         value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(key, f"must be a whole number of at least {least}", remedy=MEND)
+            self.refuse(key, f"must be a whole number of at least {least}", remedy=CORRECT)
         if value > LARGEST_WHOLE:
-            self.refuse(key, f"must be at most {LARGEST_WHOLE}", remedy=MEND)
+            self.refuse(key, f"must be at most {LARGEST_WHOLE}", remedy=CORRECT)
         return value
 
     def number(self, key: str, *, null: float | None = None) -> float:
@@ -34,16 +34,16 @@ class ConfigJson:
         value = self.values.get(key)
         value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            self.refuse(key, "must be a number that is not negative", remedy=MEND)
+            self.refuse(key, "must be a number that is not negative", remedy=CORRECT)
         if value > sys.float_info.max:
-            self.refuse(key, "must be finite", remedy=MEND)
+            self.refuse(key, "must be finite", remedy=CORRECT)
         return float(value)
 
     def flag(self, key: str) -> bool:
         """True or false; null counts as false."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            self.refuse(key, "must be true or false", remedy=MEND)
+            self.refuse(key, "must be true or false", remedy=CORRECT)
         return bool(value)
 
     def must_be(self, key: str, *allowed: Any, why: str) -> None:
@@ -68,7 +68,7 @@ def read_json(folder: Path) -> dict[str, Any]:
             problem = f"{folder} holds no {CONFIG}" if folder.is_dir() else f"{folder} does not exist as a folder"
         raise UserError(f"{problem}; name the folder of a Hugging Face model") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}; fetch it anew") from error
+        raise UserError(f"{path} is not JSON: {error}; download it again") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} is not a JSON object; fetch it anew")
+        raise UserError(f"{path} is not a JSON object; download it again")
     return values

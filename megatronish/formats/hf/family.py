@@ -22,6 +22,21 @@ class ModelFamily(NamedTuple):
     cannot_describe: Callable[[ModelConfig], str | None]
 
 
+def in_no_family(model: ModelConfig) -> str | None:
+    """Field of a model that no family here has."""
+    return first_true(
+        {
+            f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
+            "quick_geglu": model.quick_geglu,
+            f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
+            f"activation_func_clamp_value={model.activation_func_clamp_value}": model.is_gated
+            and model.activation_func_clamp_value is not None,
+            f"no_rope_freq={model.no_rope_freq}": model.position_embedding_type == "rope"
+            and not all(model.rotated_layers),
+        }
+    )
+
+
 def first_true(reasons: Mapping[str, bool]) -> str | None:
     """First key whose value is true."""
     return next((reason for reason, holds in reasons.items() if holds), None)

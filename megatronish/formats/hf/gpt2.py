@@ -10,12 +10,12 @@ _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "
 
 
 def _read_gpt2(config: ConfigJson) -> dict[str, Any]:
-    config.must_be("scale_attn_weights", True, why="leaves attention unscaled, which is not there")
+    config.must_be("scale_attn_weights", True, why="leaves attention unscaled, which is not supported")
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
-        config.must_be(key, False, None, why="is not there")
+        config.must_be(key, False, None, why="is not supported")
     kind = config.values["activation_function"]
     if not isinstance(kind, str) or kind not in _GELU:
-        config.refuse("activation_function", f"is not there; {', '.join(_GELU)} are")
+        config.refuse("activation_function", f"is not supported; {', '.join(_GELU)} are")
     hidden_size = config.whole("n_embd")
     return {
         "num_layers": config.whole("n_layer"),
@@ -53,9 +53,11 @@ def _write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 def _not_gpt2(model: ModelConfig) -> str | None:
     return first_true(
         {
+            f"block={model.block}": model.block != "transformer",
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type
             != "learned_absolute",
             f"normalization={model.normalization}": model.normalization != "LayerNorm",
+            "embed_layernorm": model.embed_layernorm,
             "swiglu": model.swiglu,
             "disable_bias_linear": not model.linear_bias,
             "qk_layernorm": model.qk_layernorm,

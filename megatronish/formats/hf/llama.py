@@ -36,13 +36,13 @@ _MISTRAL = LLAMA_DEFAULTS | {
 
 def read_llama(config: ConfigJson) -> dict[str, Any]:
     """Fields of ModelConfig that Llama and its descendants have in common, from their keys."""
-    config.must_be("hidden_act", "silu", "swish", why="is not there; silu is")
+    config.must_be("hidden_act", "silu", "swish", why="is not supported; silu is")
     heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", null=heads)
     has_bias = config.flag("attention_bias")
     if has_bias != config.flag("mlp_bias"):
         key, other = ("attention_bias", "mlp_bias") if has_bias else ("mlp_bias", "attention_bias")
-        config.refuse(key, f"without {other} is not there: both, or neither")
+        config.refuse(key, f"without {other} is not supported: both, or neither")
     return {
         "num_layers": config.whole("num_hidden_layers"),
         "hidden_size": hidden_size,
@@ -96,8 +96,10 @@ def not_llama_block(model: ModelConfig) -> str | None:
     """Field of a model that Llama and its descendants do not have."""
     return first_true(
         {
+            f"block={model.block}": model.block != "transformer",
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "rope",
             f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+            "embed_layernorm": model.embed_layernorm,
             "rotary_interleaved": model.rotary_interleaved,
             f"normalization={model.normalization}": model.normalization != "RMSNorm",
             "an MLP without swiglu": not model.swiglu,
@@ -118,8 +120,13 @@ def _write_mistral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 
 def _not_mistral(model: ModelConfig) -> str | None:
-    biases = {"biases of linear layers": model.qkv_bias, "qk_layernorm": model.qk_layernorm}
-    return not_llama_block(model) or first_true(biases)
+    return not_llama_block(model) or first_true(
+        {
+            "biases of linear layers": model.qkv_bias,
+            "qk_layernorm": model.qk_layernorm,
+            f"window_attn_skip_freq={model.window_attn_skip_freq}": len(set(model.windowed_layers)) > 1,
+        }
+    )
 
 
 def without_biases(keys: dict[str, Any]) -> dict[str, Any]:

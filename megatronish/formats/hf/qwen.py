@@ -6,7 +6,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.family import ModelFamily, first_true
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, not_llama_block, read_llama, without_biases, write_llama
-from megatronish.formats.hf.window import qwen_window
+from megatronish.formats.hf.window import qwen_window, write_qwen_window
 
 _QWEN2 = LLAMA_DEFAULTS | {
     "vocab_size": 151936,
@@ -21,12 +21,11 @@ _QWEN2 = LLAMA_DEFAULTS | {
 
 
 def _read_qwen2(config: ConfigJson) -> dict[str, Any]:
-    return read_llama(config) | {"add_qkv_bias": True, "window_size": qwen_window(config)}
+    return read_llama(config) | {"add_qkv_bias": True} | qwen_window(config)
 
 
 def _write_qwen2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
-    slides = {"use_sliding_window": model.window_size is not None, "sliding_window": model.window_size}
-    return without_biases(write_llama(model, seq_length)) | slides | {"max_window_layers": 0}
+    return without_biases(write_llama(model, seq_length)) | write_qwen_window(model)
 
 
 def _not_qwen2(model: ModelConfig) -> str | None:
@@ -40,8 +39,8 @@ def _not_qwen2(model: ModelConfig) -> str | None:
 
 
 def _read_qwen3(config: ConfigJson) -> dict[str, Any]:
-    config.must_be("attention_bias", False, None, why="is not there beside a norm of queries and keys")
-    return read_llama(config) | {"qk_layernorm": True, "window_size": qwen_window(config)}
+    config.must_be("attention_bias", False, None, why="is not supported together with a norm of queries and keys")
+    return read_llama(config) | {"qk_layernorm": True} | qwen_window(config)
 
 
 def _write_qwen3(model: ModelConfig, seq_length: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from megatronish.config.model import ModelConfig
-from megatronish.formats.hf.config_json import MEND, ConfigJson
+from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 
 ORIGINAL = "original_max_position_embeddings"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)
@@ -17,13 +17,13 @@ BASE = 10000.0
 def read_rope(config: ConfigJson) -> dict[str, Any]:
     """Fields of ModelConfig on RoPE; UserError for a kind of RoPE that is not implemented."""
     rope, spelled = _parameters(config)
-    config.must_be("partial_rotary_factor", None, 1, why="is not there: RoPE turns whole heads in this family")
+    config.must_be("partial_rotary_factor", None, 1, why="is not supported: RoPE turns whole heads in this family")
     if rope.values.get("partial_rotary_factor") not in (None, 1):
         config.refuse(spelled, "turns a part of each head, and in this family RoPE turns whole heads")
     fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", null=config.number("rope_theta", null=BASE))}
     kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
-        config.refuse(spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3 and yarn are known here")
+        config.refuse(spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3 and yarn are supported")
     if kind == "default":
         return fields
     if kind == "yarn":
@@ -57,7 +57,7 @@ def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
     for key in ("rope_scaling", "rope_parameters"):
         values = config.values.get(key)
         if isinstance(values, dict) and any(isinstance(value, dict) for value in values.values()):
-            config.refuse(key, "gives some layers another RoPE than others, which is not there")
+            config.refuse(key, "gives some layers another RoPE than others, which is not supported")
         if values:
             if not isinstance(values, dict):
                 config.refuse(key, "must be an object")
@@ -69,7 +69,7 @@ def _original(config: ConfigJson, rope: ConfigJson) -> int:
     """Context length before RoPE scaling. Versions of transformers differ in which of two places they read."""
     inner, outer = rope.values.get(ORIGINAL), config.values.get(ORIGINAL)
     if inner is not None and outer is not None and inner != outer:
-        config.refuse(ORIGINAL, f"contradicts the {inner} beside RoPE's other parameters", remedy=MEND)
+        config.refuse(ORIGINAL, f"contradicts the {inner} of RoPE's other parameters", remedy=CORRECT)
     return (config if inner is None else rope).whole(ORIGINAL, null=config.whole("max_position_embeddings"))
 
 

@@ -1,15 +1,12 @@
-"""Tensors of Hugging Face models in our names: GPT-2, and Llama with its descendants (Mistral, Qwen2, Qwen3).
+"""Folders of Hugging Face models, read and written as tensors under the names of transformers.
 
-The family of a folder, and the family for a model, are found by `config.py`. GPT-2 keeps its linear weights transposed,
-and queries, keys and values in one tensor; Llama and its descendants keep these in three tensors. Gate and
-up-projection are two tensors there and one here. RoPE turns the two halves of a head in all families, as here.
+`config.py` finds the family of a folder, and the family for a model; `tensor_rules.py` has the tensors of each.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +20,14 @@ from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
+from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, HEAD, FamilyTensors
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
 
 FORMAT = "hf"
 MAX_SHARD_BYTES = 5_000_000_000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HEAD = "lm_head.weight"
-# Masks and wavelengths that older versions kept beside the weights; both follow from the config.
+# Masks and wavelengths that older versions stored with the weights; both follow from the config.
 BUFFERS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 
@@ -59,10 +56,10 @@ def _stops_of_generation(load: Path) -> set[int]:
     try:
         stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}; mend it or take it away") from error
+        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
     found = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if not all(isinstance(token, int) for token in found):
-        raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; mend it")
+        raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; correct it")
     return set(found)
 
 
@@ -71,7 +68,7 @@ def read(load: Path) -> Model:
     description = describe(load)
     if not any((load / name).is_file() for name in (FILE, INDEX)):
         old = next((path.name for path in sorted(load.glob("*.bin"))), None)
-        why = f"weights as {old} alone, a pickle" if old else "no weights"
+        why = f"only {old}, a pickle" if old else "no weights"
         raise UserError(
             f"{load} holds {why}, and what is read is {FILE}; fetch that, or load the model with transformers and "
             "save_pretrained it"
@@ -94,7 +91,7 @@ def _with_prefix(load: Path, description: Description, tensors: Mapping[str, Laz
         whole = f"{_base(description)}.{name}"
         if whole in known and whole in tensors:
             raise UserError(
-                f"{load} holds both {name} and {whole}, which are one tensor of its model; take away the wrong one"
+                f"{load} holds both {name} and {whole}, which are one tensor of its model; remove the wrong one"
             )
         found[whole if whole in known else name] = tensor
     return found
@@ -111,7 +108,7 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
         if head.dtype != table.dtype:
             raise UserError(
                 f"{load}: {HEAD} is of type {NAMES[head.dtype]} and {name} of {NAMES[table.dtype]}, although "
-                "tie_word_embeddings in config.json makes them one; set that to false, or take the head away"
+                "tie_word_embeddings in config.json makes them one; set that to false, or remove the head"
             )
 
         def read_both() -> Tensor:
@@ -119,7 +116,7 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
             if not torch.equal(tensor, head.read()):
                 raise UserError(
                     f"{load}: {HEAD} is not {name}, although tie_word_embeddings says so in config.json; set that to "
-                    "false, or take the head away"
+                    "false, or remove the head"
                 )
             return tensor
 
@@ -140,13 +137,16 @@ def config_json(description: Description) -> dict[str, Any]:
 
 
 def _base(description: Description) -> str:
-    return "transformer" if config_json(description)["model_type"] == "gpt2" else "model"
+    return _tensors_of(description).base
 
 
 def rules(description: Description) -> list[TensorRule]:
     """Rules for all tensors of a model, embedding first. UserError if transformers has no such model."""
-    make = _gpt2 if _base(description) == "transformer" else _llama
-    return list(make(description.model))
+    return list(_tensors_of(description).rules(description.model))
+
+
+def _tensors_of(description: Description) -> FamilyTensors:
+    return FAMILY_TENSORS[config_json(description)["model_type"]]
 
 
 def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -163,77 +163,3 @@ def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -
         write_folder(partial, model.tensors, max_shard_bytes=max_shard_bytes)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer_files.copy(model.description.tokenizer_files, partial)
-
-
-# GPT-2
-
-
-def _gpt2(model: ModelConfig) -> Iterator[TensorRule]:
-    yield TensorRule("embedding.tokens.weight", ("transformer.wte.weight",))
-    yield TensorRule("embedding.positions.weight", ("transformer.wpe.weight",))
-    for n in range(model.num_layers):
-        ours, theirs = f"layers.{n}", f"transformer.h.{n}"
-        yield from _same(f"{ours}.attention_norm", f"{theirs}.ln_1", bias=True)
-        yield from _transposed(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn")
-        yield from _transposed(f"{ours}.attention.out", f"{theirs}.attn.c_proj")
-        yield from _same(f"{ours}.mlp_norm", f"{theirs}.ln_2", bias=True)
-        yield from _transposed(f"{ours}.mlp.fc1", f"{theirs}.mlp.c_fc")
-        yield from _transposed(f"{ours}.mlp.fc2", f"{theirs}.mlp.c_proj")
-    yield from _same("final_norm", "transformer.ln_f", bias=True)
-    if not model.tied:
-        yield TensorRule("head.weight", (HEAD,))
-
-
-def _transposed(ours: str, theirs: str) -> Iterator[TensorRule]:
-    """Rules of a linear layer whose weight is [in, out] there and [out, in] here."""
-    yield TensorRule(f"{ours}.weight", (f"{theirs}.weight",), lambda parts: parts[0].t(), lambda whole: (whole.t(),))
-    yield TensorRule(f"{ours}.bias", (f"{theirs}.bias",))
-
-
-# Llama, Mistral, Qwen2, Qwen3
-
-
-def _llama(model: ModelConfig) -> Iterator[TensorRule]:
-    queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
-    yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
-    for n in range(model.num_layers):
-        ours, theirs = f"layers.{n}", f"model.layers.{n}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        yield from _same(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
-        yield from _stacked(
-            f"{ours}.attention.qkv",
-            [f"{attention}.{name}_proj" for name in "qkv"],
-            (queries, keys, keys),
-            bias=model.qkv_bias,
-        )
-        if model.qk_layernorm:
-            yield from _same(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
-            yield from _same(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
-        yield from _same(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.linear_bias)
-        yield from _same(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
-        yield from _stacked(
-            f"{ours}.mlp.fc1",
-            [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
-            (model.ffn_size, model.ffn_size),
-            bias=model.linear_bias,
-        )
-        yield from _same(f"{ours}.mlp.fc2", f"{mlp}.down_proj", bias=model.linear_bias)
-    yield from _same("final_norm", "model.norm", bias=False)
-    if not model.tied:
-        yield TensorRule("head.weight", (HEAD,))
-
-
-def _same(ours: str, theirs: str, *, bias: bool) -> Iterator[TensorRule]:
-    for kind in ("weight", "bias")[: 1 + bias]:
-        yield TensorRule(f"{ours}.{kind}", (f"{theirs}.{kind}",))
-
-
-def _stacked(ours: str, theirs: Sequence[str], sizes: Sequence[int], *, bias: bool) -> Iterator[TensorRule]:
-    """Rules of one tensor here whose rows are several tensors there, one below the other."""
-    for kind in ("weight", "bias")[: 1 + bias]:
-        yield TensorRule(
-            f"{ours}.{kind}",
-            tuple(f"{name}.{kind}" for name in theirs),
-            lambda parts: torch.cat(tuple(parts)),
-            partial(torch.split, split_size_or_sections=list(sizes)),
-        )

@@ -1,37 +1,61 @@
-"""Sliding-window attention in config.json: one window in every layer, or none; a window in some layers is refused."""
+"""Sliding-window attention in config.json: in every layer, in none, or, in Qwen's models, in those that it names."""
 
-from megatronish.formats.hf.config_json import MEND, ConfigJson
+from typing import Any
 
-_SOME = "gives some layers a window and others none, which is not there"
+from megatronish.config.layer_pattern import canonical
+from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import CORRECT, ConfigJson
+
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def qwen_window(config: ConfigJson) -> int | None:
+def qwen_window(config: ConfigJson) -> dict[str, Any]:
     """Window of a Qwen model: in the layers from max_window_layers on, or in those that layer_types names."""
-    slides = all_layers_slide(config)
+    slides = layers_that_slide(config)
     if not config.flag("use_sliding_window") or config.values["sliding_window"] is None:
-        if slides:
+        if slides and any(slides):
             config.refuse("layer_types", "gives layers a window, which use_sliding_window and sliding_window do not")
-        return None
+        return {"window_size": None}
     if slides is None:
         first = config.whole("max_window_layers", least=0)
-        if 0 < first < config.whole("num_hidden_layers"):
-            config.refuse("max_window_layers", _SOME)
-        slides = first == 0
-    return config.whole("sliding_window") if slides else None
+        slides = tuple(layer >= first for layer in range(config.whole("num_hidden_layers")))
+    if not any(slides):
+        return {"window_size": None}
+    pattern = None if all(slides) else canonical(slides)
+    return {"window_size": config.whole("sliding_window"), "window_attn_skip_freq": pattern}
+
+
+def write_qwen_window(model: ModelConfig) -> dict[str, Any]:
+    """Keys of the window, those of every layer among them."""
+    slides = model.windowed_layers
+    return {
+        "use_sliding_window": any(slides),
+        "sliding_window": model.window_size if any(slides) else None,
+        "max_window_layers": 0 if any(slides) else model.num_layers,
+        "layer_types": [SLIDING if each else FULL for each in slides],
+    }
 
 
 def all_layers_slide(config: ConfigJson) -> bool | None:
     """Whether layer_types gives every layer a window, or none of them; None if the key is absent."""
+    slides = layers_that_slide(config)
+    if slides is None:
+        return None
+    if len(set(slides)) > 1:
+        config.refuse("layer_types", "gives some layers a window and others none, which this family does not have")
+    return slides[0]
+
+
+def layers_that_slide(config: ConfigJson) -> tuple[bool, ...] | None:
+    """Whether layer_types gives each layer a window; None if the key is absent."""
     kinds = config.values.get("layer_types")
     if kinds is None:
         return None
     num_layers = config.whole("num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=MEND)
+        config.refuse("layer_types", f"must be a list with a kind for each of the {num_layers} layers", remedy=CORRECT)
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            config.refuse("layer_types", f"has {kind!r}; full_attention and sliding_attention are known here")
-    if kinds.count(kinds[0]) < num_layers:
-        config.refuse("layer_types", _SOME)
-    return bool(kinds[0] == "sliding_attention")
+        if kind not in (FULL, SLIDING):
+            config.refuse("layer_types", f"has {kind!r}; {FULL} and {SLIDING} are known here")
+    return tuple(kind == SLIDING for kind in kinds)

@@ -1,22 +1,21 @@
-"""Arguments of Megatron-LM checkpoints: translation to ModelConfig, and from it.
+"""Arguments of Megatron-LM checkpoints: translation to ModelConfig. (From it: our_arguments.py.)
 
 Megatron-LM saves all values of its command line, hundreds of them. The arguments that change what the model computes
 are either read here or, where our model has no counterpart, refused by name. An argument that is absent is older than
 its flag: its value is the one that was built in before, which is the default of ModelConfig.
 
-Two arguments mean something else than their names say. GELU is the tanh form where `bias_gelu_fusion` is on, the
+Some arguments mean something else than their names say. GELU is the tanh form where `bias_gelu_fusion` is on, the
 default, and linear layers have biases; `openai_gelu` has an effect only in models older than megatron-core.
 `window_size` is a pair, (tokens before, tokens after), and our window counts the token itself too.
+`activation_func_clamp_value` has no effect on SwiGLU where `bias_swiglu_fusion` is on, the default.
 """
 
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
-import torch
-
+from megatronish.config.layer_pattern import LONGEST
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
-from megatronish.formats.weights import Description
 
 # Arguments that have the name and the meaning of a field of ModelConfig.
 SAME = (
@@ -33,6 +32,10 @@ SAME = (
     "normalization",
     "apply_layernorm_1p",
     "swiglu",
+    "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "softmax_type",
     "squared_relu",
     "add_qkv_bias",
     "qk_layernorm",
@@ -44,31 +47,26 @@ SAME = (
 )
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 LINEAR_SCALING = "rotary_seq_len_interpolation_factor"
+PATTERNS = ("window_attn_skip_freq", "no_rope_freq")
 POSITIONS = ("learned_absolute", "rope", "none")
 LLAMA3 = {"rope_original_max_positions": 8192, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
 LARGEST = 2**40  # elements of a tensor, more than any model has
 ADDS_A_TOKEN = ("NullTokenizer", "NullMultimodalTokenizer")  # their vocab_size does not count the end-of-document token
 
-# Arguments that change the model and have no counterpart here, with the values beside None, False and 0 that do not.
+# Arguments that change the model and have no counterpart here, with values other than None, False, 0 that do not.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "activation_func_clamp_value": (),
     "apply_residual_connection_post_layernorm": (),
     "attention_output_gate": (),
     "experimental_attention_variant": (),
     "expert_model_parallel_size": (1,),
-    "glu_linear_offset": (),
     "heterogeneous_layers_config_path": (),
     "hybrid_layer_pattern": (),
     "hybrid_override_pattern": (),
     "mtp_num_layers": (),
     "multi_latent_attention": (),
-    "no_rope_freq": (),
     "num_experts": (),
     "onnx_safe": (),
     "qk_l2_norm": (),
-    "quick_geglu": (),
-    "softmax_type": ("vanilla",),
-    "window_attn_skip_freq": (),
 }
 
 
@@ -88,11 +86,15 @@ def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
         fields["norm_epsilon"] = _value({"norm_epsilon": args[epsilon]}, "norm_epsilon")
     bias = _is(args, "add_bias_linear", default=not _is(args, "disable_bias_linear"))
     fields["disable_bias_linear"] = not bias
-    if not fields.get("swiglu") and not fields.get("squared_relu"):
+    if not any(fields.get(name) for name in ("swiglu", "quick_geglu", "squared_relu")):
         fused = _is(args, "bias_gelu_fusion", default=True) and bias
         fields["openai_gelu"] = fused or (before_core and _is(args, "openai_gelu"))
+    if fields.get("swiglu") and _is(args, "bias_swiglu_fusion", default=True):  # which knows no clamp
+        fields.pop("activation_func_clamp_value", None)
     fields["window_size"] = _window(args)
+    fields |= {name: _pattern(args, name) for name in PATTERNS}
     model = ModelConfig(**fields | _positions(args))
+    _check_patterns(model)
     # Numbers that are valid one by one, and together no model: unequal groups, tensors beyond any memory.
     if model.num_attention_heads % model.num_kv_heads:
         raise UserError(f"its {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads")
@@ -129,7 +131,7 @@ def _check(args: Mapping[str, Any]) -> None:
     for name, harmless in REFUSED.items():
         value = args.get(name)
         if value and value not in harmless:
-            raise UserError(f"it was trained with {name} ({quote(value)}), and our model has no such thing")
+            raise UserError(f"it was trained with {name} ({quote(value)}), which our model does not have")
 
 
 def _value(args: Mapping[str, Any], name: str) -> Any:
@@ -140,7 +142,7 @@ def _value(args: Mapping[str, Any], name: str) -> Any:
     if float in kinds and type(value) is int and abs(value) < 2**63:
         return float(value)
     if value is None or (type(value) not in kinds and value not in kinds):
-        raise UserError(f"its argument {name} is {quote(value)}, which it cannot be")
+        raise UserError(f"its argument {name} is {quote(value)}, which is not possible")
     if int in kinds and not 0 < value < 2**63:
         raise UserError(f"its argument {name} is {quote(value)}, and must be at least 1, in 64 bits")
     return value
@@ -159,7 +161,23 @@ def _window(args: Mapping[str, Any]) -> int | None:
             return None
         case [int(before), 0 | -1] if before >= 0:
             return before + 1
-    raise UserError(f"its argument window_size is {quote(window)}; of a window, (tokens before, 0) is known here")
+    raise UserError(f"its argument window_size is {quote(window)}; of a window, (tokens before, 0) is supported")
+
+
+def _pattern(args: Mapping[str, Any], name: str) -> str | None:
+    """Pattern of layers: a number or a list there, a text here."""
+    value = args.get(name)
+    if not value:  # 0 is none, too
+        return None
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if len(numbers) > LONGEST or any(type(number) not in (int, bool) for number in numbers):
+        raise UserError(f"its argument {name} is {quote(value)}; a number or a list of 0 and 1 is known here")
+    return str([int(number) for number in numbers]) if isinstance(value, list | tuple) else str(value)
+
+
+def _check_patterns(model: ModelConfig) -> None:
+    """Read both patterns once; UserError for one that does not fit the number of layers."""
+    assert len(model.windowed_layers) == len(model.rotated_layers)
 
 
 def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,14 +187,16 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "learned_absolute" and not _is(args, "add_position_embedding", default=True):
         kind = "none"
     if kind not in POSITIONS:
-        raise UserError(f"its argument position_embedding_type is {quote(kind)}; known here are {', '.join(POSITIONS)}")
+        raise UserError(f"its argument position_embedding_type is {quote(kind)}; supported are {', '.join(POSITIONS)}")
     fields: dict[str, Any] = {"position_embedding_type": kind}
     stretch = args.get(LINEAR_SCALING)
     if kind != "rope":
         return fields
     if _is(args, "use_rope_scaling"):
         if stretch not in (None, 1):
-            raise UserError(f"its arguments have both use_rope_scaling and {LINEAR_SCALING}; one of them is known here")
+            raise UserError(
+                f"its arguments have both use_rope_scaling and {LINEAR_SCALING}; only one of them is supported"
+            )
         factor = _value({"rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}, "rope_scaling_factor")
         fields |= {"rope_scaling_type": "llama3", "rope_scaling_factor": factor} | LLAMA3
     elif stretch not in (None, 1):
@@ -191,94 +211,3 @@ def true_vocab_size(args: Mapping[str, Any]) -> int | None:
     if type(size) is not int or size < 1:
         return None
     return size + (args.get("tokenizer_type") in ADDS_A_TOKEN)
-
-
-def check_counterpart(model: ModelConfig) -> None:
-    """Check that Megatron-LM's arguments can describe a model; UserError, with the field, if not."""
-
-    def refuse(what: str) -> UserError:
-        return UserError(f"Megatron-LM has no counterpart for {what}; keep this model in another format")
-
-    if model.activation == "gelu_tanh" and model.disable_bias_linear:
-        raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
-    if model.rope_scaling == "yarn":
-        raise refuse("rope_scaling_type=yarn")
-    if model.rope_scaling == "llama3":
-        for name, value in LLAMA3.items():
-            if getattr(model, name) != value:
-                raise refuse(f"{name}={getattr(model, name)} (it has {value} built in)")
-    if model.rope_scaling == "linear" and model.rope_scaling_factor % 1:
-        raise refuse(f"rope_scaling_factor={model.rope_scaling_factor} (a linear one is a whole number there)")
-
-
-def arguments_of(
-    description: Description,
-    *,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    transformer_impl: str,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """Arguments under which Megatron-LM builds this model in this layout, with all those that it checks at loading."""
-    model = description.model
-    grouped = model.num_kv_heads != model.num_attention_heads
-    scaling = model.rope_scaling
-    tanh_gelu = model.activation == "gelu_tanh"
-    return {name: _plain(getattr(model, name)) for name in SAME} | {
-        "ffn_hidden_size": model.ffn_size,
-        "kv_channels": model.head_size,
-        "group_query_attention": grouped,
-        "num_query_groups": model.num_kv_heads if grouped else 1,  # Megatron-LM's default, idle
-        "seq_length": description.seq_length,
-        "max_position_embeddings": description.num_positions,
-        "position_embedding_type": model.position_embedding_type,
-        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
-        "add_position_embedding": True,  # an old flag, which contradicts nothing where it is on
-        "use_rope_scaling": scaling == "llama3",
-        "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
-        LINEAR_SCALING: int(model.rope_scaling_factor) if scaling == "linear" else None,
-        "norm_epsilon": model.norm_epsilon,
-        "layernorm_epsilon": model.norm_epsilon,
-        "squared_relu": model.activation == "squared_relu",
-        "add_bias_linear": model.linear_bias,
-        "bias_gelu_fusion": tanh_gelu,
-        "openai_gelu": tanh_gelu,
-        "window_size": None if model.window_size is None else (model.window_size - 1, 0),
-        "vocab_size": description.vocab_size,
-        "padded_vocab_size": model.padded_vocab_size(description.vocab_size, tensor_parallel_size),
-        "tokenizer_type": None,
-        "tensor_model_parallel_size": tensor_parallel_size,
-        "pipeline_model_parallel_size": pipeline_parallel_size,
-        "virtual_pipeline_model_parallel_size": None,
-        "num_layers_per_virtual_pipeline_stage": None,
-        "transformer_impl": transformer_impl,
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "iteration": 0,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-    }
-
-
-def flags_to_type(args: Mapping[str, Any]) -> list[str]:
-    """Flags of a model that Megatron-LM's --use-checkpoint-args does not take from the arguments."""
-    flags = []
-    if args["norm_epsilon"] != 1e-5:
-        flags.append(f"--norm-epsilon {args['norm_epsilon']}")
-    if args["qk_layernorm"]:
-        flags.append("--qk-layernorm")
-    if args["window_size"] is not None:
-        flags.append("--window-size {},{}".format(*args["window_size"]))
-    if args["use_rope_scaling"]:
-        flags.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
-    if args[LINEAR_SCALING] is not None:
-        flags.append(f"--rotary-seq-len-interpolation-factor {args[LINEAR_SCALING]}")
-    if args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]:
-        flags.append("--no-bias-gelu-fusion")
-    return flags
-
-
-def _plain(value: Any) -> Any:
-    """Value in the type that Megatron-LM's flag has: its rotary_base is a whole number, ours a float."""
-    return int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value

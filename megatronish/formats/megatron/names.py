@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatronish.config.model import ModelConfig
-from megatronish.formats.megatron.arguments import check_counterpart
+from megatronish.formats.megatron.our_arguments import check_counterpart
 from megatronish.formats.weights import Description, TensorRule
 from megatronish.sharding import Cut, Piece, Sharding
 
@@ -42,6 +42,7 @@ IN_A_LAYER = {
     "attention.qkv": "self_attention.linear_qkv.{}",
     "attention.q_norm": "self_attention.q_layernorm.{}",
     "attention.k_norm": "self_attention.k_layernorm.{}",
+    "attention": "self_attention.core_attention.softmax_offset",
     "attention.out": "self_attention.linear_proj.{}",
     "mlp_norm": "mlp.linear_fc1.layer_norm_{}",
     "mlp.fc1": "mlp.linear_fc1.{}",

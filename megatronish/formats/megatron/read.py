@@ -5,7 +5,7 @@ run, which is not read. Tensors are the rank's parts, and layers are numbered fr
 
 Reading has three phases. The pickles of all ranks give names and shapes of their tensors, which are lazy
 (`_read_ranks`). Parts are collected by global name, with layers numbered over all chunks (`_by_global_name`). Parts of
-one tensor are merged when it is used, one part in memory beside the whole (`_merged`).
+one tensor are merged when it is used, one part in memory in addition to the whole (`_merged`).
 """
 
 import logging
@@ -105,7 +105,7 @@ def _folder_of(load: Path) -> Path:
         load = load / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if (load / ".metadata").is_file():
         raise UserError(
-            f"{load} is in Megatron-LM's format torch_dist, and of its formats torch is known here; let Megatron-LM "
+            f"{load} is in Megatron-LM's format torch_dist, and only its format torch is supported; let Megatron-LM "
             "convert it, with --ckpt-convert-format torch --ckpt-convert-save DIR"
         )
     return load
@@ -125,7 +125,7 @@ def _read_ranks(folder: Path, first: _Rank) -> list[list[_Rank]]:
     if not all(type(size) is int and size > 0 for size in (tp_size, pp_size)):
         raise UserError(
             f"{first.path} says tensor parallel size {quote(tp_size)} and pipeline parallel size {quote(pp_size)}, "
-            "which they cannot be; fetch it again"
+            "which is not possible; fetch it again"
         )
     paths: list[list[Path]] = []
     for pp in range(pp_size):

@@ -18,7 +18,6 @@ from megatronish.config.fields import one_of
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
-from megatronish.formats.megatron.arguments import arguments_of, flags_to_type
 from megatronish.formats.megatron.names import (
     EMBEDDING,
     FILE,
@@ -32,6 +31,7 @@ from megatronish.formats.megatron.names import (
     place,
     rank_folder,
 )
+from megatronish.formats.megatron.our_arguments import arguments_of, flags_to_type
 from megatronish.formats.torch_file.archive import TorchFileWriter
 from megatronish.formats.weights import LazyTensor, Model
 from megatronish.mesh import Axis

@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm import tqdm
-
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS
+from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.folder import add_line
-from megatronish.train.hooks.tensorboard import TensorBoard
+from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 BatchOf = Callable[[int], list[MicroBatch]]
@@ -38,9 +37,10 @@ class Evaluate(Hook):
         interval: int,
         num_batches: int,
         file: Path | None,
-        board: TensorBoard,
+        trackers: Trackers,
+        console: Console,
     ) -> None:
-        self.valid, self.test, self.board = valid, test, board
+        self.valid, self.test, self.trackers, self.console = valid, test, trackers, console
         self.interval, self.num_batches, self.file = interval, num_batches, file
         self.last_step = -1
 
@@ -77,9 +77,6 @@ class Evaluate(Hook):
             "consumed_samples": trainer.progress.consumed_samples,
         }
         points = {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}
-        self.board.add(points, step=trainer.progress.step, samples=trainer.progress.consumed_samples)
+        self.trackers.add(points, step=trainer.progress.step, samples=trainer.progress.consumed_samples)
         add_line(self.file, line)
-        tqdm.write(
-            f" {name} loss at iteration {trainer.progress.step} | lm loss value: {loss:.6E} | "
-            f"lm loss PPL: {perplexity:.6E} |"
-        )
+        self.console.evaluation(name=name, step=trainer.progress.step, loss=loss, perplexity=perplexity)

@@ -1,20 +1,23 @@
-"""The Log hook (console line, metrics.jsonl, TensorBoard points of a step) and the ProgressBar hook."""
+"""The Log hook (console line, metrics.jsonl, trackers' points of a step) and the ProgressBar hook."""
 
 import math
 import resource
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from megatronish.config.run import LogConfig
+from megatronish.train.console import Console
 from megatronish.train.folder import add_line
-from megatronish.train.hooks.tensorboard import TensorBoard
-from megatronish.train.metrics import Value, console_parts, file_line, points
+from megatronish.train.metrics import Value, file_line, points
+from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 
@@ -51,6 +54,23 @@ class Troubles:
         self.nan += not math.isfinite(record.result.loss)
 
 
+class Pace:
+    """Mean wall time of the last steps, with data, evaluations and saves: an estimate of the time that is left."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=1001)
+
+    def add_step(self) -> None:
+        """Note that a step has ended now."""
+        self._ends.append(time.monotonic())
+
+    def seconds_for(self, num_steps: int) -> float | None:
+        """Time of so many steps; None before the second step, as the first one takes longer than others."""
+        if len(self._ends) < 2:
+            return None
+        return num_steps * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+
+
 class Log(Hook):
     """Log line every `interval` steps, on the main rank alone; the extras are computed by all ranks.
 
@@ -64,53 +84,58 @@ class Log(Hook):
         self,
         *,
         speed: Speed,
-        interval: int,
-        board_interval: int,
+        config: LogConfig,
         file: Path | None,
-        board: TensorBoard,
+        trackers: Trackers,
+        console: Console,
         device: torch.device,
         extras: dict[str, Callable[[], float]],
     ) -> None:
-        self.speed, self.interval, self.board_interval = speed, interval, board_interval
-        self.file, self.board, self.device, self.extras = file, board, device, extras
-        self._troubles = Troubles()
+        self.speed, self.config, self.file, self.trackers, self.console = speed, config, file, trackers, console
+        self.device, self.extras = device, extras
+        self._troubles, self._pace = Troubles(), Pace()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Write the line of the step, and draw its points, each at its own interval."""
+        """Write the line of the step, and send its points, each at its own interval."""
         self._troubles.add(record)
-        is_logged = record.step % self.interval == 0 or record.step == trainer.schedule.num_steps
-        is_drawn = record.step % self.board_interval == 0
-        if not (is_logged or is_drawn):
+        self._pace.add_step()
+        is_logged = record.step % self.config.log_interval == 0 or record.step == trainer.schedule.num_steps
+        is_tracked = record.step % self.config.tensorboard_log_interval == 0
+        if not (is_logged or is_tracked):
             return
         values = self._values(trainer, record)
         if is_logged:
             if self.file is not None:
                 finite = {name: _number(value) for name, value in values.items()}
                 add_line(self.file, file_line(finite))
-                tqdm.write(console_line(values, trainer.schedule.num_steps), file=sys.stdout)
+                self.console.step(values, trainer.schedule.num_steps)
             self._troubles = Troubles()
-        if is_drawn:
-            self.board.add(points(values) | self._memory_points(), step=record.step, samples=record.consumed_samples)
+        if is_tracked:
+            self.trackers.add(points(values) | self._memory_points(), step=record.step, samples=record.consumed_samples)
 
     def _values(self, trainer: Trainer, record: StepRecord) -> dict[str, Value]:
         """All values of a step by name, in the order of metrics.jsonl. Collective, because of the extras."""
-        result = record.result
+        result, rate = record.result, record.learning_rates.decoupled
+        decoupled = {} if rate is None else {"decoupled_learning_rate": rate}
         return {
             "step": record.step,
             **result.metrics,
             "grad_norm": result.grad_norm,
             "learning_rate": record.learning_rate,
+            **decoupled,
             "loss_scale": result.loss_scale,
             "skipped_iterations": trainer.progress.skipped_steps,
             "tokens": record.consumed_samples * self.speed.seq_length,
             "consumed_samples": record.consumed_samples,
             "step_seconds": record.seconds,
+            "data_seconds": record.data_seconds,
             **self.speed.rates(record),
             "peak_memory_bytes": peak_memory_bytes(self.device),
             **{name: compute() for name, compute in self.extras.items()},
             "global_batch_size": record.global_batch_size,
             "skipped_since_line": self._troubles.skipped,
             "nan_since_line": self._troubles.nan,
+            "seconds_left": self._pace.seconds_for(trainer.schedule.num_steps - record.step),
         }
 
     def state(self) -> dict[str, Any]:
@@ -122,7 +147,7 @@ class Log(Hook):
         counts = {each.name: state.get(each.name) for each in fields(Troubles)}
         self._troubles = Troubles(**{name: count for name, count in counts.items() if type(count) is int})
 
-    def _memory_points(self) -> dict[str, Value]:
+    def _memory_points(self) -> dict[str, float]:
         """Megatron-LM's tags of a GPU's memory."""
         if self.device.type != "cuda":
             return {}
@@ -150,12 +175,6 @@ class ProgressBar(Hook):
     def finish(self, trainer: Trainer) -> None:
         """Leave the bar as it is."""
         self.bar.close()
-
-
-def console_line(values: Mapping[str, Value], num_steps: int) -> str:
-    """Line of a step as in Megatron-LM's log; our own values come last."""
-    parts = [f"iteration {values['step']:8d}/{num_steps:8d}", *console_parts(values)]
-    return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {' | '.join(parts)} |"
 
 
 def _number(value: Value) -> Value:

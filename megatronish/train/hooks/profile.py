@@ -20,7 +20,7 @@ ONE_CLOCK = 0.5  # seconds: clocks that agree to this are one machine's clock, o
 class ProfileSchedule(Hook):
     """Record of steps `first` to `last` in the pipeline that holds the main rank.
 
-    Leaves `step_N.json` (tools/draw_schedule.py --recorded draws it), `step_N.trace.json` (for chrome://tracing) and
+    Leaves `step_N.json` (`megatronish draw --recorded` draws it), `step_N.trace.json` (for chrome://tracing) and
     `step_N.png` in `folder`.
     """
 
@@ -55,7 +55,7 @@ class ProfileSchedule(Hook):
             )
 
     def state(self) -> dict[str, Any]:
-        """Steps recorded so far: a run that goes on beyond them has not missed them."""
+        """Steps recorded so far: a run that continues beyond them has not missed them."""
         return {"recorded": self._recorded}
 
     def load_state(self, state: dict[str, Any]) -> None:

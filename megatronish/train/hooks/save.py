@@ -19,7 +19,7 @@ from megatronish.train.hooks.stop import Stopper
 from megatronish.train.state import num_not_finite, tensors_of
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
-TRIED_AGAIN = "training goes on, and the next save tries again"
+TRIED_AGAIN = "training continues, and the next save tries again"
 
 
 class FinishedSave(NamedTuple):
@@ -41,7 +41,7 @@ class PendingSave(NamedTuple):
 class Save(Hook):
     """Checkpoint every `interval` steps, on request and at the end, unless a parameter is infinite or not a number.
 
-    With `async_save` a thread writes all but the last, one at a time. A write that fails is told, and the next save
+    With `async_save` a thread writes all except the last, one at a time. A failed write is reported, and the next save
     tries again; the last is waited for, and its failure is the run's. Used as a context: what is being written when a
     run fails is written to its end, unless the user wants to leave at once.
     """
@@ -89,15 +89,15 @@ class Save(Hook):
     def _is_finite(self, trainer: Trainer) -> bool:
         """Whether every parameter is finite; prints that nothing is saved if one is not. Collective.
 
-        --no-check-for-nan-in-loss-and-grad lets a run go on with NaN, and with --keep-last its checkpoints would remove
-        those that a run can go on from.
+        --no-check-for-nan-in-loss-and-grad lets a run compute NaN, and with --keep-last its checkpoints would remove
+        those that a run can resume from.
         """
         number = num_not_finite(trainer.engine)
         if number:
             self._refused_step = trainer.progress.step
             self._tell(
                 f"no checkpoint of step {trainer.progress.step}: {number} of the model's tensors hold infinity or NaN, "
-                "and no run can go on from them. Those before it stay; start again from the newest of them with a "
+                "and no run can resume from them. Those before it stay; start again from the newest of them with a "
                 "lower --lr"
             )
         return number == 0
@@ -145,7 +145,7 @@ class Save(Hook):
             self._tell(f"{what}. Those before it are whole; {then}")
             return
         self.saved_step = step
-        told = f" saved {path} in {seconds:.1f} s beside training, which stood still for {stood_still:.2f} s"
+        told = f" saved {path} in {seconds:.1f} s in the background; training paused for {stood_still:.2f} s"
         self._tell(told, *complaints)
 
     def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> FinishedSave:

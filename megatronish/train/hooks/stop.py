@@ -1,12 +1,14 @@
-"""The Stopper hook: early stop and saves on request, by signals, --exit-interval and --exit-duration-in-mins.
+"""The Stopper hook: early stop and saves on request, by signals, time, steps and a file.
 
-SIGTERM saves and leaves; SIGUSR1 saves and goes on (SLURM can send it some minutes before a job's time is over). Ranks
-must agree: each votes, and what any of them wants is done by all.
+SIGTERM and the signal of --exit-signal save and leave; SIGUSR1, unless it is that signal, saves and continues (SLURM
+can send it some minutes before a job's time is over). Ranks must agree: each votes, and what any of them wants is done
+by all.
 """
 
 import signal
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
 from megatronish.train.trainer import Hook, Trainer
@@ -16,23 +18,33 @@ REASONS = {
     "stop_on_signal": "SIGTERM or Ctrl-C asked for it",
     "stop_on_time": "the time of --exit-duration-in-mins is over",
     "stop_on_interval": "--exit-interval is reached",
+    "stop_on_file": "the file of --kill-switch-path exists",
 }
-"""Names of votes to stop, and what the user is told; of several the first."""
+"""Names of votes to stop, and what is reported; of several the first."""
 
 
 class Stopper(Hook):
     """Decision of all ranks whether to stop, and whether to save now."""
 
-    def __init__(self, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
+    def __init__(
+        self,
+        *,
+        exit_interval: int | None,
+        exit_duration_in_mins: float | None,
+        exit_signal: str = "SIGTERM",
+        kill_switch: Path | None = None,
+    ) -> None:
         self.exit_interval = exit_interval
         self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
+        self.kill_switch = kill_switch
         self.save_now = False
         self._terminated = self._save_asked = False
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_signal)
+        self._leave_on = {signal.SIGTERM, signal.Signals[exit_signal]}
+        for signum in {signal.SIGUSR1, *self._leave_on}:
+            signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        if signum == signal.SIGTERM:
+        if signum in self._leave_on:
             self._terminated = True
         else:
             self._save_asked = True
@@ -44,11 +56,12 @@ class Stopper(Hook):
             "stop_on_signal": self._terminated,
             "stop_on_time": self.deadline is not None and time.monotonic() > self.deadline,
             "stop_on_interval": self.exit_interval is not None and step % self.exit_interval == 0,
+            "stop_on_file": self.kill_switch is not None and self.kill_switch.exists(),
             SAVE: asked,
         }
         return {name: float(wish) for name, wish in wishes.items()}
 
     def decided(self, trainer: Trainer, sums: Mapping[str, float]) -> None:
-        """Do what any rank wants; of several reasons to stop the first is told."""
+        """Do what any rank wants; of several reasons to stop the first is reported."""
         self.save_now = sums[SAVE] > 0
         trainer.stop_reason = next((told for name, told in REASONS.items() if sums[name] > 0), trainer.stop_reason)

@@ -1,0 +1,94 @@
+"""Public API of megatronish, by group. `__init__.py` loads a name from the module that is named here."""
+
+# Whole runs
+# Checkpoints
+from megatronish.checkpoint.folder import find_checkpoint as find_checkpoint
+from megatronish.checkpoint.load import load_tensors as load_tensors
+from megatronish.checkpoint.save import save_checkpoint as save_checkpoint
+from megatronish.commands.configuration import read_config as read_config
+from megatronish.commands.pretrain import pretrain as pretrain
+
+# Configuration
+from megatronish.config.config import Config as Config
+from megatronish.config.data import DataConfig as DataConfig
+from megatronish.config.model import ModelConfig as ModelConfig
+from megatronish.config.optimizer import OptimizerConfig as OptimizerConfig
+from megatronish.config.parallel import ParallelConfig as ParallelConfig
+from megatronish.config.recompute import RecomputeConfig as RecomputeConfig
+from megatronish.config.run import CheckpointConfig as CheckpointConfig
+from megatronish.config.run import LogConfig as LogConfig
+from megatronish.config.training import TrainingConfig as TrainingConfig
+
+# Data
+from megatronish.data.collate import Collator as Collator
+from megatronish.data.datasets import DATASETS as DATASETS
+from megatronish.data.indexed import IndexedTokens as IndexedTokens
+from megatronish.data.indexed import IndexedWriter as IndexedWriter
+from megatronish.data.loader import BatchShare as BatchShare
+from megatronish.data.loader import micro_batches as micro_batches
+from megatronish.data.mock import MockSamples as MockSamples
+from megatronish.data.preprocess import preprocess as preprocess
+from megatronish.data.sample import Dataset as Dataset
+from megatronish.data.sample import Sample as Sample
+
+# Errors
+from megatronish.errors import RunError as RunError
+from megatronish.errors import UserError as UserError
+
+# Trained models
+from megatronish.formats.convert import convert as convert
+from megatronish.formats.hf.families import FAMILIES as FAMILIES
+from megatronish.inference.decoding import GeneratedToken as GeneratedToken
+from megatronish.inference.generate import Sampling as Sampling
+from megatronish.inference.generate import generate as generate
+from megatronish.inference.load import load_model as load_model
+
+# Ranks
+from megatronish.launch.place import Place as Place
+
+# Model
+from megatronish.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from megatronish.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+from megatronish.layers.linear import RowParallelLinear as RowParallelLinear
+from megatronish.layers.norm import Norm as Norm
+from megatronish.layout import Layout as Layout
+from megatronish.mesh import Axis as Axis
+from megatronish.mesh import Mesh as Mesh
+from megatronish.mesh import TensorParallel as TensorParallel
+from megatronish.mesh import leave as leave
+from megatronish.model.attention import Attention as Attention
+from megatronish.model.attention import CoreAttention as CoreAttention
+from megatronish.model.batch import MicroBatch as MicroBatch
+from megatronish.model.block import TransformerBlock as TransformerBlock
+from megatronish.model.context import Context as Context
+from megatronish.model.gpt import GPT as GPT
+
+# Training
+from megatronish.objectives.objective import Objective as Objective
+from megatronish.objectives.table import OBJECTIVES as OBJECTIVES
+from megatronish.optim.batch_size import BatchSizeSchedule as BatchSizeSchedule
+from megatronish.optim.learning_rate import DECAYS as DECAYS
+from megatronish.optim.learning_rate import LearningRateSchedule as LearningRateSchedule
+from megatronish.optim.learning_rate import build_learning_rate_schedule as build_learning_rate_schedule
+from megatronish.optim.optimizer import OPTIMIZERS as OPTIMIZERS
+
+# Pipeline schedules
+from megatronish.schedule.draw import draw as draw
+from megatronish.schedule.schedules import SCHEDULES as SCHEDULES
+from megatronish.schedule.schedules import PipelineSchedule as PipelineSchedule
+from megatronish.schedule.simulate import Costs as Costs
+from megatronish.schedule.simulate import simulate as simulate
+from megatronish.sharding import Sharding as Sharding
+from megatronish.tokenizer import Tokenizer as Tokenizer
+from megatronish.tokenizer import build_tokenizer as build_tokenizer
+from megatronish.train.build import build_engine as build_engine
+from megatronish.train.engine import Engine as Engine
+from megatronish.train.engine import StepResult as StepResult
+from megatronish.train.state import tensors_of as tensors_of
+from megatronish.train.trainer import Hook as Hook
+from megatronish.train.trainer import Progress as Progress
+from megatronish.train.trainer import StepRecord as StepRecord
+from megatronish.train.trainer import Trainer as Trainer
+from megatronish.train.trainer import TrainingSchedule as TrainingSchedule
+
+__version__: str

@@ -1,0 +1,19 @@
+"""Configuration of a run from a command line: config, the model it starts from, and a plan that can run."""
+
+from collections.abc import Sequence
+
+from megatronish.config import read
+from megatronish.config.plans import refuse_unrunnable_plans
+from megatronish.formats.start import read_start
+
+
+def read_config(
+    argv: Sequence[str], *, world_size: int | None = None, program: str = "megatronish pretrain"
+) -> read.ReadConfig:
+    """Config and notes of the flags `argv`; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
+
+    Prints and exits 0 on --help. UserError with every problem of file, flags, rules and files together.
+    """
+    found = read.read_config(argv, world_size=world_size, read_start=read_start, program=program)
+    refuse_unrunnable_plans(found.config)
+    return found

@@ -1,0 +1,53 @@
+"""Ending of a command: the exit status and the sentence for whatever ended it."""
+
+import sys
+from collections.abc import Callable
+
+from megatronish.errors import RunError, UserError
+from megatronish.launch.elastic import report_to_torchrun
+from megatronish.launch.place import Place, place_from_environment
+
+
+def exit_status(work: Callable[[], int], *, prefix: str = "") -> int:
+    """Exit status of `work`: its own, 2 for a user error, 1 for a failure of the machine, 130 after Ctrl-C.
+
+    The sentence of an error goes to stderr, `prefix` before it. Any other exception is a bug and keeps its traceback.
+    """
+    try:
+        return work()
+    except UserError as error:
+        print(f"{prefix}{error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # no failure: commands/main.py ends quietly
+        raise
+    except (RunError, OSError) as error:
+        print(f"{prefix}{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
+    """Exit status of `work`, which is given the place of this process: None on a plain start.
+
+    Under torchrun, srun and the like every process notices a user error, and only rank 0 prints the sentence; torchrun
+    repeats it last.
+    """
+    place = None
+    try:
+        place = place_from_environment()
+        return work(place)
+    except UserError as error:
+        if is_main(place):
+            print(error, file=sys.stderr, flush=True)
+        report_to_torchrun(str(error))
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def is_main(place: Place | None) -> bool:
+    """Whether this process prints for all."""
+    return place is None or place.rank == 0

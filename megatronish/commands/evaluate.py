@@ -1,0 +1,22 @@
+"""Command `megatronish evaluate`: perplexity of a trained model on a text, over all its tokens."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import tyro
+
+from megatronish.commands.ending import exit_status_of_ranks
+from megatronish.commands.inference_flags import EvaluateArguments
+from megatronish.launch.place import Place
+
+
+def main(argv: Sequence[str], *, program: str = "megatronish evaluate") -> int:
+    """Run the command; the exit status."""
+    return exit_status_of_ranks(partial(_run, argv, program))
+
+
+def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
+    arguments = tyro.cli(EvaluateArguments, args=argv, prog=program)
+    from megatronish.commands.evaluating import run  # late: it imports torch, and --help need not wait for that
+
+    return run(arguments, place)

@@ -1,0 +1,22 @@
+"""Command `megatronish generate`: text generation with a trained model, from a checkpoint of any layout."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import tyro
+
+from megatronish.commands.ending import exit_status_of_ranks
+from megatronish.commands.inference_flags import GenerateArguments
+from megatronish.launch.place import Place
+
+
+def main(argv: Sequence[str], *, program: str = "megatronish generate") -> int:
+    """Run the command; the exit status."""
+    return exit_status_of_ranks(partial(_run, argv, program))
+
+
+def _run(argv: Sequence[str], program: str, _place: Place | None) -> int:
+    arguments = tyro.cli(GenerateArguments, args=argv, prog=program)
+    from megatronish.commands.generating import run  # late: it imports torch, and --help need not wait for that
+
+    return run(arguments)

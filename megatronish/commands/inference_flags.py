@@ -1,0 +1,98 @@
+"""Flags of the commands that run a trained model: `megatronish generate` and `megatronish evaluate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megatronish.commands.plugin_flag import PluginNames
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Text generation with a trained model, in one process or over ranks of tp and pp."""
+
+    load: Path
+    """A run folder, its checkpoints folder or one step's folder."""
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
+    ckpt_step: int | None = None
+    """Load this step instead of the newest."""
+    tokenizer_model: Path | None = None
+    """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to continue; an empty one begins a document. Several are allowed. Default: one prompt, a newline."""
+    add_special_tokens: bool = False
+    """Read markup such as <|eot_id|> in prompts as special tokens, and add those that the tokenizer puts around a text,
+    above all the first token, as converted models were trained. Without this flag a prompt is plain text."""
+    prompts_file: Path | None = None
+    """More prompts: a text file, one a line, or .jsonl with objects like {"text": ...}."""
+    output: Path | None = None
+    """A .jsonl file for the generated text, one object per prompt, instead of the terminal."""
+    num_tokens: int = 200
+    """Tokens to generate for each prompt, at most: an end of document or another stop token of the model ends it."""
+    temperature: float = 0.8
+    """0 is greedy decoding: always the likeliest token."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens; 0 from all."""
+    top_p: float = 0.95
+    """Nucleus sampling: from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """The same seed and prompt give the same text, whatever the other prompts and the layout, except for rounding."""
+    batch_size: int = 8
+    """Prompts in one forward pass. With pp, a batch for each stage is generated at a time."""
+    seq_length: int | None = None
+    """Tokens that the model sees at a time. Derived: its length in training."""
+    tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """tp: ranks that share every layer."""
+    pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
+    """pp: stages that the layers are cut into."""
+    bf16: bool = False
+    """Compute in bf16 instead of fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+
+
+@dataclass(frozen=True)
+class EvaluateArguments:
+    """Perplexity of a checkpoint on a text, in any layout, over all tokens."""
+
+    load: Path
+    """A run folder, its checkpoints folder or one step's folder."""
+    data_path: str
+    """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
+    json_key: str = "text"
+    """Key of the text in each line's JSON object."""
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
+    ckpt_step: int | None = None
+    """Load this step instead of the newest."""
+    tokenizer_model: Path | None = None
+    """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
+    per_document: bool = False
+    """Begin a window with each document, so that documents do not see each other; first tokens are not predicted."""
+    seq_length: int | None = None
+    """Tokens of a window, if the text has as many. Derived: the model's length in training, at most 4096."""
+    stride: int | None = None
+    """Tokens between the beginnings of two windows. Derived: --seq-length, windows without overlap."""
+    micro_batch_size: int = 4
+    """Windows in one forward pass."""
+    tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """tp: ranks that share every layer."""
+    pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
+    """pp: stages that the layers are cut into."""
+    context_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--cp"])] = 1
+    """cp: ranks that share one sequence."""
+    data_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--dp"])] = None
+    """dp: copies of the model. Derived: all ranks / (tp pp cp), or 1 on a plain start."""
+    sequence_parallel: bool = False
+    """Norms and the residual stream hold 1/tp of the sequence."""
+    zero_stage: Literal[0, 3] = 0
+    """3: the ranks of dp and cp share the parameters."""
+    bf16: bool = False
+    """Compute in bf16 instead of fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    output: Path | None = None
+    """A JSON file for the results."""

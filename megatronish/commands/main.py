@@ -1,0 +1,72 @@
+"""The `megatronish` command: `megatronish COMMAND FLAGS` finds the command in the table and calls it."""
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatronish import __version__
+from megatronish.commands.table import COMMANDS, TO_COME
+from megatronish.errors import UserError
+
+PROGRAM = "megatronish"
+
+
+def main() -> int:
+    """Run the command line of this process; the exit status."""
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has left, as `head` does: nobody is there to be informed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line, without the program's name; the exit status. UserError for an unknown command."""
+    name, *flags = argv or ["--help"]
+    if name == "help" and flags:
+        return run([flags[0], "--help"])
+    if name in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if name in ("-V", "--version"):
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise UserError(_unknown(name))
+    return COMMANDS[name].main()(flags, program=f"{PROGRAM} {name}")
+
+
+def overview() -> str:
+    """The list of all commands, by group."""
+    return "\n".join(_overview())
+
+
+def _overview() -> Iterator[str]:
+    yield f"{PROGRAM} {__version__}: trains GPTs on many devices, with data, tensor, pipeline and context parallelism"
+    yield f"\nusage: {PROGRAM} COMMAND [FLAGS]"
+    width = max(map(len, COMMANDS))
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        yield f"\n{group}:"
+        for name, command in COMMANDS.items():
+            if command.group == group:
+                yield f"  {name:{width}}  {command.help}"
+    yield f"\n{PROGRAM} COMMAND --help lists the flags of a command, {PROGRAM} --version prints the version"
+
+
+def _unknown(name: str) -> str:
+    if name in TO_COME:
+        return f"{PROGRAM} {name} is not there yet; {TO_COME[name]}"
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+    remedy = f"did you mean {PROGRAM} {nearest[0]}?" if nearest else f"{PROGRAM} --help lists the commands"
+    if name.startswith("-"):
+        remedy = f"the command comes first: {PROGRAM} pretrain {name} ..."
+    return f"{name} is not a command; {remedy}"

@@ -1,0 +1,189 @@
+"""Preprocessing of JSON lines, JSON arrays and Parquet into the .bin/.idx files that training reads.
+
+Exit status: 0 done, 1 a failure (a worker was killed, the disk is full), 2 an error in the input or the flags, 128 + n
+ended by signal n.
+"""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from types import FrameType
+from typing import Any, Literal
+
+import tyro
+from tqdm import tqdm
+
+from megatronish.commands.ending import exit_status
+from megatronish.commands.plugin_flag import PluginNames
+from megatronish.commands.preprocess_flags import without_megatron_flags
+from megatronish.config.data import DataConfig
+from megatronish.config.plugins import import_plugins
+from megatronish.config.starting import implied_tokenizer
+from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.data.inputs import input_files
+from megatronish.data.preprocess import Summary, preprocess
+from megatronish.tokenizer import Tokenizer, build_tokenizer
+
+MAX_BAD_LINES_TOLD = 20
+
+
+@dataclass(frozen=True)
+class PreprocessArguments:
+    """Tokenize JSON lines into PREFIX_KEY_document.bin/.idx, Megatron's format."""
+
+    input: tuple[str, ...]
+    """Files, folders or patterns: JSON lines (also .gz, .bz2, .xz, .zst), a JSON array, or .parquet."""
+    output_prefix: str
+    """PREFIX of the files written."""
+    tokenizer_type: str | None = None
+    """sentencepiece, huggingface, tiktoken, bytes or null, or Megatron's names. Derived from the files."""
+    tokenizer_model: str | None = None
+    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
+    vocab_file: str | None = None
+    """vocab.json of a GPT-2 tokenizer, with --merge-file."""
+    merge_file: str | None = None
+    """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
+    """How a tiktoken tokenizer splits text into words."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens that come first in a tiktoken vocabulary of JSON."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Names of a tiktoken tokenizer's special tokens."""
+    vocab_size: int | None = None
+    """Of the null tokenizer; others know theirs."""
+    plugin: PluginNames = ()
+    """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of an object (meta.body: inside of meta), or columns, that hold text; each makes files of its own."""
+    append_eod: bool = False
+    """End every document with the end-of-document token."""
+    workers: int = 1
+    """Processes that tokenize."""
+    strict: bool = False
+    """A bad line is an error instead of being skipped and counted."""
+    max_bad_fraction: float = 0.5
+    """With a larger part of bad lines, the key or the format is wrong: nothing is written, and the status is 2."""
+    log_interval: int = 100_000
+    """Documents between lines of progress where there is no terminal for a bar."""
+
+
+class PreprocessProgress:
+    """A bar over the bytes read on a terminal, else a line every so many documents."""
+
+    def __init__(self, *, num_bytes: int, log_interval: int) -> None:
+        self._bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc="tokenizing", disable=None)
+        self._log_interval = log_interval
+        self._bad_lines = 0
+        self._told = 0
+
+    def bad_line(self, message: str) -> None:
+        """Tell the first few."""
+        self._bad_lines += 1
+        if self._bad_lines <= MAX_BAD_LINES_TOLD:
+            tqdm.write(f"bad line {message}", file=sys.stderr)
+        elif self._bad_lines == MAX_BAD_LINES_TOLD + 1:
+            tqdm.write("more bad lines are counted without telling", file=sys.stderr)
+
+    def advance(self, summary: Summary, num_bytes: int) -> None:
+        """Show the progress after each batch of documents."""
+        self._bar.update(num_bytes)
+        if self._bar.disable and summary.documents >= self._told + self._log_interval:
+            self._told = summary.documents
+            print(summary, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the progress bar as it is."""
+        self._bar.close()
+
+
+def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int:
+    """Run the command; the exit status."""
+    own = {"help", *(field.name.replace("_", "-") for field in fields(PreprocessArguments))}
+
+    def work() -> int:
+        flags = without_megatron_flags(argv, own)
+        arguments = tyro.cli(PreprocessArguments, args=flags.argv, prog=program)
+        for note in flags.notes:
+            print(f"note: {note}", file=sys.stderr)
+        with _ended_by_signals():
+            return run(arguments)
+
+    return exit_status(work, prefix="error: ")
+
+
+def run(arguments: PreprocessArguments) -> int:
+    """Write the files, and report what was done; the exit status."""
+    import_plugins(arguments.plugin)
+    files = input_files(arguments.input)
+    num_bytes = sum(path.stat().st_size for path in files)
+    progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
+    try:
+        summary = preprocess(
+            arguments.input,
+            arguments.output_prefix,
+            tokenizer=partial(plugged_tokenizer, arguments.plugin, tokenizer_settings(arguments)),
+            json_keys=arguments.json_keys,
+            append_eod=arguments.append_eod,
+            workers=arguments.workers,
+            strict=arguments.strict,
+            max_bad_fraction=arguments.max_bad_fraction,
+            on_bad_line=progress.bad_line,
+            on_progress=progress.advance,
+        )
+    finally:
+        progress.close()
+    print(summary)
+    print(" ".join(f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys), flush=True)
+    if summary.bad_lines:
+        print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
+    return 0
+
+
+def plugged_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Tokenizer:
+    """The tokenizer in any process: a worker is a new process, which has not imported the plug-in yet."""
+    import_plugins(plugins)
+    return build_tokenizer(settings)
+
+
+def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:
+    """The fields that describe a tokenizer. Its kind follows from the files where it is not given."""
+    given = {
+        name: value
+        for name in ("tokenizer_model", "vocab_file", "merge_file")
+        if (value := getattr(arguments, name)) is not None
+    }
+    if arguments.tokenizer_type is not None:
+        given["tokenizer_type"] = tokenizer_type(arguments.tokenizer_type)
+    settings: dict[str, Any] = {
+        "tiktoken_pattern": arguments.tiktoken_pattern,
+        "tiktoken_num_special_tokens": arguments.tiktoken_num_special_tokens,
+        "tiktoken_special_tokens": arguments.tiktoken_special_tokens,
+        "vocab_size": arguments.vocab_size,
+    }
+    return DataConfig(**settings | given | implied_tokenizer(given))
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as an error does, so that no temporary file is left. Status 128 + number."""
+    heard = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is signal.SIG_DFL]
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)  # cleaning up is not interrupted
+        print(f"stopped by {signal.Signals(signum).name}; nothing was written", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        heard = []
+    for signum in heard:
+        signal.signal(signum, end)
+    try:
+        yield
+    finally:
+        for signum in heard:
+            signal.signal(signum, signal.SIG_DFL)

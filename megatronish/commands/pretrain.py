@@ -1,0 +1,39 @@
+"""Pretraining of a GPT: read the config, start the ranks, train."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from megatronish.commands.configuration import read_config
+from megatronish.commands.ending import exit_status_of_ranks, is_main
+from megatronish.config.config import Config
+from megatronish.launch.place import Place, place_from_environment
+
+
+def main(argv: Sequence[str], *, program: str = "megatronish pretrain") -> int:
+    """Run the command; the exit status."""
+    return exit_status_of_ranks(partial(_run, argv, program))
+
+
+def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
+    config, notes = read_config(argv, world_size=place.world_size if place else None, program=program)
+    if not config.log.dry_run:
+        return pretrain(config, notes)
+    # torch is imported only now, and in `pretrain`: --help and the errors of a config need not wait for it.
+    from megatronish.train.summary import dry_run
+
+    return dry_run(config, notes) if is_main(place) else 0
+
+
+def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
+    """Train on all ranks of the config's layout; the exit status: 0 finished, 2 a user error, 1 a failure.
+
+    Starts the ranks on this machine, or is one of them where torchrun or srun started this process. `notes` are printed
+    with the first lines. An error is printed, not raised.
+    """
+    from megatronish.inference.sample import print_sample
+    from megatronish.launch.local import launch
+    from megatronish.train.run import train
+
+    run = partial(train, config, notes)
+    status = launch(run, world_size=config.layout.world_size, log_dir=config.run_dir / "logs")
+    return status or (print_sample(config) if place_from_environment() is None else 0)

@@ -1,0 +1,48 @@
+"""Table of the commands: `megatronish NAME` calls `main` of the module next to the name."""
+
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
+
+
+class Main(Protocol):
+    """Function that every module of a command has."""
+
+    def __call__(self, argv: list[str], *, program: str) -> int:
+        """Run the command; the exit status. `program` is its name in --help."""
+
+
+class Command(NamedTuple):
+    """A command: its group and its line in `megatronish --help`, and the module that has its `main`."""
+
+    group: str
+    module: str
+    help: str
+
+    def main(self) -> Main:
+        """Its function. Only now is the module imported: the list of commands need not wait for it."""
+        return cast(Main, import_module(f"megatronish.commands.{self.module}").main)
+
+
+COMMANDS = {
+    "pretrain": Command("train", "pretrain", "train a GPT from a config and flags, on one rank or many"),
+    "verify": Command("train", "verify", "check that a layout trains the same model as one process"),
+    "draw": Command("train", "draw", "draw a pipeline schedule, planned or recorded"),
+    "collect-corpus": Command("data", "collect_corpus", "collect a small text corpus that every machine has"),
+    "train-tokenizer": Command("data", "train_tokenizer", "train a SentencePiece tokenizer on JSON lines"),
+    "preprocess": Command("data", "preprocess", "tokenize JSON lines into .bin/.idx files"),
+    "merge": Command("data", "merge", "join .bin/.idx files into one pair"),
+    "generate": Command("models", "generate", "continue prompts with a trained model"),
+    "evaluate": Command("models", "evaluate", "measure the perplexity of a trained model on a text"),
+    "convert": Command("models", "convert", "convert models between Hugging Face, Megatron-LM and megatronish"),
+}
+"""A new command is a module in this folder and a line here."""
+
+TO_COME = {
+    "finetune": "megatronish pretrain --load-hf DIR, or --load DIR --finetune, trains a model further on plain text",
+    "chat": "megatronish generate --load DIR --prompt TEXT continues a text",
+    "serve": "megatronish generate --load DIR --prompts-file FILE --output FILE answers many prompts",
+    "plan": "megatronish pretrain --dry-run prints the expected memory of a layout",
+    "bench": "the benchmarks/ folder of a checkout has side-by-side measurements",
+    "report": "metrics.jsonl and loss.png in a run's folder have its numbers",
+}
+"""Commands that are planned, and what to use until they exist."""

@@ -1,0 +1,133 @@
+"""Training of a SentencePiece tokenizer on JSON lines, one that reproduces every text exactly.
+
+BPE with byte fallback, and the text left as it is: identity normalisation, no space put in front, runs of spaces and
+newlines kept (indentation becomes pieces of its own). "<|endoftext|>" ends a document and is never read out of text.
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+import tyro
+from tqdm import tqdm
+
+from megatronish.commands.ending import exit_status
+from megatronish.data.encoding import read_line
+from megatronish.data.readers import read_batches
+from megatronish.errors import UserError
+from megatronish.files import AtomicFile
+
+EOD = "<|endoftext|>"
+RUN_LENGTH = 4000
+"""The trainer is fed runs of whole lines of about so many characters."""
+
+
+@dataclass(frozen=True)
+class TokenizerArguments:
+    """Train a SentencePiece tokenizer: BPE, byte fallback, whitespace and newlines kept."""
+
+    input: tuple[Path, ...]
+    """JSON lines files, plain or .gz."""
+    output: Path
+    """The .model file to write."""
+    vocab_size: int = 4096
+    """Pieces in all, 256 bytes included."""
+    json_key: str = "text"
+    """Key of an object that holds text."""
+    max_bytes: int = 20_000_000
+    """Train on the first so many bytes of text."""
+    threads: int = 2
+    """Threads that count pairs."""
+
+
+def texts(arguments: TokenizerArguments) -> Iterator[str]:
+    """All texts of the files; bad lines are left to preprocessing, which reports them."""
+    for path in arguments.input:
+        if not path.is_file():
+            raise UserError(f"--input {path} is not a file; check the path")
+        for batch in read_batches(path, [arguments.json_key]):
+            for line in batch.lines:
+                try:
+                    yield from read_line(line, [arguments.json_key])
+                except ValueError:
+                    continue
+
+
+def runs(text: str) -> Iterator[str]:
+    """`text` cut at ends of lines."""
+    run = ""
+    for line in text.splitlines(keepends=True):
+        if run and len(run) + len(line) > RUN_LENGTH:
+            yield run
+            run = ""
+        run += line
+    yield run
+
+
+def read_runs(arguments: TokenizerArguments) -> list[str]:
+    """What to train on."""
+    found: list[str] = []
+    total = min(sum(path.stat().st_size for path in arguments.input if path.is_file()), arguments.max_bytes)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+        num_bytes = 0
+        for text in texts(arguments):
+            size = len(text.encode(errors="replace"))
+            num_bytes += size
+            if num_bytes > arguments.max_bytes:
+                break
+            found.extend(runs(text))
+            bar.update(size)
+    if not found:
+        raise UserError(f"no text under {arguments.json_key!r} within --max-bytes {arguments.max_bytes}")
+    return found
+
+
+def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:
+    """The .model file's bytes."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            # Indentation in a few pieces, so that a small model need not count spaces; short ones, so that it sees each
+            # often enough to learn it in minutes.
+            allow_whitespace_only_pieces=True,
+            max_sentencepiece_length=6,
+            max_sentence_length=1 << 24,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            eos_piece=EOD,
+            num_threads=threads,
+            minloglevel=1,
+        )
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"--vocab-size {vocab_size} does not suit this text: {error}") from error
+    return model.getvalue()
+
+
+def main(argv: Sequence[str], *, program: str = "megatronish train-tokenizer") -> int:
+    """Run the command; the exit status."""
+    arguments = tyro.cli(TokenizerArguments, args=argv, prog=program)
+    return exit_status(lambda: write_tokenizer(arguments), prefix="error: ")
+
+
+def write_tokenizer(arguments: TokenizerArguments) -> int:
+    """Train the tokenizer and write it; the exit status."""
+    sentences = read_runs(arguments)
+    size = sum(map(len, sentences))
+    print(f"learning {arguments.vocab_size} pieces from {size:,} characters, a second or two a million", flush=True)
+    model = train(sentences, vocab_size=arguments.vocab_size, threads=arguments.threads)
+    with AtomicFile(arguments.output) as output:
+        output.file.write(model)
+    print(f"{arguments.output}: {arguments.vocab_size} pieces, {EOD} ends a document")
+    return 0

@@ -1,0 +1,24 @@
+"""Values that Megatron-LM spells otherwise, and what its values mean where one of them is several settings here."""
+
+from collections.abc import Mapping
+
+from megatronish.config.megatron_flags.known import Pairs
+from megatronish.config.tokenizer_names import MEGATRON_TOKENIZERS
+
+# {field: {Megatron-LM's value: ours}}
+VALUES: dict[str, Mapping[str, str]] = {
+    "tokenizer_type": MEGATRON_TOKENIZERS,
+    "attention_backend": {"fused": "flash", "local": "fused_softmax"},
+    "cp_comm_type": {"a2a+p2p": "p2p", "all_gather": "p2p", "allgather": "p2p"},
+    "eval_iters": {"-1": "0"},
+    "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    "window_size": {"-1": "none"},
+}
+
+# Values that change how a result is communicated and no number of it: a note says what is done.
+NOTED_VALUES = {("cp_comm_type", value) for value in ("a2a+p2p", "all_gather", "allgather")}
+
+# {(field, value): the settings that it means}
+SEVERAL_SETTINGS: dict[tuple[str, str], Pairs] = {
+    ("position_embedding_type", "yarn"): (("position_embedding_type", "rope"), ("rope_scaling_type", "yarn")),
+}

@@ -1,0 +1,86 @@
+"""Section [plugins] of a config: plug-ins, modules of the user that are imported before the rest of a config is read.
+
+A plug-in registers names (`megatronish/plugins.py`), which flags then take like any other. It is named by the dotted
+name of a module or by the path of a .py file. The current working directory is importable, and so is the folder of such
+a file. They come last on the path: a file of the user hides no installed module.
+"""
+
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from megatronish.config.marks import ADDS_UP
+from megatronish.errors import UserError
+
+
+@dataclass(frozen=True)
+class PluginsConfig:
+    """Modules that extend what the other sections may name."""
+
+    plugin: Annotated[tuple[str, ...], ADDS_UP] = ()
+    """Modules (my.module or FILE.py) imported before the rest is read; they may register names. See docs/PLUGINS.md."""
+
+
+def module_name(plugin: str) -> str:
+    """Name of the module of a plug-in: of a file, its name without .py."""
+    return Path(plugin).stem if plugin.endswith(".py") else plugin
+
+
+def import_plugins(plugins: Iterable[str]) -> list[str]:
+    """Import plug-ins that are not yet imported; a line for each that says where it was found.
+
+    UserError for one that is not found, and for one that fails, with the file and the line of its own error.
+    """
+    return [f"plug-in {plugin}: {_import(plugin)}" for plugin in plugins]
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _import(plugin: str) -> str:
+    """Import a plug-in; returns the path of its file."""
+    name, path = module_name(plugin), Path(plugin).resolve() if plugin.endswith(".py") else None
+    if path is None and not re.fullmatch(r"\w+(\.\w+)*", plugin):
+        raise UserError(f"--plugin {plugin} is no module; write my.module, or the path of a file that ends in .py")
+    if path is not None and not path.is_file():
+        raise UserError(f"--plugin {plugin} does not exist; correct the path")
+    if path is not None and "." in name:
+        raise UserError(f"--plugin {plugin} has a dot in its name, as no module has; rename the file")
+    for folder in (Path.cwd(), *(() if path is None else (path.parent,))):
+        _make_importable(folder)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a script may end in sys.exit()
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"--plugin {plugin} is not found, neither in {Path.cwd()} nor among the installed modules; correct the "
+                "name, or give the path of its .py file"
+            ) from error
+        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"--plugin {plugin} cannot be imported: {_place(error, name)}: {what}") from error
+    found = getattr(module, "__file__", None)
+    if path is not None and (found is None or Path(found).resolve() != path):
+        raise UserError(f"--plugin {plugin}: the name {name} is taken by {found or 'Python itself'}; rename the file")
+    return found or f"package {name}"
+
+
+def _place(error: BaseException, name: str) -> str:
+    """File and line of an error: the last line of the plug-in's own package that was at work."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    top = name.partition(".")[0]
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [(file, line) for module, file, line in frames if module.partition(".")[0] == top]
+    file, line = (own or [(file, line) for _, file, line in frames])[-1]
+    return f"{file}:{line}"

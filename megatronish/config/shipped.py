@@ -1,0 +1,40 @@
+"""Configs that come with megatronish: `--config demo` works in any folder, and how to make the demo's data there.
+
+The files are those of configs/ in a checkout; setup.py puts a copy into the installed package.
+"""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")
+"""Where an installed package has its configs, and where a checkout has them."""
+
+_CORPUS = "megatronish collect-corpus --output"
+_TOKENIZER = "megatronish train-tokenizer --input demo/python.jsonl --output demo/tokenizer.model"
+_PREPROCESS = "megatronish preprocess --append-eod --input"
+_DEMO = (
+    f"{_CORPUS} demo/python.jsonl && {_TOKENIZER} && {_PREPROCESS} demo/python.jsonl --output-prefix demo/python "
+    "--tokenizer-type sentencepiece --tokenizer-model demo/tokenizer.model"
+)
+_QUICK = (
+    f"{_CORPUS} demo/quick.jsonl --max-bytes 3000000 && {_PREPROCESS} demo/quick.jsonl --output-prefix demo/quick "
+    "--tokenizer-type bytes"
+)
+HOW_TO_MAKE = {
+    "demo/python_text_document": _DEMO,
+    "demo/tokenizer.model": f"{_CORPUS} demo/python.jsonl && {_TOKENIZER}",
+    "demo/quick_text_document": _QUICK,
+}
+"""The commands that make a file which a shipped config names."""
+
+
+def shipped_configs() -> dict[str, Path]:
+    """{name: path} of the configs that come with megatronish."""
+    folder = next((folder for folder in FOLDERS if folder.is_dir()), None)
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))} if folder else {}
+
+
+def config_path(given: str) -> Path:
+    """The file that `--config` names: that path, or the shipped config of this name where no such file exists."""
+    path = Path(given)
+    return path if path.is_file() else shipped_configs().get(given.removesuffix(".toml"), path)

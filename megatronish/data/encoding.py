@@ -1,0 +1,218 @@
+"""Encoding of batches of JSON lines into tokens, in this process or by many workers, in the order of the batches.
+
+A worker is sent the function that builds the tokenizer, not the tokenizer: what a process is sent when it starts must
+fit into a pipe that no process reads yet. A larger message would block the parent for ever if the worker dies before.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronish.data.readers import Batch
+from megatronish.errors import RunError
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # for Hugging Face's library, which else takes every core
+
+
+class Encoder(Protocol):
+    """Interface of a tokenizer that preprocessing calls."""
+
+    vocab_size: int
+    eod: int
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text; ValueError if one of them has none."""
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """Settings by which every worker encodes every line. `tokenizer` builds the tokenizer, in each worker."""
+
+    tokenizer: Callable[[], Encoder]
+    json_keys: tuple[str, ...]
+    append_eod: bool
+
+
+class Encoded(NamedTuple):
+    """Encoded batch: for each key the documents' tokens end to end and their lengths; a sentence for each bad line."""
+
+    tokens: list[NDArray[Any]]
+    lengths: list[list[int]]
+    bad_lines: list[str]
+    num_bytes: int
+
+
+class WorkerDiedError(RunError):
+    """A worker process ended in the middle of its work."""
+
+
+def encode_batch(batch: Batch, job: EncodingJob, tokenizer: Encoder) -> Encoded:
+    """Tokens of all good lines of a batch."""
+    texts: dict[int, list[str]] = {}  # of the good lines, by their numbers
+    bad_lines: dict[int, Exception] = {}
+    for number, line in enumerate(batch.lines, batch.first_line):
+        if line.strip():
+            try:
+                texts[number] = read_line(line, job.json_keys)
+            except (ValueError, RecursionError) as error:
+                bad_lines[number] = error
+    try:
+        ids = _encode_lines(list(texts.values()), tokenizer)
+    except ValueError:  # a text that has no tokens: line by line, to find which
+        ids = []
+        for number, of_line in list(texts.items()):
+            try:
+                ids += _encode_lines([of_line], tokenizer)
+            except ValueError as error:
+                bad_lines[number] = error
+    documents = [[_document(tokens, job, tokenizer) for tokens in of_key] for of_key in zip(*ids, strict=True)]
+    documents = documents or [[] for _ in job.json_keys]
+    empty = np.empty(0, np.int32)
+    return Encoded(
+        tokens=[np.concatenate([empty, *of_key]) for of_key in documents],
+        lengths=[[len(tokens) for tokens in of_key] for of_key in documents],
+        bad_lines=[f"{batch.path}:{number}: {error}" for number, error in sorted(bad_lines.items())],
+        num_bytes=batch.num_bytes,
+    )
+
+
+def read_line(line: bytes, json_keys: Sequence[str]) -> list[str]:
+    """The texts under `json_keys` of a JSON line; ValueError if it has none. `meta.body` is a key inside of `meta`."""
+    record = json.loads(line.decode("utf-8-sig"))
+    if not isinstance(record, dict):
+        raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
+    texts = []
+    for key in json_keys:
+        value = _value(record, key)
+        if not isinstance(value, str):
+            raise ValueError(f"key {key!r} must hold text, not {type(value).__name__}")
+        texts.append(value)
+    return texts
+
+
+def _value(record: dict[str, Any], key: str) -> Any:
+    if key in record:
+        return record[key]
+    outer, dot, inner = key.partition(".")
+    if not dot or not isinstance(record.get(outer), dict):
+        raise ValueError(f"key {key!r} is missing")
+    try:
+        return _value(record[outer], inner)
+    except ValueError:
+        raise ValueError(f"key {key!r} is missing") from None
+
+
+def _encode_lines(lines: Sequence[list[str]], tokenizer: Encoder) -> list[list[list[int]]]:
+    """Ids of the texts of each line, [lines][keys]."""
+    ids = iter(tokenizer.encode_all([text for line in lines for text in line]))
+    return [[next(ids) for _ in line] for line in lines]
+
+
+def _document(ids: list[int], job: EncodingJob, tokenizer: Encoder) -> NDArray[Any]:
+    """Tokens of a text. As in Megatron, an empty text is an empty document without an end-of-document token."""
+    return np.array([*ids, tokenizer.eod] if ids and job.append_eod else ids, np.int32)
+
+
+def encode_all(batches: Iterator[Batch], job: EncodingJob, tokenizer: Encoder, *, workers: int) -> Generator[Encoded]:
+    """Encoded batches, in the order of `batches`; `tokenizer` is that of this process."""
+    if workers == 1:
+        with _environment(ONE_THREAD):
+            yield from (encode_batch(batch, job, tokenizer) for batch in batches)
+        return
+    # spawn: safe whatever threads the parent has, and the same on Linux and macOS
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,)) as pool:
+        under_way: deque[Future[Encoded]] = deque()
+        try:
+            for batch in batches:
+                with signals_held():  # it may start a worker, which prints a traceback if that is interrupted
+                    under_way.append(pool.submit(_encode_in_worker, batch))
+                if len(under_way) >= 2 * workers:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        except BrokenProcessPool as error:
+            raise WorkerDiedError(
+                "a tokenizing worker died (killed, or out of memory); nothing was written; "
+                "start again, with fewer --workers if memory is short"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Environment variables for a time, where the user has not set them."""
+    own = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Signals that end the program wait. Masking them is not enough: another thread of this process may take them."""
+    received: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    held = [signum for signum in ENDING if in_main and callable(signal.getsignal(signum))]
+    before = {signum: signal.signal(signum, lambda number, _frame: received.append(number)) for signum in held}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        if received:
+            signal.raise_signal(received[0])
+
+
+class Worker(NamedTuple):
+    """State of a worker process, or why it has none."""
+
+    job: EncodingJob
+    tokenizer: Encoder | None
+    failure: str
+
+
+_worker: Worker | None = None
+"""State of this worker process: made once at its start instead of with every batch."""
+
+
+def _start_worker(job: EncodingJob) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.environ |= {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
+    try:
+        _worker = Worker(job, job.tokenizer(), "")
+    except Exception as error:  # the parent has built the same tokenizer, and reports why a worker cannot
+        _worker = Worker(job, None, f"{type(error).__name__}: {error}")
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(batch: Batch) -> Encoded:
+    assert _worker is not None
+    if _worker.tokenizer is None:
+        raise RunError(f"a worker cannot build the tokenizer ({_worker.failure}); nothing was written; start again")
+    return encode_batch(batch, _worker.job, _worker.tokenizer)

@@ -1,0 +1,179 @@
+"""Readers of input files: each yields batches of documents as lines of JSON, whatever the format of the file.
+
+JSON lines come as they are; of a JSON array each element becomes a line, and of a Parquet file each row. Nothing is
+read whole: memory does not grow with the input.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.data.inputs import BOM, HEAD_BYTES, OpenInput, is_parquet, open_input, optional_library, unpacking
+from megatronish.errors import UserError
+
+BATCH_BYTES = 1 << 18
+BATCH_ROWS = 256
+LONGEST_ELEMENT = 1 << 30  # characters of an element of a JSON array
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+_ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[{\]]")
+
+
+class Batch(NamedTuple):
+    """Lines that are sent to a worker together; `num_bytes` of the file were read for them.
+
+    `first_line` counts from 1: lines of a file, elements of an array, rows of a table.
+    """
+
+    path: str
+    first_line: int
+    lines: list[bytes]
+    num_bytes: int
+
+
+def read_batches(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
+    """Batches of a file, about 256 KiB each. UserError if it is another format, or broken."""
+    if is_parquet(path):
+        yield from _rows(path, json_keys)
+        return
+    done = 0
+
+    def where() -> str:
+        return f"line {done}"
+
+    with unpacking(path, where), open_input(path) as file:
+        head = file.text.peek(HEAD_BYTES).removeprefix(BOM)  # type: ignore[attr-defined]
+        batches = _elements(path, file) if _ARRAY_OF_OBJECTS.match(head) else _lines(path, file)
+        for batch in batches:
+            yield batch
+            done = batch.first_line + len(batch.lines) - 1
+
+
+def _lines(path: Path, file: OpenInput) -> Iterator[Batch]:
+    line, position = 1, 0
+    while lines := file.text.readlines(BATCH_BYTES):
+        yield Batch(str(path), line, lines, file.raw.tell() - position)
+        line, position = line + len(lines), file.raw.tell()
+
+
+class _ArrayText:
+    """Text of a file that holds one JSON array, from which elements are taken one after another."""
+
+    def __init__(self, path: Path, file: OpenInput) -> None:
+        self._path, self._file = path, file
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self._text, self._at = "", 0
+        self.taken = 0
+
+    def _read_more(self) -> bool:
+        """Add to the text as much again as is left of it; whether there was any."""
+        left = len(self._text) - self._at
+        if left > LONGEST_ELEMENT:
+            raise self.broken(f"it does not end within {LONGEST_ELEMENT:,} characters")
+        packed = self._file.text.read(max(BATCH_BYTES, left))
+        try:
+            self._text, self._at = self._text[self._at :] + self._decode(packed, not packed), 0
+        except UnicodeDecodeError as error:
+            raise self.broken(str(error)) from error
+        return bool(packed)
+
+    def mark(self) -> str:
+        """The next character that is not blank; "" at the end of the file."""
+        while True:
+            match = _BLANK.match(self._text, self._at)
+            assert match is not None
+            self._at = match.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_more():
+                return ""
+
+    def skip(self) -> None:
+        """Pass over the character that `mark` returned."""
+        self._at += 1
+
+    def element(self) -> bytes:
+        """The next element, as it is written in the file."""
+        while True:
+            try:
+                _, end = json.JSONDecoder().raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if self._read_more():
+                    continue
+                raise self.broken(error.msg) from error
+            except RecursionError as error:
+                raise self.broken("it is nested too deep") from error
+            if end == len(self._text) and self._read_more():
+                continue  # a number may go on
+            element, self._at = self._text[self._at : end], end
+            self.taken += 1
+            return element.encode("utf-8", "surrogatepass")
+
+    def broken(self, why: str) -> UserError:
+        """The error of an element that cannot be read."""
+        return UserError(
+            f"--input {self._path} is a JSON array whose element {self.taken + 1} cannot be read: {why}; correct it, "
+            "or write one object a line"
+        )
+
+
+def _elements(path: Path, file: OpenInput) -> Iterator[Batch]:
+    """Elements of a JSON array."""
+    array = _ArrayText(path, file)
+    lines: list[bytes] = []
+    position = num_bytes = 0
+    assert array.mark() == "["
+    array.skip()
+    while array.mark() != "]":
+        if array.taken:
+            if (mark := array.mark()) != ",":
+                raise array.broken("there is no comma before it" if mark else "the file ends before it")
+            array.skip()
+            array.mark()
+        lines.append(array.element())
+        num_bytes += len(lines[-1])
+        if num_bytes >= BATCH_BYTES:
+            yield Batch(str(path), array.taken - len(lines) + 1, lines, file.raw.tell() - position)
+            lines, position, num_bytes = [], file.raw.tell(), 0
+    array.skip()
+    if array.mark():
+        raise UserError(f"--input {path} continues after its JSON array; write one object a line, or one array a file")
+    if lines:
+        yield Batch(str(path), array.taken - len(lines) + 1, lines, file.raw.tell() - position)
+
+
+def _rows(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
+    """Rows of a Parquet file, each an object of the columns that `json_keys` name."""
+    parquet = optional_library("pyarrow.parquet", extra="parquet", what="Parquet files")
+    arrow = optional_library("pyarrow", extra="parquet", what="Parquet files")
+    row = 1
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns = {key if key in names else key.partition(".")[0] for key in json_keys}
+            if missing := sorted(columns - set(names)):
+                raise UserError(
+                    f"--input {path} has no column {missing[0]}; --json-keys names one or more of {', '.join(names)}"
+                )
+            num_rows, size = max(file.metadata.num_rows, 1), path.stat().st_size
+            for table in file.iter_batches(batch_size=BATCH_ROWS, columns=sorted(columns)):
+                lines = [_as_line(record) for record in table.to_pylist()]
+                yield Batch(str(path), row, lines, size * len(lines) // num_rows)
+                row += len(lines)
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--input {path} cannot be read after row {row - 1}: {error}; copy it again") from error
+
+
+def _as_line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, default=_as_json, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _as_json(value: Any) -> str | None:
+    """Text of bytes that are UTF-8; None, which is not a text, for what JSON does not have."""
+    try:
+        return value.decode() if isinstance(value, bytes) else None
+    except UnicodeDecodeError:
+        return None

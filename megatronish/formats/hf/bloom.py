@@ -1,0 +1,81 @@
+"""BLOOM's keys of config.json: read into fields of ModelConfig, and written from them.
+
+transformers' own configuration has no sequence length, as ALiBi has no last position; BLOOM's config.json has one.
+"""
+
+from typing import Any
+
+from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import ConfigJson
+from megatronish.formats.hf.family import ModelFamily, first_true
+
+
+def _read_bloom(config: ConfigJson) -> dict[str, Any]:
+    config.must_be("apply_residual_connection_post_layernorm", False, None, why="is not there")
+    heads, hidden_size = config.whole("n_head"), config.whole("hidden_size")
+    if hidden_size % heads:
+        config.refuse("n_head", f"must divide hidden_size={hidden_size}", remedy="correct config.json")
+    return {
+        "num_layers": config.whole("n_layer"),
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": 4 * hidden_size,
+        "max_position_embeddings": config.whole("seq_length"),
+        "position_embedding_type": "alibi",
+        "embed_layernorm": True,
+        "normalization": "LayerNorm",
+        "norm_epsilon": config.number("layer_norm_epsilon"),
+        "openai_gelu": True,
+        "attention_dropout": config.number("attention_dropout"),
+        "hidden_dropout": config.number("hidden_dropout"),
+    }
+
+
+def _write_bloom(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    return {
+        "hidden_size": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "seq_length": seq_length,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+    }
+
+
+def _not_bloom(model: ModelConfig) -> str | None:
+    return first_true(
+        {
+            f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "alibi",
+            "a model without embed_layernorm": not model.embed_layernorm,
+            f"normalization={model.normalization}": model.normalization != "LayerNorm",
+            f"the activation {model.activation}": model.activation != "gelu_tanh",
+            f"ffn_hidden_size={model.ffn_size}": model.ffn_size != 4 * model.hidden_size,
+            "disable_bias_linear": not model.linear_bias,
+            "qk_layernorm": model.qk_layernorm,
+            f"window_size={model.window_size}": model.window_size is not None,
+            f"num_query_groups={model.num_kv_heads}": model.num_kv_heads != model.num_attention_heads,
+            f"kv_channels={model.head_size}": model.head_size * model.num_attention_heads != model.hidden_size,
+            "apply_layernorm_1p": model.apply_layernorm_1p,
+        }
+    )
+
+
+_BLOOM = {
+    "vocab_size": 250880,
+    "hidden_size": 64,
+    "n_layer": 2,
+    "n_head": 8,
+    "seq_length": 2048,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+_BLOOM_ALIASES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
+BLOOM = ModelFamily("BloomForCausalLM", "seq_length", _BLOOM, _BLOOM_ALIASES, _read_bloom, _write_bloom, _not_bloom)

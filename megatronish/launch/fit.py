@@ -1,0 +1,53 @@
+"""Layout of a config, cut down to the GPUs of this machine: python -m megatronish.launch.fit CONFIG.toml FLAGS
+
+It prints flags for pretrain_gpt.py. `make pretrain` uses it, so that the demo runs on the GPUs of any machine. There is
+nothing to print without a GPU (the CPU takes any number of ranks), where the GPUs suffice, and where FLAGS choose a
+layout or a device.
+"""
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatronish.launch.device import visible_devices
+from megatronish.layout import Layout
+
+SIZES = {
+    "dp": "data_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
+CHOSEN_BY = {"config", "device", *SIZES, *(name.replace("_", "-") for name in SIZES.values())}
+
+
+def fitted(layout: Layout, num_devices: int) -> Layout:
+    """The layout with at most `num_devices` ranks. It gives up copies of the model (dp) first, and tp last.
+
+    A size becomes a divisor of itself, so that what it divides (heads, layers, samples of a step) is still divided.
+    """
+    for axis in ("dp", "cp", "pp", "tp"):
+        while layout.world_size > max(num_devices, 1) and (size := getattr(layout, axis)) > 1:
+            largest = next(divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0)
+            layout = replace(layout, **{axis: largest})
+    return layout
+
+
+def flags_for(config_file: Path, argv: Sequence[str], *, num_devices: int) -> list[str]:
+    """Flags that make a config fit on this machine's GPUs."""
+    if num_devices == 0 or {word.partition("=")[0].lstrip("-").replace("_", "-") for word in argv} & CHOSEN_BY:
+        return []
+    parallel = tomllib.loads(config_file.read_text(encoding="utf-8")).get("parallel", {})
+    layout = Layout(**{axis: parallel.get(name, 1) for axis, name in SIZES.items()})
+    fits = fitted(layout, num_devices)
+    if fits == layout:
+        return []
+    gpus = "1 GPU" if num_devices == 1 else f"{num_devices} GPUs"
+    print(f"{gpus}: {fits} instead of {layout} of {config_file}", file=sys.stderr)
+    return [word for axis in SIZES for word in (f"--{axis}", str(getattr(fits, axis)))]
+
+
+if __name__ == "__main__":
+    print(*flags_for(Path(sys.argv[1]), sys.argv[2:], num_devices=visible_devices().count))

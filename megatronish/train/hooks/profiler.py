@@ -1,0 +1,161 @@
+"""Hooks of --profile: torch's profiler, whose traces are files of the run, or the window that Nsight Systems captures.
+
+Nsight Systems sets NSYS_PROFILING_SESSION_ID in what it starts. Under it, on a GPU, --profile means what it means in
+Megatron-LM (`nsys profile --capture-range=cudaProfilerApi ...`); everywhere else, and with --use-pytorch-profiler,
+torch's profiler records, as only one of the two can listen to a GPU.
+"""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile, record_function
+from tqdm import tqdm
+
+from megatronish.config.run import LogConfig
+from megatronish.train.trainer import Hook, StepRecord, Trainer
+
+NUM_ROWS = 10  # of the table of the slowest operators
+
+
+class StepWindow(Hook):
+    """A recording of steps `first` to `last` of one rank."""
+
+    def __init__(self, *, first: int, last: int, is_main: bool) -> None:
+        self.first, self.last, self.is_main = first, last, is_main
+        self._open: ExitStack | None = None
+        self._step_range: ExitStack | None = None
+
+    @property
+    def steps(self) -> str:
+        """The steps in words."""
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+    def begin(self, stack: ExitStack) -> None:
+        """Start the recording; what `stack` gets is left when it ends."""
+
+    def name_step(self, stack: ExitStack, step: int) -> None:
+        """Mark a step in the recording."""
+
+    def write(self) -> None:
+        """Write what was recorded."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Say that nothing will be recorded, where a resumed run is beyond these steps."""
+        if trainer.progress.step >= self.last and self.is_main:
+            tqdm.write(f" --profile records nothing: {self.steps} were before this start")
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Start the recording if the step is the first one of them, and mark each."""
+        step = trainer.progress.step + 1
+        if not self.first <= step <= self.last:
+            return
+        if self._open is None:
+            with ExitStack() as stack:
+                self.begin(stack)
+                self._open = stack.pop_all()
+        self._step_range = ExitStack()
+        self.name_step(self._step_range, step)
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """End the recording with the last of its steps."""
+        if self._step_range is not None:
+            self._step_range.close()
+            self._step_range = None
+        if record.step == self.last:
+            self._close()
+
+    def finish(self, trainer: Trainer) -> None:
+        """End the recording where the run ends earlier; say so if it has recorded nothing."""
+        if self._open is not None:
+            self._close()
+        elif trainer.progress.step < self.first and self.is_main:
+            tqdm.write(f" --profile recorded nothing: the run ended before {self.steps}; set --profile-step-start")
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+            self.write()
+
+
+class OperatorProfile(StepWindow):
+    """Recording by torch's profiler: a Chrome trace and a table of operators in `folder`, the slowest printed."""
+
+    def __init__(self, folder: Path, *, log: LogConfig, rank: int, device: torch.device) -> None:
+        super().__init__(first=log.profile_step_start, last=log.profile_step_end - 1, is_main=rank == 0)
+        self.folder, self.log, self.rank, self.device = folder, log, rank, device
+        self._profile: profile | None = None
+
+    def begin(self, stack: ExitStack) -> None:
+        """Start a profiler of torch."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        recorder = profile(
+            activities=activities,
+            record_shapes=self.log.pytorch_profiler_collect_shapes,
+            with_stack=self.log.pytorch_profiler_collect_callstack,
+        )
+        self._profile = stack.enter_context(recorder)
+
+    def name_step(self, stack: ExitStack, step: int) -> None:
+        """Mark a step as a range of the trace."""
+        stack.enter_context(record_function(f"step {step}"))
+
+    def write(self) -> None:
+        """Write trace and table, and print the slowest operators on the main rank."""
+        assert self._profile is not None
+        steps = f"{self.first}" if self.first == self.last else f"{self.first}_to_{self.last}"
+        trace = self.folder / f"rank_{self.rank}_step_{steps}.trace.json.gz"
+        averages = self._profile.key_averages()
+        key = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(trace))
+            table = averages.table(sort_by=key, row_limit=100, max_name_column_width=80)
+            trace.with_name(trace.name.replace(".trace.json.gz", ".txt")).write_text(table)
+        except (OSError, RuntimeError) as error:
+            tqdm.write(f" {self.steps} of rank {self.rank} were profiled and could not be written: {error}")
+        if self.is_main:
+            tqdm.write("\n".join([f" profile of {self.steps}: {trace}", *slowest(averages, key=key)]))
+        self._profile = None
+
+
+def slowest(averages: EventList, *, key: str) -> list[str]:
+    """Rows of the operators (on a GPU: kernels) with the largest share of the time."""
+    times: list[tuple[float, FunctionEventAvg]] = [
+        (getattr(each, key), each)
+        for each in averages
+        if not each.is_user_annotation
+        and not each.key.startswith(("step ", "ProfilerStep"))
+        and (key == "self_cpu_time_total" or each.device_type == torch.autograd.DeviceType.CUDA)
+    ]
+    total = sum(time for time, _ in times) or 1.0
+    rows = sorted(times, key=lambda row: row[0], reverse=True)[:NUM_ROWS]
+    return [
+        "     self time   share    calls  operator",
+        *(f"  {time / 1e3:9.2f} ms  {time / total:6.1%} {each.count:8d}  {each.key:.70}" for time, each in rows),
+    ]
+
+
+class NsightWindow(StepWindow):
+    """Window for `nsys profile --capture-range=cudaProfilerApi`, with an NVTX range for each step and operator."""
+
+    def begin(self, stack: ExitStack) -> None:
+        """Open the window, and mark operators from here on."""
+        torch.cuda.profiler.start()
+        stack.callback(torch.cuda.profiler.stop)
+        stack.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
+
+    def name_step(self, stack: ExitStack, step: int) -> None:
+        """Mark a step as an NVTX range."""
+        stack.enter_context(torch.cuda.nvtx.range(f"step {step}"))
+
+
+def step_profiler(log: LogConfig, folder: Path, *, rank: int, device: torch.device) -> StepWindow:
+    """Hook of --profile for this rank."""
+    under_nsight = "NSYS_PROFILING_SESSION_ID" in os.environ and device.type == "cuda"
+    if under_nsight and not log.use_pytorch_profiler:
+        return NsightWindow(first=log.profile_step_start, last=log.profile_step_end - 1, is_main=rank == 0)
+    return OperatorProfile(folder, log=log, rank=rank, device=device)

@@ -1,0 +1,134 @@
+"""Tests of the `megatronish` command: its list, its names in --help, its errors and its scripts in a checkout."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from megatronish import __version__
+from megatronish.commands import main as command_line
+from megatronish.commands.main import run
+from megatronish.commands.table import COMMANDS, TO_COME
+from megatronish.errors import UserError
+
+SCRIPTS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
+
+
+def megatronish(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatronish", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]], ids=str)
+def test_the_command_alone_lists_all_commands_in_groups(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, command in COMMANDS.items():
+        (place,) = (number for number, line in enumerate(lines) if line.split() == [name, *command.help.split()])
+        assert [line for line in lines[:place] if line.endswith(":")][-1] == f"{command.group}:"
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_the_list_loads_no_library(tmp_path: Path) -> None:
+    code = "from megatronish.commands.main import run; import sys; run([]); sys.stderr.write(' '.join(sys.modules))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "tyro", "tqdm"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_that_of_the_package(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([flag]) == 0
+    assert capsys.readouterr().out == f"megatronish {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [*([name, "--help"] for name in COMMANDS), ["help", "merge"]], ids=" ".join)
+def test_the_help_of_a_command_names_the_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(words)
+    (name,) = COMMANDS.keys() & set(words)
+    assert ended.value.code == 0
+    assert f"usage: megatronish {name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["preproces"], "preproces is not a command; did you mean megatronish preprocess?"),
+        (["train_tokenizer"], "train_tokenizer is not a command; did you mean megatronish train-tokenizer?"),
+        (["xyzzy"], "xyzzy is not a command; megatronish --help lists the commands"),
+        (["--config", "demo"], "--config is not a command; the command comes first: megatronish pretrain --config ..."),
+        (["finetune", "--lr", "1"], "megatronish finetune is not there yet; megatronish pretrain --load-hf DIR"),
+    ],
+)
+def test_an_unknown_command_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        run(words)
+    assert str(error.value).startswith(sentence)
+
+
+def test_no_command_is_both_there_and_to_come() -> None:
+    assert not COMMANDS.keys() & TO_COME.keys()
+
+
+def test_exit_statuses_are_those_of_the_commands() -> None:
+    refused = megatronish("serve")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.count("\n") == 1
+    assert megatronish("draw", "--stages", "0").returncode == 2
+    drawn = megatronish("draw", "--stages", "2", "--microbatches", "2")
+    assert (drawn.returncode, drawn.stderr) == (0, "")
+    assert drawn.stdout.startswith("stage 0:")
+
+
+def test_ctrl_c_and_a_reader_that_has_left_end_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "run", interrupted)
+    assert command_line.main() == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "interrupted\n"
+    code = (
+        "from megatronish.commands.main import main; import sys; sys.argv[1:] = []; sys.stdin.read(); sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_of_the_checkout_is_a_call_of_a_function_of_the_package(script: Path) -> None:
+    tree = ast.parse(script.read_text())
+    assert not [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    (module,) = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    for name, command in COMMANDS.items():
+        if module == f"megatronish.commands.{command.module}":
+            assert f"`megatronish {name}`" in (ast.get_docstring(tree) or "")
+
+
+def test_every_command_has_a_script_in_a_checkout() -> None:
+    text = "".join(script.read_text() for script in SCRIPTS)
+    assert not [name for name, command in COMMANDS.items() if f"megatronish.commands.{command.module} " not in text]

@@ -1,0 +1,291 @@
+"""Tests of the importers: configs of DeepSpeed and Axolotl become TOML that this project reads, and nothing is lost."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+from megatronish.config.fields import FIELDS
+from megatronish.config.importers.axolotl import RULES, from_axolotl
+from megatronish.config.importers.command import import_config
+from megatronish.config.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
+from megatronish.config.read import read_config
+from megatronish.errors import UserError
+
+MODEL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--mock-data", "--vocab-size", "64"]
+
+
+DEEPSPEED: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 1000, "warmup_num_steps": 100, "cos_min_ratio": 0.1, "warmup_type": "linear"},
+    },
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "nvme"},
+        "overlap_comm": True,
+        "reduce_bucket_size": 5e8,
+        "stage3_max_live_parameters": 1e9,
+        "zero_quantized_gradients": True,
+    },
+    "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": False},
+    "wall_clock_breakdown": False,
+    "tensorboard": {"enabled": True, "output_path": "boards"},
+    "flops_profiler": {"enabled": True},
+    "curriculum_learning": {"enabled": True},
+    "made_up": 1,
+}
+
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+val_set_size: 0.1
+sequence_len: 2048
+sample_packing: true
+adapter: lora
+lora_r: 16
+gradient_accumulation_steps: 2
+micro_batch_size: 4
+num_epochs: 1
+max_steps: 500
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+flash_attention: true
+warmup_ratio: 0.1
+eval_steps: 0.1
+save_steps: 50
+weight_decay: 0.0
+special_tokens:
+  pad_token: "<|end_of_text|>"
+output_dir: ./outputs/out
+wandb_project: mine
+wandb_watch: all
+deepspeed: zero2.json
+odd_key: 3
+"""
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """{field: value} of a TOML text."""
+    return {name: value for section in tomllib.loads(text).values() for name, value in section.items()}
+
+
+def test_a_ds_config_becomes_a_config_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text(json.dumps(DEEPSPEED))
+    text = import_config("deepspeed", tmp_path / "ds_config.json")
+    (tmp_path / "mine.toml").write_text(text)
+    config = read_config(["--config", str(tmp_path / "mine.toml"), *MODEL, "--seq-length", "8"]).config
+    training, optimizer, parallel = config.training, config.optimizer, config.parallel
+    assert (training.global_batch_size, training.micro_batch_size, training.train_iters) == (64, 4, 1000)
+    assert (optimizer.optimizer, optimizer.lr, optimizer.adam_beta2, optimizer.weight_decay) == (
+        "adam",
+        3e-4,
+        0.95,
+        0.1,
+    )
+    assert (optimizer.lr_decay_style, optimizer.lr_warmup_iters) == ("cosine", 100)
+    assert optimizer.min_lr == pytest.approx(3e-5)
+    assert (training.bf16, training.fp16, optimizer.clip_grad, config.log.log_interval) == (True, False, 1.0, 10)
+    assert (parallel.zero, parallel.optimizer_cpu_offload, parallel.param_cpu_offload) == (3, True, False)
+    assert parallel.ddp_bucket_size == 500_000_000
+    assert (config.recompute.recompute_granularity, config.recompute.offload_saved_activations) == ("full", True)
+    assert config.log.tensorboard_dir == "boards"
+    for line in (
+        "#   made_up: it is not known here",
+        "#   curriculum_learning: it is not there",
+        "#   zero_optimization.offload_param: nvme is not there; --param-cpu-offload uses the CPU's memory",
+        "#   zero_optimization.stage3_max_live_parameters: it changes speed and memory alone",
+        "#   zero_optimization.zero_quantized_gradients: rounding",
+        "#   flops_profiler: throughput in TFLOP/s is always logged",
+    ):
+        assert line in text
+
+
+def test_every_key_is_carried_over_or_listed() -> None:
+    found = from_deepspeed(DEEPSPEED)
+    told = " ".join(found.left_out)
+    understood = {"gradient_accumulation_steps", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization"}
+    understood |= {"activation_checkpointing", "tensorboard"}
+    for key in DEEPSPEED:
+        rule = TOP.get(key)
+        assert (
+            key in understood
+            or key in told
+            or DEEPSPEED[key] is False
+            or (rule is not None and rule.field in found.settings)
+        ), key
+
+
+def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size() -> None:
+    values = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    assert from_deepspeed(values, dp=2).settings["global_batch_size"] == 64
+    assert "--dp" in from_deepspeed(values).left_out["gradient_accumulation_steps"]
+    values = {"train_batch_size": 64, "gradient_accumulation_steps": 8}
+    assert from_deepspeed(values, dp=2).settings["micro_batch_size"] == 4
+
+
+def test_fp16_auto_and_other_schedules() -> None:
+    warmup = {"warmup_min_lr": 1e-6, "warmup_max_lr": 1e-4, "warmup_num_steps": 5}
+    values = {
+        "train_batch_size": "auto",
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 3},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "adam_w_mode": False}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": warmup,
+        },
+        "tensor_parallel": {"autotp_size": 2},
+        "sequence_parallel_size": 4,
+        "wandb": {"enabled": True, "project": "mine", "group": "g"},
+    }
+    found = from_deepspeed(values)
+    assert found.settings == {
+        **{"fp16": True, "hysteresis": 3, "initial_loss_scale": 4096.0, "optimizer": "adam", "lr": 1e-4},
+        **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 0.0},
+        **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a"},
+        "wandb_project": "mine",
+    }
+    assert found.left_out["train_batch_size"].startswith("auto is filled in by the program")
+    assert "linear" in found.left_out["scheduler.params.warmup_type"]
+    other = from_deepspeed({"optimizer": {"type": "OneBitLamb"}, "scheduler": {"type": "OneCycle", "params": {}}})
+    assert other.left_out["optimizer.type"].startswith("OneBitLamb is not there; there are adam")
+    assert "OneCycle is not there" in other.left_out["scheduler"]
+    linear = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}})
+    assert linear.left_out["scheduler.params.total_num_steps"] == "give --train-iters"
+
+
+def test_rules_name_fields() -> None:
+    for rules in (TOP, ADAM, FP16, ZERO, ACTIVATIONS, RULES):
+        for key, rule in rules.items():
+            assert rule.field in FIELDS or (rule.field is None and rule.reason), key
+
+
+def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "config.yml").write_text(AXOLOTL)
+    (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
+    text = import_config("axolotl", tmp_path / "config.yml", dp=2)
+    (tmp_path / "mine.toml").write_text(text)
+    config = read_config(["--config", str(tmp_path / "mine.toml"), *MODEL, "--dp", "2"]).config
+    training, optimizer = config.training, config.optimizer
+    assert (training.seq_length, training.micro_batch_size, training.global_batch_size) == (2048, 4, 16)
+    assert (training.train_iters, training.bf16, training.eval_interval) == (500, True, 50)
+    assert (optimizer.lr, optimizer.lr_warmup_fraction, optimizer.weight_decay) == (2e-4, 0.1, 0.0)
+    assert (config.data.split, config.data.reset_attention_mask) == ("0.9,0.1,0", True)
+    assert (config.parallel.zero, config.recompute.recompute_granularity) == (2, "full")
+    assert config.log.wandb_project == "mine"
+    assert (config.log.run_dir, config.checkpoint.save_interval) == ("./outputs/out", 50)
+    for line in (
+        "#   base_model: NousResearch/Llama-3.2-1B is not a folder here; download it, and add --load-hf FOLDER",
+        "#   datasets: make .bin/.idx files with tools/preprocess_data.py",
+        "#   adapter: LoRA is not there yet",
+        "#   lora_r: LoRA is not there yet",
+        "#   optimizer: adamw_8bit: optimizer states are in fp32",
+        "#   num_epochs: lengths are in steps",
+        "#   flash_attention: which kernels are used is decided at run time",
+        "#   odd_key: it is not known here",
+        "#   wandb_watch: W&B reads its other settings from its environment",
+    ):
+        assert line in text
+
+
+def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    values = {
+        **{"base_model": "model", "micro_batch_size": 2, "gradient_accumulation_steps": 4, "fp16": True},
+        **{
+            "optimizer": "lion_pytorch",
+            "lr_scheduler": "rex",
+            "eval_steps": 0.1,
+            "warmup_steps": 3,
+            "warmup_ratio": 0.1,
+        },
+        **{"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_offload_params": True}, "load_in_4bit": True},
+        **{"gradient_checkpointing": "offload", "learning_rate": "1e-5", "cosine_min_lr_ratio": 0.1},
+    }
+    found = from_axolotl(values, folder=tmp_path)
+    assert found.settings["load_hf"] == str(tmp_path / "model")
+    assert (found.settings["zero_stage"], found.settings["param_cpu_offload"], found.settings["fp16"]) == (
+        3,
+        True,
+        True,
+    )
+    assert found.settings["min_lr"] == pytest.approx(1e-6)
+    assert "lr_warmup_fraction" not in found.settings
+    assert found.settings["offload_saved_activations"]
+    for key in ("gradient_accumulation_steps", "optimizer", "lr_scheduler", "eval_steps", "load_in_4bit"):
+        assert key in found.left_out
+    assert (
+        "cannot be read; name its stage"
+        in from_axolotl({"deepspeed": "no.json"}, folder=tmp_path).left_out["deepspeed"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("ds.json", "{", r"ds.json is not JSON: .*; correct the file"),
+        ("ds.json", "[1]", r"ds.json holds no settings, but \[1\]; name another file"),
+        ("ds.json", '{"train_batch_size": "many"}', r'train_batch_size="many" must be a whole number'),
+        ("ds.json", '{"optimizer": 3}', r"optimizer=3 must be an object of settings"),
+        ("ds.json", '{"gradient_accumulation_steps": []}', r"gradient_accumulation_steps=\[\] must be a number"),
+        ("ds.json", None, r"ds.json cannot be read: No such file or directory; correct the path"),
+        ("a.yml", "a: [", r"a.yml is not YAML: "),
+        ("a.yml", "- 1", r"a.yml holds no settings"),
+    ],
+)
+def test_a_bad_file_is_told(tmp_path: Path, name: str, text: str | None, message: str) -> None:
+    if name.endswith("yml"):
+        pytest.importorskip("yaml")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        import_config("axolotl" if name.endswith("yml") else "deepspeed", tmp_path / name)
+
+
+def test_yaml_without_its_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "a.yml").write_text("a: 1\n")
+    with pytest.raises(UserError, match="is read by PyYAML, and it is not installed; pip install pyyaml"):
+        import_config("axolotl", tmp_path / "a.yml")
+    (tmp_path / "a.json").write_text('{"sequence_len": 9}')
+    assert settings_of(import_config("axolotl", tmp_path / "a.json"))["seq_length"] == 9
+
+
+def run_tool(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools" / f"{name}.py", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=False)
+
+
+def test_the_tools_write_to_a_file_or_print(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    done = run_tool("from_deepspeed", tmp_path / "ds.json")
+    assert done.returncode == 0, done.stderr
+    assert settings_of(done.stdout)["zero_stage"] == 3
+    assert run_tool("from_deepspeed", tmp_path / "ds.json", "--output", tmp_path / "o.toml", "--dp", 2).returncode == 0
+    assert (tmp_path / "o.toml").read_text() == done.stdout
+    (tmp_path / "a.json").write_text('{"sequence_len": 9}')
+    assert settings_of(run_tool("from_axolotl", tmp_path / "a.json").stdout)["seq_length"] == 9
+    for name, words in (("from_deepspeed", ["no.json"]), ("from_axolotl", ["no.yml"])):
+        bad = run_tool(name, *words)
+        assert (bad.returncode, "cannot be read" in bad.stderr) == (2, True)

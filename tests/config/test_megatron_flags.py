@@ -1,0 +1,377 @@
+"""Tests of Megatron-LM's flags: each is known, real launch scripts run as they are, and what is said of them is true.
+
+tests/golden/launch_flags.json has the names and values of flags of twelve launch scripts, and of the test configs of
+GPT training of Megatron-LM (`settings`, to which `configs` refer by number). tests/golden/megatron_flags.txt has the
+names of all flags of Megatron-LM of August 2026, and of older ones.
+"""
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from paths import GOLDEN, ROOT
+
+from megatronish.config.fields import ALIASES, FIELDS
+from megatronish.config.flags import describe, flags_markdown, statuses
+from megatronish.config.megatron_flags.differences import DIFFERENCES
+from megatronish.config.megatron_flags.families import FAMILIES
+from megatronish.config.megatron_flags.table import KNOWN, known_flag
+from megatronish.config.megatron_flags.tried import TRIED, Tried
+from megatronish.config.plans import refuse_unrunnable_plans
+from megatronish.config.read import ConfigError, ReadConfig, read_config
+from megatronish.config.settings import flags_of
+from megatronish.config.suggest import nearest_name
+
+NAMES = [flag.removeprefix("--") for flag in (GOLDEN / "megatron_flags.txt").read_text().split()]
+LAUNCHED = json.loads((GOLDEN / "launch_flags.json").read_text())
+SCRIPTS = {name: shlex.split(words) for name, words in LAUNCHED["scripts"].items()}
+TEST_CONFIGS = {
+    name: [word for number in numbers for word in shlex.split(LAUNCHED["settings"][number])]
+    for name, numbers in LAUNCHED["configs"].items()
+}
+WITH_EXPERTS = ("Megatron-LM gpt-oss", "Megatron-LM Mixtral 8x7B")
+EXPERTS = "mixture of experts is not there yet"
+
+# Flags of data and tokenizers, in whose place --mock-data stands.
+OF_DATA = {
+    *("data-path", "tokenizer-type", "tokenizer-model", "vocab-file", "merge-file", "tokenizer-name-or-path"),
+    *("train-weighted-split-paths-path", "valid-weighted-split-paths-path", "patch-tokenizer-type"),
+}
+SMALL = "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 64 --micro-batch-size 2 --lr 1e-3"
+BASE = [*SMALL.split(), "--train-iters", "10", "--mock-data"]
+
+
+def problems(words: Sequence[str]) -> list[str]:
+    try:
+        read_config(words)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def read(words: str) -> ReadConfig:
+    return read_config([*BASE, *shlex.split(words)])
+
+
+def with_mock_data(words: Sequence[str]) -> list[str]:
+    """The flags with --mock-data in the place of data and tokenizer."""
+    kept = [word for flag, values in flags_of(words) if flag[2:] not in OF_DATA for word in (flag, *values)]
+    return kept if "--mock-data" in kept else [*kept, "--mock-data"]
+
+
+def counts(*lines: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of flags used, and of those that work, are idle, done otherwise, refused, unknown."""
+    found: Counter[str | None] = Counter()
+    for words in lines:
+        found.update(statuses([(flag.lstrip("-").replace("_", "-"), values) for flag, values in flags_of(words)]))
+    return (found.total(), *(found[status] for status in ("works", "idle", "done otherwise", "refused", None)))
+
+
+# Every flag
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flag_is_known(name: str) -> None:
+    field = ALIASES.get(name, name.replace("-", "_"))
+    assert statuses([(name, ())]) != [None]
+    assert (field in FIELDS) + (name in KNOWN) < 2, "a field needs no other row"
+    assert describe(f"--{name}").startswith(f"--{name} ")
+
+
+def test_rows_of_the_table_name_fields_and_say_why() -> None:
+    for name, known in KNOWN.items():
+        assert name.replace("-", "_") not in FIELDS, name
+        assert len(known.text) > 10 or known.status == "means", name
+        for pairs in (known.settings, *known.by_value.values()):
+            assert {field for field, _ in pairs} <= set(FIELDS), name
+        assert known.status != "means" or known.settings or known.by_value or known.harmless, name
+
+
+def test_a_flag_alone_is_accepted_or_refused_with_its_reason() -> None:
+    """All flags of one status together, as a launch script has them: idle ones share a line, refused ones by reason."""
+    told = {"idle": [], "instead": [], "refused": []}  # type: dict[str, list[tuple[str, Known]]]
+    for name in NAMES:
+        known = known_flag(name) if name.replace("-", "_") not in FIELDS and name not in ALIASES else None
+        if known is not None and known.status != "means" and not known.family:
+            told[known.status].append((name, known))
+    words = {
+        status: [word for name, known in flags for word in (f"--{name}", *["7"] * (known.num_values or 0))]
+        for status, flags in told.items()
+    }
+    notes = read_config([*BASE, *words["idle"], *words["instead"]]).notes
+    assert sum("settings are idle" in note for note in notes) == 1
+    assert all(any(f"--{name}" in note for note in notes) for name, _ in told["idle"])
+    assert all(any("NOT AS ASKED" in note and known.text in note for note in notes) for _, known in told["instead"])
+    found = problems([*BASE, *words["refused"]])
+    assert len(found) == len({known.text for _, known in told["refused"]})
+    for name, known in told["refused"]:
+        assert any(f"--{name}" in problem and problem.endswith(f"refused: {known.text}") for problem in found), name
+
+
+def test_a_value_that_asks_for_what_is_done_anyway_is_harmless() -> None:
+    for name, known in KNOWN.items():
+        for value in known.harmless:
+            assert statuses([(name, (value,))]) == ["idle"], name
+    assert "it asks for what is done anyway" in read("--ckpt-format torch_dist").notes[0]
+    assert "is idle: checkpoints are in the format of" in read("--ckpt-format fsdp_dtensor").notes[0]
+    assert "is refused: make the data again" in problems([*BASE, "--data-impl", "lazy"])[0]
+
+
+def test_a_switch_and_its_negation_are_both_known() -> None:
+    for name, known in KNOWN.items():
+        opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+        if known.num_values == 0 and opposite.replace("-", "_") not in FIELDS:
+            assert known_flag(opposite) is not None, opposite
+    assert read("--no-add-bias-linear").config.model.disable_bias_linear
+    assert not read("--disable-bias-linear --add-bias-linear").config.model.disable_bias_linear
+    assert read("--masked-softmax-fusion --no-manual-gc --no-fp32-residual-connection").config
+
+
+def test_a_family_is_one_complaint_and_its_settings_say_nothing_without_its_switch() -> None:
+    (told,) = problems([*BASE, *["--moe-router-topk", "2", "--num-experts", "8", "--expert-tensor-parallel-size", "4"]])
+    assert told.startswith("--moe-router-topk 2, --num-experts 8, --expert-tensor-parallel-size 4 are refused: mixture")
+    notes = read("--moe-router-topk 2 --moe-new-flag --expert-tensor-parallel-size 4").notes
+    assert notes[0] == (
+        "--moe-router-topk 2, --moe-new-flag, --expert-tensor-parallel-size 4 are idle: it belongs to mixture of "
+        "experts, and --num-experts is not given"
+    )
+    assert read("--expert-model-parallel-size 8").notes[0].endswith("and --num-experts is not given")
+    assert problems([*BASE, "--mtp-num-layers", "0"]) == []
+    for name in ("fp8-new", "rl-new", "inference-new", "retro-new", "vision-new", "dsa-new", "mtp-new", "mamba-new"):
+        assert known_flag(name) is not None, name
+    assert len({family.title for family in FAMILIES}) == len(FAMILIES)
+
+
+def test_fp8_is_computed_more_exactly_and_the_run_says_so() -> None:
+    notes = read("--bf16 --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather").notes
+    assert notes[0].startswith(
+        "NOT AS ASKED: --fp8-format hybrid, --fp8-amax-history-len 1024, --fp8-param-gather: low"
+    )
+    assert "idle" in read("--bf16 --fp8-amax-history-len 1024").notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *[("numlayers", "num-layers"), ("num-layer", "num-layers"), ("hiden-size", "hidden-size"), ("lrr", "lr")],
+        *[("manual-gcc", "manual-gc"), ("micro-batchsize", "micro-batch-size"), ("trainiters", "train-iters")],
+        *[("num-expert", "num-experts"), ("fp8-formats", "fp8-format"), ("log-progres", "log-progress")],
+        *[("deepspd-mode", None), ("num-towers", None), ("checkpoint-shape", None), ("steps-of-accumulation", None)],
+        *[("use-fast-optimizer", None), ("progress-of-log", None), ("gradient-steps", None), ("seed-speed", None)],
+    ],
+)
+def test_a_suggestion_is_close_and_of_the_same_words(name: str, meant: str | None) -> None:
+    assert nearest_name(name) == meant
+
+
+# Values
+
+
+def test_quotes_that_a_script_leaves_are_taken_off() -> None:
+    assert read("""--split "'99,1,0'" """).config.data.split == "99,1,0"
+    assert read("""--split='"99,1,0"'""").config.data.split == "99,1,0"
+    one_word = read_config([*BASE, "--split '99,1,0'", "--lr  3e-4", "--sample-prompt=--a b"]).config
+    assert (one_word.data.split, one_word.optimizer.lr) == ("99,1,0", 3e-4)
+    assert one_word.log.sample_prompt == "--a b"
+    assert problems([*BASE, "--split '99"])[0].startswith('split="\'99" must be up to three parts')
+    assert read("""--sample-prompt "'quoted'" """).config.log.sample_prompt == "'quoted'"
+
+
+@pytest.mark.parametrize(
+    ("window", "size"), [("127,0", 128), ("(127,0)", 128), ("127 0", 128), ("128", 128), ("-1,0", None), ("0,0", 1)]
+)
+def test_a_window_is_one_number_or_megatrons_pair(window: str, size: int | None) -> None:
+    assert read(f"--window-size {window}").config.model.window_size == size
+
+
+def test_a_window_into_the_future_is_refused() -> None:
+    assert problems([*BASE, "--window-size", "127,4"]) == [
+        "--window-size 127,4 lets a token see 4 tokens after itself, and a GPT sees none; use --window-size 127,0"
+    ]
+
+
+def test_values_of_megatron_that_mean_others_here() -> None:
+    config, notes = read("--cp 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --eval-iters -1")
+    assert (config.parallel.cp_comm_type, config.training.eval_iters) == ("p2p", 0)
+    assert notes[0] == ("--cp-comm-type a2a+p2p is computed as p2p: the numbers are the same, the messages are not")
+    yarn = read("--position-embedding-type yarn --yarn-beta-fast 16 --yarn-rotary-scaling-factor 4").config.model
+    assert (yarn.position_embedding_type, yarn.rope_scaling_type, yarn.rope_beta_fast) == ("rope", "yarn", 16)
+    assert yarn.rope_scaling_factor == 4
+    linear = read("--position-embedding-type rope --rotary-seq-len-interpolation-factor 2").config.model
+    assert (linear.rope_scaling_type, linear.rope_scaling_factor) == ("linear", 2)
+    assert read("--rotary-seq-len-interpolation-factor 1").config.model.rope_scaling_type == "none"
+    assert read("--no-position-embedding").config.model.position_embedding_type == "none"
+    assert read("--position-embedding-type rope --no-position-embedding").config.model.position_embedding_type == "rope"
+    assert read("--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp").config.parallel.zero == 3
+    assert read("--use-torch-fsdp2").config.parallel.zero == 3
+    assert problems([*BASE, "--data-parallel-sharding-strategy", "all"])[0].startswith(
+        "--data-parallel-sharding-strategy all is refused: use --zero-stage"
+    )
+    old = read("--activations-checkpoint-method uniform --checkpoint-num-layers 3").config.recompute
+    assert (old.recompute_granularity, old.recompute_method, old.recompute_num_layers) == ("full", "uniform", 3)
+    deepspeed = read("--num-key-value-heads 4 --normalization rmsnorm --use-flash-attn-v2").config.model
+    assert (deepspeed.num_kv_heads, deepspeed.normalization) == (4, "RMSNorm")
+    split = read("--pp 2 --pp-partition-method type:transformer|embedding".replace("|", "\\|")).config.parallel
+    assert split.ends_in_split == (1, 1)
+
+
+def test_a_list_of_batch_sizes_is_several_words_or_one_text() -> None:
+    for spelled in ("0:4 1K:8 2K:16", """ "'0:4 1K:8 2K:16'" """, "0:4,1K:8,2K:16"):
+        config = read(f"--step-batch-size-schedule {spelled}").config
+        assert config.global_batch_size == 16
+        refuse_unrunnable_plans(config)
+    (told,) = problems([*BASE, *["--step-batch-size-schedule", "0:3", "1K:8"]])
+    assert told == (
+        "step_batch_size_schedule=0:3 1K:8: 3 must be divisible by micro_batch_size=2 x data_parallel_size=1; "
+        "use multiples of 2"
+    )
+    (told,) = problems([*BASE, *["--step-batch-size-schedule", "0:4", "1K:8", "--global-batch-size", "4"]])
+    assert told.endswith("ends with 8, and global_batch_size=4; leave --global-batch-size out, or use the same")
+    (told,) = problems([*BASE, *["--step-batch-size-schedule", "640:8"]])
+    assert told == "step_batch_size_schedule='640:8' must begin with 0:BATCH_SIZE; for example 0:384 200B:768 400B:1152"
+    (told,) = problems([*BASE, *["--eval-global-batch-size", "5"]])
+    assert told.startswith("eval_global_batch_size=5 must be divisible by micro_batch_size=2 x data_parallel_size=1")
+
+
+def test_hybrid_sharding_on_a_plain_start_has_as_many_copies_as_groups() -> None:
+    words = "--num-distributed-optimizer-instances 2 --use-distributed-optimizer"
+    assert read(words).config.layout.dp == 2
+    assert read(f"{words} --cp 2").config.layout.dp == 1
+    assert read(f"{words} --dp 4").config.layout.dp == 4
+
+
+def test_a_vocabulary_and_merges_imply_their_tokenizer(tmp_path: Path) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_text("{}")
+    files = ["--vocab-file", f"{tmp_path}/vocab.json", "--merge-file", f"{tmp_path}/merges.txt"]
+    prefix = data_at(tmp_path)
+    config = read_config([*BASE[:-1], "--data-path", prefix, *files]).config
+    assert config.data.tokenizer_type == "huggingface"
+    null = read_config([*BASE[:-1], "--data-path", prefix, *files, "--tokenizer-type", "null", "--vocab-size", "9"])
+    assert null.config.data.tokenizer_type == "null"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    pai = ["--patch-tokenizer-type", "Qwen2Tokenizer", "--load", str(tmp_path)]
+    assert read_config([*BASE[:-1], "--data-path", prefix, *pai]).config.data.tokenizer_model == str(tmp_path)
+
+
+# Lists of data
+
+
+def data_at(folder: Path, name: str = "text") -> str:
+    """Prefix of two files that exist."""
+    for end in (".bin", ".idx"):
+        (folder / f"{name}{end}").touch()
+    return str(folder / name)
+
+
+def test_files_that_list_data_are_read(tmp_path: Path) -> None:
+    a, b = data_at(tmp_path, "a"), data_at(tmp_path, "b")
+    (tmp_path / "words").write_text(f"0.3 {a}\n0.7 {b}\n")
+    (tmp_path / "splits").write_text(json.dumps({"train": ["1", a], "valid": [b], "test": None}))
+    (tmp_path / "train").write_text(f'"train: 0.25 0:0.949 {a}, 0.75 0:1 {b}"\n')
+    (tmp_path / "valid").write_text(f"valid_a: 1 0:1 {a}, valid_b: 1 0:1 {b}\n")
+    null = [*BASE[:-1], "--tokenizer-type", "null", "--vocab-size", "9"]
+    assert read_config([*null, "--data-args-path", f"{tmp_path}/words"]).config.data.data_path == ("0.3", a, "0.7", b)
+    data = read_config([*null, "--per-split-data-args-path", f"{tmp_path}/splits"]).config.data
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (("1", a), (b,), ())
+    words = ["--train-weighted-split-paths-path", f"{tmp_path}/train"]
+    data = read_config([*null, *words, "--valid-weighted-split-paths-path", f"{tmp_path}/valid"]).config.data
+    assert (data.train_data_path, data.valid_data_path) == (("0.25", f"{a}[0:0.949]", "0.75", b), (a, b))
+    assert data.multiple_validation_sets
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "sentence"),
+    [
+        ("data-args-path", None, "cannot be read (No such file or directory); correct the path"),
+        ("per-split-data-args-path", "[", "is not JSON"),
+        ("per-split-data-args-path", '{"eval": []}', "must hold lists named train, valid and test"),
+        (
+            "train-weighted-split-paths-path",
+            "train: 1 0.9:0.1 a",
+            "'a[0.9:0.1]' must have a part between 0 and 1, as in",
+        ),
+        ("train-weighted-split-paths-path", "train: a", "'a' must be WEIGHT START:END PREFIX"),
+        ("valid-weighted-split-paths-path", "x: 1 0:1 a, 1 0:1 b, y: 1 0:1 c", "use one name, or a data set a name"),
+    ],
+)
+def test_a_bad_list_of_data_is_told(tmp_path: Path, flag: str, text: str | None, sentence: str) -> None:
+    if text is not None:
+        (tmp_path / "list").write_text(text)
+    assert any(sentence in problem for problem in problems([*BASE, f"--{flag}", f"{tmp_path}/list"]))
+
+
+# Launch scripts
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_launch_script_runs_as_it_is(name: str) -> None:
+    words = with_mock_data(SCRIPTS[name])
+    found = problems([*words, "--dry-run"])
+    if name in WITH_EXPERTS:
+        assert len(found) == 1, found
+        assert EXPERTS in found[0]
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_launch_script_runs_with_its_files_at_hand(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that the script names exist; tokenizers of a hub are folders."""
+    words = SCRIPTS[name]
+    if name in WITH_EXPERTS:
+        return
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    prefix = data_at(tmp_path / "data", "my_text_document")
+    (tmp_path / "train.txt").write_text(f'"train: 1 0:0.949 {prefix}"')
+    (tmp_path / "valid.txt").write_text(f'"valid: 1 0.949:0.999 {prefix}"')
+    for flag, value in pairwise(words):
+        if flag in ("--tokenizer-model", "--tokenizer-name-or-path", "--vocab-file", "--merge-file"):
+            Path(value).parent.mkdir(exist_ok=True)
+            Path(value).touch()
+    if "--patch-tokenizer-type" in words:
+        Path("ckpt_pre").mkdir()
+        Path("ckpt_pre/tokenizer.json").touch()
+    mock = "--mock-data" in words
+    kept = [word for flag, values in flags_of(words) if not (mock and flag[2:] in OF_DATA) for word in (flag, *values)]
+    assert problems([*kept, "--dry-run"]) == []
+
+
+def test_configs_of_megatrons_tests_are_clean() -> None:
+    """All but those of parts that are not there; variables of the shell stand for files and numbers."""
+    unclean = {}
+    for name, words in TEST_CONFIGS.items():
+        found = problems(with_mock_data([word.replace("${REPEAT}", "1") for word in words]))
+        if found:
+            unclean[name] = found
+    reasons = (
+        EXPERTS,
+        "fill-in-the-middle data is not there",
+        "linear and sparse attention",
+        "multi-latent attention",
+        "distillation",
+        "num_layers is not given",  # of an inference test, whose model is in its checkpoint
+    )
+    for name, found in unclean.items():
+        assert any(reason in problem for problem in found for reason in reasons), (name, found)
+    assert len(TEST_CONFIGS) - len(unclean) >= 112
+
+
+def test_the_table_of_tried_scripts_is_current() -> None:
+    scripts = [Tried(name, counts(words)) for name, words in SCRIPTS.items()]
+    configs = Tried(f"{len(TEST_CONFIGS)} test configs of Megatron-LM", counts(*TEST_CONFIGS.values()), is_script=False)
+    rows = "".join(f"    {each},\n" for each in (*scripts, configs))
+    assert (*scripts, configs) == TRIED, f"these are the rows of megatron_flags/tried.py now:\n{rows}"
+    assert all(each.counts[-1] == 0 for each in TRIED), "no flag is unknown"
+
+
+def test_the_page_of_flags_is_current() -> None:
+    assert (ROOT / "docs" / "FLAGS.md").read_text() == flags_markdown()
+    assert set(DIFFERENCES) <= set(FIELDS)

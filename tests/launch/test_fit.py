@@ -1,0 +1,52 @@
+"""Tests of the layout that `make pretrain` takes on a machine with GPUs."""
+
+import pytest
+from paths import ROOT
+
+from megatronish.config.read import read_config
+from megatronish.launch.fit import fitted, flags_for
+from megatronish.layout import Layout
+
+DEMO = ROOT / "configs" / "demo.toml"
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "sizes"),
+    [(1, (1, 1, 1)), (2, (1, 2, 1)), (3, (1, 2, 1)), (4, (1, 2, 2)), (7, (1, 2, 2)), (8, (2, 2, 2)), (16, (2, 2, 2))],
+)
+def test_the_demo_gives_up_copies_first(num_devices: int, sizes: tuple[int, int, int]) -> None:
+    layout = fitted(Layout(dp=2, tp=2, pp=2), num_devices)
+    assert (layout.dp, layout.tp, layout.pp) == sizes
+
+
+def test_a_size_becomes_a_divisor_of_itself() -> None:
+    assert fitted(Layout(dp=6, tp=3), 10).sizes == (1, 3, 1, 3)
+    assert fitted(Layout(cp=4, tp=3, pp=5), 4).sizes == (1, 1, 1, 3)
+
+
+@pytest.mark.parametrize("num_devices", range(10))
+def test_the_demo_runs_on_any_number_of_gpus(num_devices: int) -> None:
+    flags = flags_for(DEMO, [], num_devices=num_devices)
+    config = read_config(["--config", str(DEMO), "--mock-data", *flags]).config
+    assert config.layout.world_size <= num_devices or num_devices == 0
+    assert (flags == []) == (num_devices in (0, 8, 9))
+
+
+@pytest.mark.parametrize(
+    "argv", [["--tp", "4"], ["--data-parallel-size=1"], ["--device", "cpu"], ["--config", "x.toml"]]
+)
+def test_a_layout_or_device_that_is_asked_for_stays(argv: list[str]) -> None:
+    assert flags_for(DEMO, ["--train-iters", "20", *argv], num_devices=1) == []
+    assert flags_for(DEMO, ["--train-iters", "20"], num_devices=1) != []
+
+
+def test_what_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flags_for(DEMO, [], num_devices=2) == ["--dp", "1", "--tp", "2", "--pp", "1", "--cp", "1"]
+    assert capsys.readouterr().err == f"2 GPUs: dp 1 x tp 2 x pp 1 instead of dp 2 x tp 2 x pp 2 of {DEMO}\n"
+
+
+def test_make_pretrain_takes_it() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\npretrain:")[2].partition("\n\n")[0]
+    assert (
+        "--config configs/demo.toml $$($(RUN) -m megatronish.launch.fit configs/demo.toml $(PRETRAIN_FLAGS))" in recipe
+    )

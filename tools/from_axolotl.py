@@ -1,0 +1,11 @@
+"""Axolotl's config.yml as a TOML config of this project: python tools/from_axolotl.py config.yml
+
+What has no counterpart is listed in comments at the end of the TOML. Exit status: 0 done, 2 the file is not readable.
+"""
+
+import sys
+
+from megatronish.config.importers.command import run_importer
+
+if __name__ == "__main__":
+    sys.exit(run_importer("axolotl", sys.argv[1:]))
