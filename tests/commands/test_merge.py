@@ -34,7 +34,7 @@ def shards(folder: Path) -> list[str]:
     folder.mkdir()
     for number in range(3):
         source = write_texts(folder / f"{number}.jsonl", TEXTS[2 * number : 2 * number + 2])
-        preprocess([source], str(folder / f"shard_{number}"), tokenizer=BytesTokenizer(), append_eod=True)
+        preprocess([source], str(folder / f"shard_{number}"), tokenizer=BytesTokenizer, append_eod=True)
     return [f"{folder}/shard_{number}_text_document" for number in range(3)]
 
 
@@ -47,7 +47,7 @@ def test_a_folder_of_pairs_becomes_what_one_call_of_preprocessing_writes(
 ) -> None:
     prefixes = shards(tmp_path / "shards")
     preprocess(
-        [write_texts(tmp_path / "all.jsonl", TEXTS)], f"{tmp_path}/all", tokenizer=BytesTokenizer(), append_eod=True
+        [write_texts(tmp_path / "all.jsonl", TEXTS)], f"{tmp_path}/all", tokenizer=BytesTokenizer, append_eod=True
     )
     assert main(["--input", str(tmp_path / "shards"), "--output-prefix", f"{tmp_path}/merged"]) == 0
     assert same(tmp_path / "merged", tmp_path / "all_text_document")
@@ -84,7 +84,7 @@ def test_input_that_cannot_be_merged_is_refused_before_anything_is_written(
     for inputs, sentence in (
         ([good, wide], f"{wide} holds int32 tokens and {good} holds uint16: they come from different vocabularies"),
         ([good, half], f"data file {half}.bin does not exist"),
-        ([good, cut], f"{cut}.bin has 5 bytes but its .idx tells 6: it is truncated"),
+        ([good, cut], f"{cut}.bin has 5 bytes but its .idx says 6: it is truncated"),
         ([good, images], f"{images} has a modality for each sequence"),
         ([str(tmp_path / "empty")], "holds no .bin/.idx pair; name a folder of pairs, or their prefixes"),
         ([str(folder)], f"data file {folder}/b.idx does not exist"),

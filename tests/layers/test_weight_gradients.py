@@ -163,7 +163,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
         queue.launched.clear()
         buckets.zero()
         loss = float(executor.run(actions, batches(mesh.data.rank), step=0, begin_action=starting)["loss"])
-        buckets.finish()
+        buckets.finish_reduction()
         found = {name: view.clone() for name, view in views.items()}
         seen.append(Seen(loss, found, queue.lengths, list(launched), list(queue.launched)))
     first, second = seen

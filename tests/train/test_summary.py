@@ -9,7 +9,7 @@ from megatronish.config.read import read_config
 from megatronish.train.summary import first_lines
 
 DROPOUT = "because attention dropout is above 0 and its masks must not depend on the layout"
-RING = "keys and values round a ring over cp, "
+RING = "ring attention over cp, "
 NO_DROPOUT = "--attention-dropout 0"
 
 
@@ -38,10 +38,10 @@ def lines_of(flags: str) -> str:
             "explicit probabilities by torch's softmax (the fused one has no sinks)",
         ),
         ("--softmax-type learnable --cp 2", f"{RING}explicit probabilities block by block, {DROPOUT}"),
-        (f"{NO_DROPOUT} --attention-backend unfused", "explicit probabilities by torch's softmax, as asked"),
+        (f"{NO_DROPOUT} --attention-backend unfused", "explicit probabilities by torch's softmax, as requested"),
         (
             f"{NO_DROPOUT} --attention-backend fused_softmax",
-            "explicit probabilities by the fused softmax, as asked",
+            "explicit probabilities by the fused softmax, as requested",
         ),
     ],
 )

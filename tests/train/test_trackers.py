@@ -79,7 +79,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(capsys: pytest.C
     with Trackers([bad, good], RUN) as trackers:
         for step in range(100):
             trackers.add({"lm loss": 1.0}, step=step, samples=step)
-    assert capsys.readouterr().err == "Recorder is off, and the run goes on without it: the network is away\n"
+    assert capsys.readouterr().err == "Recorder is off, and the run continues without it: the network is away\n"
     assert len(good.points) == 100 and good.summary is not None
 
 
@@ -151,7 +151,7 @@ def test_a_missing_library_is_one_line_and_ends_no_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     for title, extra in (("W&B", "wandb"), ("MLflow", "mlflow")):
-        line = f"{title} is off, and the run goes on without it: {extra} is not installed; pip install 'megatronish"
+        line = f"{title} is off, and the run continues without it: {extra} is not installed; pip install 'megatronish"
         assert done.stderr.count(line) == 1, done.stderr
     assert len(steps_of(tmp_path / "run")) == 2
 

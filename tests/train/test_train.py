@@ -275,7 +275,7 @@ def test_a_checkpoint_with_nan_is_not_written_and_replaces_none(tmp_path: Path, 
     assert len(steps_of(run_dir)) == 6
     assert checkpoints_of(run_dir) == ["latest", "step_00000002", "step_00000003"]
     for step in (4, 5, 6):
-        told = rf"no checkpoint of step {step}: \d+ of the model's tensors hold infinity or NaN, and no run can go on"
+        told = rf"no checkpoint of step {step}: \d+ of the model's tensors hold infinity or NaN, and no run can resume"
         assert len(re.findall(told, ended.errors)) == 1, ended.errors
     again = train_on_ranks(tiny(run_dir, flags), world_size=2)
     assert "continuing from" in again and "step_00000003" in again

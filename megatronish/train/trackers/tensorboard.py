@@ -1,6 +1,7 @@
 """The TensorBoard tracker: points over steps and over samples, the config and the first lines as text."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -29,6 +30,7 @@ class TensorBoard(Tracker):
     def begin(self, run: RunDescription) -> None:
         """Open a file of events, and write the texts."""
         self._writer = SummaryWriter(str(self.folder), max_queue=self.queue_size, purge_step=run.first_step + 1)
+        _leave_errors_to_calls(self._writer)
         for tag, text in (("run", run.first_lines), ("config", run.config_text)):
             self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), run.first_step + 1)
         self._writer.flush()
@@ -43,3 +45,10 @@ class TensorBoard(Tracker):
     def end(self, summary: RunSummary) -> None:
         """Write all that is left."""
         self._writer.close()
+
+
+def _leave_errors_to_calls(writer: SummaryWriter) -> None:
+    """Let the thread of TensorBoard's writer end without a traceback: its next call raises the same error."""
+    with suppress(AttributeError):
+        thread = writer._get_file_writer().event_writer._async_writer._worker
+        thread._invoke_excepthook = lambda _thread: None
