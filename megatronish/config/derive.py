@@ -17,6 +17,8 @@ from megatronish.config.run import LogConfig
 from megatronish.config.settle import LOSS_SCALE_RULE
 from megatronish.config.training import TrainingConfig
 
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
 
 class Derived(NamedTuple):
     """Config with derived fields filled in, notes for the user, and complaints."""
@@ -34,7 +36,11 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         problem = _world_size_complaint(config.parallel, world_size)
         problems += [problem] if problem else []
         model = config.parallel.model_parallel_size
-        derived = _smallest_dp(config.parallel) if world_size is None else max(1, world_size // model)
+        derived = (
+            _smallest_dp(config.parallel, has_experts=config.model.num_experts is not None)
+            if world_size is None
+            else max(1, world_size // model)
+        )
         config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = with_fields(config, sequence_parallel=False)
@@ -59,6 +65,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
+    notes += _idle_experts(config)
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
@@ -70,10 +77,15 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     return Derived(config, notes, problems)
 
 
-def _smallest_dp(parallel: ParallelConfig) -> int:
-    """Fewest copies of the model on a plain start: 1, or as many as the groups of hybrid sharding need."""
+def _smallest_dp(parallel: ParallelConfig, *, has_experts: bool) -> int:
+    """Fewest copies of the model on a plain start: 1, or as many as hybrid sharding or the grid of experts needs."""
     groups = parallel.num_distributed_optimizer_instances if parallel.zero else 1
-    return max(1, groups // math.gcd(groups, parallel.context_parallel_size))
+    fewest = max(1, groups // math.gcd(groups, parallel.context_parallel_size))
+    if not has_experts:
+        return fewest
+    grid = math.prod(parallel.expert_layout)
+    width = parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    return math.lcm(fewest, grid // math.gcd(grid, width))
 
 
 def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
@@ -86,6 +98,16 @@ def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
     except ValueError:  # the rules say so
         return config
     return with_fields(config, global_batch_size=steps[-1][1])
+
+
+def _idle_experts(config: Config) -> list[str]:
+    """Note about settings of experts in a model without experts."""
+    if config.model.num_experts is not None:
+        return []
+    names = [*(name for name in vars(config.model) if name.startswith("moe_")), *EXPERT_SIZES]
+    values = vars(config.model) | vars(config.parallel)
+    given = [f"{name}={values[name]}" for name in names if values[name] != FIELDS[name].default]
+    return [f"{', '.join(given)}: idle, as --num-experts is not given"] if given else []
 
 
 def _idle_loss_scale(training: TrainingConfig) -> list[str]:

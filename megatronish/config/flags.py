@@ -180,12 +180,13 @@ def _field_row(field: Field, meaning: str) -> str:
 
 def _meanings(section_type: type) -> dict[str, str]:
     """{field: the text under it}, read from the source, as Python keeps no docstrings of fields."""
-    (section,) = ast.parse(inspect.getsource(section_type)).body
-    assert isinstance(section, ast.ClassDef)
     texts = {}
-    for field, text in pairwise(section.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            texts[field.target.id] = str(ast.literal_eval(text.value))
+    for part in section_type.__mro__[:-1]:  # all except `object`
+        (section,) = ast.parse(inspect.getsource(part)).body
+        assert isinstance(section, ast.ClassDef)
+        for field, text in pairwise(section.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                texts[field.target.id] = str(ast.literal_eval(text.value))
     return texts
 
 

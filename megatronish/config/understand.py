@@ -140,8 +140,11 @@ def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled:
         found.settings.extend(Setting(name, (value,), spelled, typed) for name, value in several)
         return
     ours = tuple(VALUES.get(field, {}).get(value, value) for value in values)
-    if any((field, value) in NOTED_VALUES for value in values):
-        found.notes.append(f"{spelled} is computed as {' '.join(ours)}: the numbers are the same, the messages are not")
+    found.notes.extend(
+        f"{spelled} is computed as {' '.join(ours)}: {NOTED_VALUES[field, value]}"
+        for value in values
+        if (field, value) in NOTED_VALUES
+    )
     found.settings.append(Setting(field, ours, spelled, typed))
 
 

@@ -33,8 +33,6 @@ TEST_CONFIGS = {
     name: [word for number in numbers for word in shlex.split(LAUNCHED["settings"][number])]
     for name, numbers in LAUNCHED["configs"].items()
 }
-WITH_EXPERTS = ("Megatron-LM gpt-oss", "Megatron-LM Mixtral 8x7B")
-EXPERTS = "mixture of experts is not there yet"
 
 # Flags of data and tokenizers, in whose place --mock-data stands.
 OF_DATA = {
@@ -132,14 +130,25 @@ def test_a_switch_and_its_negation_are_both_known() -> None:
 
 
 def test_a_family_is_one_complaint_and_its_settings_say_nothing_without_its_switch() -> None:
-    (told,) = problems([*BASE, *["--moe-router-topk", "2", "--num-experts", "8", "--expert-tensor-parallel-size", "4"]])
-    assert told.startswith("--moe-router-topk 2, --num-experts 8, --expert-tensor-parallel-size 4 are refused: mixture")
-    notes = read("--moe-router-topk 2 --moe-new-flag --expert-tensor-parallel-size 4").notes
+    (told,) = problems([*BASE, *["--q-lora-rank", "2", "--multi-latent-attention", "--kv-lora-rank", "4"]])
+    assert told.startswith("--q-lora-rank 2, --multi-latent-attention, --kv-lora-rank 4 are refused: multi-latent")
+    notes = read("--q-lora-rank 2 --mla-new-flag --kv-lora-rank 4").notes
     assert notes[0] == (
-        "--moe-router-topk 2, --moe-new-flag, --expert-tensor-parallel-size 4 are idle: it belongs to mixture of "
-        "experts, and --num-experts is not given"
+        "--q-lora-rank 2, --mla-new-flag, --kv-lora-rank 4 are idle: it belongs to multi-latent attention, and "
+        "--multi-latent-attention is not given"
     )
-    assert read("--expert-model-parallel-size 8").notes[0].endswith("and --num-experts is not given")
+
+
+def test_settings_of_experts_are_idle_in_a_dense_model() -> None:
+    flags = "--moe-router-topk 4 --expert-model-parallel-size 8 --moe-grouped-gemm"
+    notes = read(flags).notes
+    assert "moe_router_topk=4, expert_model_parallel_size=8: idle, as --num-experts is not given" in notes
+    with_experts = read("--num-experts 8 --moe-router-load-balancing-type aux_loss")
+    assert with_experts.config.model.moe_router_load_balancing_type == "seq_aux_loss"
+    assert any("aux_loss is computed as seq_aux_loss: NOT AS ASKED" in note for note in with_experts.notes)
+
+
+def test_families_know_names_that_come_later() -> None:
     assert problems([*BASE, "--mtp-num-layers", "0"]) == []
     for name in ("fp8-new", "rl-new", "inference-new", "retro-new", "vision-new", "dsa-new", "mtp-new", "mamba-new"):
         assert known_flag(name) is not None, name
@@ -311,12 +320,7 @@ def test_a_bad_list_of_data_is_told(tmp_path: Path, flag: str, text: str | None,
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_launch_script_runs_as_it_is(name: str) -> None:
     words = with_mock_data(SCRIPTS[name])
-    found = problems([*words, "--dry-run"])
-    if name in WITH_EXPERTS:
-        assert len(found) == 1, found
-        assert EXPERTS in found[0]
-    else:
-        assert found == []
+    assert problems([*words, "--dry-run"]) == []
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -325,8 +329,6 @@ def test_a_launch_script_runs_with_its_files_at_hand(
 ) -> None:
     """The files that the script names exist; tokenizers of a hub are folders."""
     words = SCRIPTS[name]
-    if name in WITH_EXPERTS:
-        return
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     prefix = data_at(tmp_path / "data", "my_text_document")
@@ -352,7 +354,6 @@ def test_configs_of_megatrons_tests_are_clean() -> None:
         if found:
             unclean[name] = found
     reasons = (
-        EXPERTS,
         "fill-in-the-middle data is not there",
         "linear and sparse attention",
         "multi-latent attention",

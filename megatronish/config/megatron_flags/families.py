@@ -61,16 +61,6 @@ FAMILIES = (
         prefixes="kitchen-",
     ),
     Family(
-        "mixture of experts",
-        "mixture of experts is not there yet; leave these flags out to train a dense model",
-        switches="num-experts num-moe-experts moe-use-upcycling",
-        names="expert-model-parallel-size overlap-moe-expert-parallel-comm high-priority-a2a-comm-stream "
-        "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
-        "use-grouped-gemm-for-shared-expert topk disable-moe-token-dropping create-moe-param-group use-tutel "
-        "enable-expert-tensor-parallelism",
-        prefixes="moe- expert- no-moe-",
-    ),
-    Family(
         "multi-latent attention",
         "multi-latent attention (MLA) is not there yet; leave these flags out",
         switches="multi-latent-attention",

@@ -5,6 +5,7 @@ names, or it is *idle* (accepted, because it changes no number of the run), or s
 or it is *refused*, with a remedy. Values in `harmless` turn the others into an idle flag.
 """
 
+from megatronish.config.megatron_flags.experts import EXPERTS
 from megatronish.config.megatron_flags.families import FAMILY_FLAGS, family_flag
 from megatronish.config.megatron_flags.known import Known, negation
 from megatronish.config.megatron_flags.model import FUSION, MODEL, PRECISION, RECOMPUTE
@@ -29,6 +30,7 @@ KNOWN: dict[str, Known] = (
     | LOG
     | DEEPSPEED
     | TRAINER
+    | EXPERTS
     | FAMILY_FLAGS
 )
 

@@ -11,12 +11,20 @@ VALUES: dict[str, Mapping[str, str]] = {
     "attention_backend": {"fused": "flash", "local": "fused_softmax"},
     "cp_comm_type": {"a2a+p2p": "p2p", "all_gather": "p2p", "allgather": "p2p"},
     "eval_iters": {"-1": "0"},
+    "moe_router_load_balancing_type": {"aux_loss": "seq_aux_loss"},
     "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     "window_size": {"-1": "none"},
 }
 
-# Values that change how a result is communicated and no number of it: a note says what is done.
-NOTED_VALUES = {("cp_comm_type", value) for value in ("a2a+p2p", "all_gather", "allgather")}
+_MESSAGES = "the numbers are the same, the messages are not"
+
+# {(field, value): note} about values in whose place another one is computed.
+NOTED_VALUES = {("cp_comm_type", value): _MESSAGES for value in ("a2a+p2p", "all_gather", "allgather")} | {
+    (
+        "moe_router_load_balancing_type",
+        "aux_loss",
+    ): "NOT AS ASKED: a loss over a micro-batch depends on its size and on the layout, one over each sequence does not"
+}
 
 # {(field, value): the settings that it means}
 SEVERAL_SETTINGS: dict[tuple[str, str], Pairs] = {

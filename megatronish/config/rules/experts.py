@@ -8,14 +8,6 @@ from megatronish.config.rules.rule import MESH, ConfigRule, divide
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
-def _needs_experts(config: Config) -> str | None:
-    """Complaint about expert parallelism of a model without experts."""
-    ep = config.parallel.expert_model_parallel_size
-    if config.model.num_experts is not None or ep == 1:
-        return None
-    return f"{_EP}={ep} shares experts out, and the model has none; add --num-experts {2 * ep}, or leave --ep out"
-
-
 def _experts_over_ep(config: Config) -> str | None:
     number, ep = config.model.num_experts, config.parallel.expert_model_parallel_size
     return None if number is None else divide("num_experts", number, _EP, ep)
@@ -144,7 +136,6 @@ _ROUTER = (
 _GRID = (*MESH, _EP, _ETP, "num_experts")
 
 RULES = (
-    ConfigRule((_EP, "num_experts"), _needs_experts),
     ConfigRule((_EP, "num_experts"), _experts_over_ep),
     ConfigRule(
         (_ETP, _EP, "tensor_model_parallel_size", "num_experts", "moe_ffn_hidden_size", *_FFN),
