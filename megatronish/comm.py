@@ -212,7 +212,7 @@ def gather_whole_sequence(x: Tensor, tp: Axis, *, sums: bool) -> Tensor:
     """[s, ...] -> [size * s, ...]: all-gather forward.
 
     Backward with `sums`: a reduce-scatter, where each rank uses the whole for a part of the loss. Without: this rank's
-    piece, where all ranks go on alike from the whole.
+    piece, where all ranks compute the same from the whole.
     """
     return x if tp.size == 1 else _GatherSequence.apply(x, tp, sums)
 

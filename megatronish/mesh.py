@@ -175,12 +175,10 @@ class Mesh:
         axis = partial(new_axis, rank=rank, timeout=timeout)
         stages = layout.groups("pp")
         ends = [[ranks[stage] for stage in embedding_stages] for ranks in stages]
-        tp = axis("tp", layout.groups("tp"))
-        data = axis("data", layout.groups("dp", "cp"))
+        tp, data = axis("tp", layout.groups("tp")), axis("data", layout.groups("dp", "cp"))
         embedding = axis("embedding", [pair for pair in ends if pair[0] != pair[1]])
         domain = partial(_domain, zero_stage=zero_stage, copies=copies, axis=axis, device=device)
-        dense = domain("dense", layout.groups("dp", "cp"))
-        domains = {"dense": replace(dense, model={"tp": tp}, embedding=embedding)}
+        domains = {"dense": replace(domain("dense", layout.groups("dp", "cp")), model={"tp": tp}, embedding=embedding)}
         expert_axes = {}
         if experts is not None:
             groups = layout.expert_groups(experts)

@@ -1,11 +1,11 @@
 """Dispatch of tokens to experts over ep: one sort, one exchange of counts, one all-to-all of rows each way.
 
-A token that has chosen K experts travels as K rows. Rows are sorted by expert, so they are sorted by ep rank too:
+A token that has chosen K experts is sent as K rows. Rows are sorted by expert, so they are sorted by ep rank too:
 expert e is on ep rank e // (E / ep). What arrives is sorted by source and then by expert; a second sort brings the rows
 of each local expert together. The way back undoes both sorts. Sorting, copying and adding are gathers by a permutation,
 forward and backward: no atomic additions, so the same layout gives the same bits.
 
-Counts travel first, and the host reads both split sizes at once: the one synchronisation of a layer.
+Counts are sent first, and the host reads both split sizes at once: the one synchronisation of a layer.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from megatronish.ops.grouped_mm import Groups
 
 
 class RouteSizes(NamedTuple):
-    """Rows that travel: `arriving` int64 [ep, E / ep] from each rank for each local expert; `sent`, `received` by rank.
+    """Numbers of rows that are sent: `sent` and `received` by rank of ep.
 
-    `of_experts` are the rows of each local expert. A recomputation keeps them, so that nothing is exchanged again.
+    `arriving` int64 [ep, E / ep] are those from each rank for each local expert, `of_experts` all of each local expert.
+    A recomputation keeps them, so that nothing is exchanged again.
     """
 
     arriving: Tensor
@@ -30,7 +31,7 @@ class RouteSizes(NamedTuple):
     of_experts: tuple[int, ...]
 
 
-class Route(NamedTuple):
+class TokenRoute(NamedTuple):
     """Route of N rows to the experts and back, N = T K or fewer where choices are dropped. N' rows arrive on this rank.
 
     `order` [T K] lists the choices (token t's k-th is t K + k) sorted by expert, dropped ones last; `inverse` [T K] is
@@ -48,7 +49,7 @@ class Route(NamedTuple):
     groups: Groups
 
 
-def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes | None = None) -> Route:
+def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes | None = None) -> TokenRoute:
     """Route of the choices [T, K] of this rank's tokens; every rank of ep calls it at the same time.
 
     A choice of `num_experts` is dropped: it goes nowhere. `sizes` are those of an earlier route of the same choices.
@@ -66,7 +67,7 @@ def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes
         local_order = expert_of_row.argsort(stable=True)
         local_inverse = _inverse(local_order)
     groups = Groups.of(sizes.of_experts, flat.device)
-    return Route(choices.shape[1], order, inverse, local_order, local_inverse, sizes, groups)
+    return TokenRoute(choices.shape[1], order, inverse, local_order, local_inverse, sizes, groups)
 
 
 def _exchange_counts(counts: Tensor, ep: Axis) -> RouteSizes:
@@ -77,7 +78,7 @@ def _exchange_counts(counts: Tensor, ep: Axis) -> RouteSizes:
     return RouteSizes(arriving, sent, received, tuple(sum(of_expert) for of_expert in zip(*coming, strict=True)))
 
 
-def dispatch(x: Tensor, route: Route, *, ep: Axis) -> Tensor:
+def dispatch(x: Tensor, route: TokenRoute, *, ep: Axis) -> Tensor:
     """[T, D] -> [N', D]: a row for each choice, on the rank of the chosen expert, sorted by local expert."""
     rows = _TakeTokens.apply(x, route.order, route.inverse, route.num_choices, sum(route.sizes.sent))
     rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.sent, received=route.sizes.received)
@@ -86,7 +87,7 @@ def dispatch(x: Tensor, route: Route, *, ep: Axis) -> Tensor:
     return _Permute.apply(rows, route.local_order, route.local_inverse)
 
 
-def combine(rows: Tensor, weights: Tensor, route: Route, *, ep: Axis) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, route: TokenRoute, *, ep: Axis) -> Tensor:
     """[N', D], [T, K] -> [T, D]: the rows of a token on its own rank, weighted and added in the order it chose."""
     if route.local_order is not None:
         rows = _Permute.apply(rows, route.local_inverse, route.local_order)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish import comm
-from megatronish.layers.dispatch import Route, combine, dispatch
+from megatronish.layers.dispatch import TokenRoute, combine, dispatch
 from megatronish.layers.linear import ALONE, LinearLayer, linear
 from megatronish.layers.product import Product
 from megatronish.mesh import ExpertParallel
@@ -107,7 +107,7 @@ class Experts(nn.Module):
         down = (num_experts, hidden_size, ffn_size)
         self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std)
 
-    def forward(self, x: Tensor, weights: Tensor, route: Route) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, route: TokenRoute) -> Tensor:
         """[T, D], [T, K] -> [T, D]: this rank's tokens through the experts that they chose.
 
         `route` is that of the tokens of all etp ranks: [etp T, K] choices.

@@ -6,8 +6,6 @@ from dataclasses import InitVar, dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatronish.layers.router import Balance
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -27,7 +25,6 @@ class MicroBatch:
     position_ids: Tensor  # int64 [B, S]
     sample_ids: Tensor  # int64 [B]
     document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
-    balance: Balance | None = None  # factors of the losses that balance experts, in training
     counted: InitVar[int | None] = None
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,50 +10,11 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
-from megatronish.layers.dispatch import RouteSizes
 from megatronish.layers.dropout import Dropout
-from megatronish.layers.router import Balance
 from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.rope import RotaryEmbedding, Rotation
-
-
-class RecordedRouting(NamedTuple):
-    """Choices of this rank's tokens, [T, K] int16, which are kept, and the sizes of their route.
-
-    It is all that a recomputation needs.
-    """
-
-    choices: Tensor
-    kept: Tensor | None
-    sizes: RouteSizes
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What the routers of one forward count and lose, by name and layer; a forward that is recomputed adds once.
-
-    `balance` has the factors of the balancing losses, `axes` cut a sequence (cp, and tp where each rank has tokens of
-    its own).
-    """
-
-    balance: Balance
-    axes: tuple[Axis, ...]
-    sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-
-    def add(self, name: str, layer: int, value: Tensor) -> None:
-        """Take in a sum of this rank's tokens."""
-        self.sums.setdefault(name, {})[layer] = value.detach()
-
-    def stacked(self, num_layers: int) -> dict[str, Tensor]:
-        """[num_layers, ...] of each name, zeros for layers that are elsewhere or have no experts."""
-        found = {}
-        for name, values in self.sums.items():
-            some = next(iter(values.values()))
-            found[name] = some.new_zeros(num_layers, *some.shape)
-            for layer, value in values.items():
-                found[name][layer] = value
-        return found
+from megatronish.model.routing import RoutingRecord, Tally
 
 
 @dataclass(frozen=True)
@@ -72,10 +32,7 @@ class Context:
     causal_mask: AttentionMask
     dropout: Dropout | None
     cache: KeyValueCache | None = None
-    cp: Axis = field(default_factory=partial(Axis, "cp"))
-    routings: dict[int, RecordedRouting] = field(default_factory=dict)
-    """Choices of experts by layer, recorded by the first forward: a recomputation replays them."""
-    tally: Tally | None = None
+    routing: RoutingRecord = field(default_factory=RoutingRecord)
 
     def mask(self, window_size: int | None, slopes: tuple[float, ...] = ()) -> AttentionMask:
         """Mask of a layer with this sliding window and these slopes of ALiBi; layers that are alike share it."""
@@ -137,6 +94,5 @@ def make_context(
         causal_mask=masks.of(batch, seq_length=seq_length, num_cached=num_cached),
         dropout=dropout,
         cache=cache,
-        cp=cp,
-        tally=tally,
+        routing=RoutingRecord(cp, tally),
     )

@@ -28,8 +28,9 @@ from megatronish.layers.router import (
     z_loss,
 )
 from megatronish.mesh import TensorParallel
-from megatronish.model.context import Context, RecordedRouting, Tally
+from megatronish.model.context import Context
 from megatronish.model.mlp import MLP, activated
+from megatronish.model.routing import RecordedRouting, Tally
 from megatronish.sharding import Init, Sharding
 
 
@@ -100,7 +101,7 @@ class MixtureOfExperts(nn.Module):
         tokens = own.flatten(0, 1)
 
         # 2. Choices: new ones, or those of the first forward where this is a recomputation.
-        recorded, parallel = context.routings.get(self.layer), self.tp.experts
+        recorded, parallel = context.routing.routings.get(self.layer), self.tp.experts
         routing = self.router(tokens, None if recorded is None else recorded.choices.long())
         kept = self.kept(routing, context) if recorded is None else recorded.kept
         choices = routing.choices if kept is None else routing.choices.masked_fill(~kept, self.spec.num_experts)
@@ -112,14 +113,14 @@ class MixtureOfExperts(nn.Module):
             sizes=None if recorded is None else recorded.sizes,
         )
         if recorded is None:
-            context.routings[self.layer] = RecordedRouting(routing.choices.to(torch.int16), kept, route.sizes)
+            context.routing.routings[self.layer] = RecordedRouting(routing.choices.to(torch.int16), kept, route.sizes)
 
         # 3. Balancing losses: their gradients start here, in the forward that has a graph.
         weights = routing.weights
-        if context.tally is not None:
-            weights = self.balanced(routing, context.tally, num_sequences=x.shape[1], is_first=recorded is None)
+        if context.routing.tally is not None:
+            weights = self.balanced(routing, context.routing.tally, num_sequences=x.shape[1], is_first=recorded is None)
             if kept is not None and recorded is None:
-                context.tally.add("dropped_choices", self.layer, (~kept).sum())
+                context.routing.tally.add("dropped_choices", self.layer, (~kept).sum())
         if kept is not None:
             weights = weights * kept  # after normalising: what is dropped is lost, and not given to others
 
@@ -139,7 +140,7 @@ class MixtureOfExperts(nn.Module):
         positions = context.positions
         if not self.tp.cuts_sequence:
             positions = comm.piece_of(positions, self.tp.axis)
-        spec, cp = self.spec, context.cp
+        spec, cp = self.spec, context.routing.cp
         capacity = Capacity.of(
             self.capacity_factor,
             num_chosen=spec.num_chosen,

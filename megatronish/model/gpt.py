@@ -20,15 +20,16 @@ from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbeddi
 from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm
 from megatronish.layers.output import OutputLayer, TiedOutputLayer
-from megatronish.layers.router import Router
+from megatronish.layers.router import Balance, Router
 from megatronish.mesh import TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock, make_block_of
-from megatronish.model.context import CausalMasks, Context, Tally, make_context
+from megatronish.model.context import CausalMasks, Context, make_context
 from megatronish.model.execution import Execution
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import RotaryEmbedding
+from megatronish.model.routing import Tally
 
 
 class Embedding(nn.Module):
@@ -95,6 +96,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.tp, self.execution = tp or TensorParallel(), execution or Execution()
+        self.balance: Balance | None = None  # of the step at work: train/balancing.py sets it
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
@@ -208,11 +210,9 @@ class GPT(nn.Module):
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
         return self.head(self.final_norm(x))
 
-    def tally(self, batch: MicroBatch) -> Tally | None:
-        """An empty tally for a forward that balances experts; None for any other."""
-        if batch.balance is None:
-            return None
-        return Tally(batch.balance, (self.execution.cp, self.tp.axis))
+    def new_tally(self) -> Tally | None:
+        """An empty tally for a forward of a step; None in evaluation, and for a dense model."""
+        return None if self.balance is None else Tally(self.balance, (self.execution.cp, self.tp.axis))
 
     def routers(self) -> dict[int, Router]:
         """Routers of this rank's layers, by the number of the layer."""

@@ -1,6 +1,7 @@
 """Balancing of experts over a step: the factors of its losses, the sums that ranks add up, the state that they move."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,17 +69,22 @@ class Balancing:
         dropped = [] if self.config.moe_expert_capacity_factor is None else [DROPPED]
         return {TOKENS: (num_layers, num_experts), **dict.fromkeys((*self.losses, *dropped), (num_layers,))}
 
-    def factors(self, *, num_sequences: int, seq_length: int, loss_scale: float) -> Balance | None:
-        """Factors of the losses in a step of so many sequences over all data ranks."""
-        if not self.layers:
-            return None
-        return Balance(
-            loss_scale / num_sequences,
-            seq_length,
-            self.losses.get("load_balancing_loss", 0.0),
-            self.losses.get("global_load_balancing_loss", 0.0),
-            self.losses.get("z_loss", 0.0),
-        )
+    @contextmanager
+    def of_step(self, num_sequences: int, *, seq_length: int, loss_scale: float) -> Iterator[None]:
+        """Let the model balance its experts meanwhile, in a step of so many sequences over all data ranks."""
+        losses = self.losses
+        if self.layers:
+            self.model.balance = Balance(
+                loss_scale / num_sequences,
+                seq_length,
+                losses.get("load_balancing_loss", 0.0),
+                losses.get("global_load_balancing_loss", 0.0),
+                losses.get("z_loss", 0.0),
+            )
+        try:
+            yield
+        finally:
+            self.model.balance = None
 
     def metrics(self, sums: Mapping[str, Tensor], *, num_sequences: int) -> dict[str, float]:
         """Means of the losses over sequences and layers, without their coefficients, and how uneven the load is."""
@@ -96,7 +102,7 @@ class Balancing:
         return ExpertLoad(sums[TOKENS].to(torch.int64), self.layers) if self.layers else None
 
     def end_step(self, load: ExpertLoad | None) -> None:
-        """Let the routers of this rank move their state by the choices of a step that counts."""
+        """Let the routers of this rank move their state by the choices of a step that was not skipped."""
         if load is not None:
             for layer, router in self.model.routers().items():
                 router.end_step(load.tokens[layer])

@@ -28,10 +28,10 @@ from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock
-from megatronish.model.context import Tally
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
+from megatronish.model.routing import Tally
 from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
 from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import loss_scale_of
@@ -197,7 +197,7 @@ def run_chunk(
     step: int | None,
 ) -> ChunkOutput:
     """The forward of a chunk; where it ends the model, of the objective too."""
-    tally = model.tally(batch)
+    tally = model.new_tally()
     if not model.chunks[chunk].is_last:
         y = model(x, batch, step=step, chunk=chunk, tally=tally)
         return ChunkOutput(y, _counted(tally, model))

@@ -6,8 +6,7 @@ reduces, clips and updates. build.py puts one together; the trainer, the tests a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stage import ModelStage
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
+from megatronish.train.reduction import reduce_sums
 from megatronish.train.results import StepResult, StepSums, Totals, Votes, no_votes
 from megatronish.train.update_rule import UpdateRule
 
@@ -84,18 +84,20 @@ class Engine:
         """
         weight, scale = self._weight(micro_batches), self.rule.loss_scale.scale
         self.data_parallel.zero()
-        sums = self.executor.run(
-            self._actions(len(micro_batches)),
-            self._local(micro_batches, loss_scale=scale),
-            step=num_steps_done,
-            loss_scale=scale / max(weight, 1),
-            begin_action=self.data_parallel.begin_action,
-            observers=self.observers,
-        )
-        self.data_parallel.finish_reduction()
-        totals = self._reduce(sums, votes(), model_sums=self.balancing.shapes)
-        metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
         num_sequences = self._num_sequences(micro_batches)
+        seq_length = micro_batches[0].tokens.shape[1]
+        with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
+            sums = self.executor.run(
+                self._actions(len(micro_batches)),
+                self._local(micro_batches),
+                step=num_steps_done,
+                loss_scale=scale / max(weight, 1),
+                begin_action=self.data_parallel.begin_action,
+                observers=self.observers,
+            )
+        self.data_parallel.finish_reduction()
+        totals = self._reduce(sums, votes(), self.balancing.shapes)
+        metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
         metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
         counted, mesh = self.data_parallel.counted_gradients(), self.mesh
         grad_norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device) / scale
@@ -114,21 +116,16 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
-        totals = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {})
+        totals = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {}, {})
         return Totals(totals.objective, self._weight(micro_batches))
 
     def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Sequences of the step, over all data ranks."""
         return self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
 
-    def _local(self, micro_batches: Sequence[MicroBatch], *, loss_scale: float | None = None) -> list[MicroBatch]:
-        """What this cp rank holds of whole sequences, on its device; without a `loss_scale` in evaluation."""
+    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """What this cp rank holds of whole sequences, on its device."""
         cp, found = self.mesh.cp, list(micro_batches)
-        if loss_scale is not None:
-            balance = self.balancing.factors(
-                num_sequences=self._num_sequences(found), seq_length=found[0].tokens.shape[1], loss_scale=loss_scale
-            )
-            found = [replace(each, balance=balance, counted=each.num_loss_tokens) for each in found]
         if cp.size > 1:
             found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
         return [each.to(self.mesh.device) for each in found]
@@ -142,30 +139,9 @@ class Engine:
         return int(comm.all_reduce(weight, self.mesh.dp))
 
     def _reduce(
-        self,
-        sums: Mapping[str, Tensor],
-        votes: Mapping[str, float],
-        *,
-        model_sums: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        self, sums: Mapping[str, Tensor], votes: Mapping[str, float], model: Mapping[str, tuple[int, ...]]
     ) -> StepSums:
-        """The objective's sums, those of the model's layers and the votes over all ranks: one all-reduce of one vector.
-
-        Sums differ over data ranks and stages. tp ranks hold the same sums of the objective, so only the first of them
-        contributes; what layers count (`model_sums`, by shape) each rank counts of its own tokens.
-        """
-        device, names = self.mesh.device, self.objective.names
-        of_objective = [sums.get(name, 0.0) if self.mesh.tp.is_first else 0.0 for name in names]
-        parts = [torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in of_objective])]
-        for name, shape in model_sums.items():
-            parts.append(sums[name].double().flatten() if name in sums else parts[0].new_zeros(math.prod(shape)))
-        parts.append(torch.tensor(list(votes.values()), dtype=torch.float64).to(device))
-        found = comm.all_reduce(torch.cat(parts), self.mesh.world).cpu()
-        pieces = iter(found.split([part.numel() for part in parts]))
-        return StepSums(
-            dict(zip(names, next(pieces).tolist(), strict=True)),
-            {name: next(pieces).view(shape) for name, shape in model_sums.items()},
-            dict(zip(votes, next(pieces).tolist(), strict=True)),
-        )
+        return reduce_sums(sums, votes, objective=self.objective.names, model=model, mesh=self.mesh)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

@@ -1,0 +1,39 @@
+"""Reduction of a step's sums: one all-reduce of one vector over all ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatronish import comm
+from megatronish.mesh import Mesh
+from megatronish.train.results import StepSums
+
+
+def reduce_sums(
+    sums: Mapping[str, Tensor],
+    votes: Mapping[str, float],
+    *,
+    objective: Sequence[str],
+    model: Mapping[str, tuple[int, ...]],
+    mesh: Mesh,
+) -> StepSums:
+    """The sums of the objective (scalars) and of the model's layers (tensors of these shapes), and the votes.
+
+    Sums differ over data ranks and stages. tp ranks hold the same sums of the objective, so only the first of them
+    contributes; what layers count, each rank counts of its own tokens.
+    """
+    of_objective = [sums.get(name, 0.0) if mesh.tp.is_first else 0.0 for name in objective]
+    scalars = [torch.as_tensor(value, dtype=torch.float64, device=mesh.device) for value in of_objective]
+    parts = [torch.stack(scalars)]
+    for name, shape in model.items():
+        parts.append(sums[name].double().flatten() if name in sums else parts[0].new_zeros(math.prod(shape)))
+    parts.append(torch.tensor(list(votes.values()), dtype=torch.float64).to(mesh.device))
+    found = comm.all_reduce(torch.cat(parts), mesh.world).cpu()
+    pieces = iter(found.split([part.numel() for part in parts]))
+    return StepSums(
+        dict(zip(objective, next(pieces).tolist(), strict=True)),
+        {name: next(pieces).view(shape) for name, shape in model.items()},
+        dict(zip(votes, next(pieces).tolist(), strict=True)),
+    )
