@@ -14,25 +14,38 @@ DeviceType = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Count:
-    """Elements or bytes, apart for those that tensor parallelism splits and those that every rank holds whole."""
+    """Elements or bytes, apart for those that tensor parallelism splits and those that every rank holds whole.
+
+    `experts` are those of routed experts, which ep and etp split.
+    """
 
     split: int = 0
     whole: int = 0
+    experts: int = 0
 
     def __add__(self, other: "Count") -> "Count":
-        return Count(self.split + other.split, self.whole + other.whole)
+        return Count(self.split + other.split, self.whole + other.whole, self.experts + other.experts)
 
     def __mul__(self, factor: int) -> "Count":
-        return Count(self.split * factor, self.whole * factor)
+        return Count(self.split * factor, self.whole * factor, self.experts * factor)
 
     @property
     def total(self) -> int:
-        """Split and whole elements together: what all tp ranks hold, each element counted once."""
-        return self.split + self.whole
+        """All elements together: what all ranks hold, each element counted once."""
+        return self.split + self.whole + self.experts
 
-    def per_rank(self, tp: int, *, sequence_parallel: bool = False) -> int:
-        """Held by one of tp ranks; under sequence parallelism activations are cut where else they are whole."""
-        return self.split // tp + self.whole // (tp if sequence_parallel else 1)
+    @property
+    def without_experts(self) -> "Count":
+        """Split and whole elements."""
+        return Count(self.split, self.whole)
+
+    def per_rank(self, tp: int, *, sequence_parallel: bool = False, experts: int = 1) -> int:
+        """Held by one of tp ranks, and of `experts` ranks that share experts.
+
+        Under sequence parallelism activations are cut where else they are whole.
+        """
+        dense = self.split // tp + self.whole // (tp if sequence_parallel else 1)
+        return dense + self.experts // experts
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,9 @@ class LinearShape:
 
     @property
     def matrices(self) -> Count:
-        """Elements of its weight, by how tp cuts them."""
+        """Elements of its weight, by how tp cuts them, or ep and etp."""
+        if self.copies > 1:
+            return Count(experts=self.matrix)
         return Count(whole=self.matrix) if self.cut == "none" else Count(split=self.matrix)
 
     @property

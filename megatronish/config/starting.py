@@ -143,6 +143,8 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_size,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_layer_freq": model.expert_layers,
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or seq_length,
         "window_attn_skip_freq": _pattern(model.windowed_layers),
@@ -163,6 +165,8 @@ def _idle_fields(model: ModelConfig) -> set[str]:
         idle |= {"rope_scaling_type", "no_rope_freq", *ROPE}
     if not any(model.windowed_layers):
         idle |= {"window_size", "window_attn_skip_freq"}
+    if not any(model.expert_layers):
+        idle |= {"num_experts", *(name for name in vars(model) if name.startswith("moe_"))}
     if not model.is_gated:
         idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])

@@ -8,6 +8,7 @@ needs while it runs (with dropout of attention, several times the scores of one 
 device's own libraries keep (on CUDA, 1 to 2 GiB).
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -38,6 +39,10 @@ class Memory(NamedTuple):
     temporary: int = 0
     host: int = 0
 
+    def plus(self, other: "Memory") -> "Memory":
+        """Bytes of two groups of parameters together."""
+        return Memory(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
     @property
     def total(self) -> int:
         """All bytes on the device."""
@@ -66,13 +71,18 @@ class ZeroSettings(NamedTuple):
             overlap=parallel.overlap_grad_reduce,
         )
 
+    def of_experts(self, layout: Layout, grid: int) -> "ZeroSettings":
+        """The same for experts, which a grid of ranks shares out: the rest of dp x cp x tp holds copies."""
+        copies = max(1, layout.dp * layout.cp // self.ranks)
+        return self._replace(ranks=max(1, layout.dp * layout.cp * layout.tp // grid // copies) if self.stage else 1)
+
 
 def expected_memory(
     config: Config, stages: Sequence[StageLoad], *, vocab_size: int, device: DeviceType = "cuda"
 ) -> list[Memory]:
     """Bytes on a device of each pipeline stage."""
     model, training, layout = config.model, config.training, config.layout
-    specs = layer_specs(model)
+    specs, grid = layer_specs(model), math.prod(config.parallel.expert_layout)
     costs = [layer.cost(model) for layer in specs]
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = training.seq_length * training.micro_batch_size // layout.cp
@@ -87,10 +97,18 @@ def expected_memory(
             is_first=stage.is_first,
             is_last=stage.is_last,
         )
-        count, of_layers = held.per_rank(layout.tp), [costs[layer] for layer in stage.all_layers]
-        in_matrices = sum_counts(cost.matrices for cost in of_layers).per_rank(layout.tp)
-        num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments(count=count, in_matrices=in_matrices)
-        state = model_state(count, num_moments, zero, element_bytes=activations.element_bytes)
+        of_layers = [costs[layer] for layer in stage.all_layers]
+        in_matrices = sum_counts(cost.matrices for cost in of_layers)
+        num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
+        # Dense parameters are shared over dp and cp, experts over the ranks that hold the same ones.
+        count, state = 0, Memory(0, 0, 0)
+        for own, of_own, shared in (
+            (held.without_experts.per_rank(layout.tp), in_matrices.without_experts.per_rank(layout.tp), zero),
+            (held.experts // grid, in_matrices.experts // grid, zero.of_experts(layout, grid)),
+        ):
+            count += own
+            moments = num_moments(count=own, in_matrices=of_own)
+            state = state.plus(model_state(own, moments, shared, element_bytes=activations.element_bytes))
         in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
         table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
         temporary = _temporary(

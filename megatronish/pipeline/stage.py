@@ -58,17 +58,17 @@ def build_stage(
             make_block=make_block,
         )
     if make_block is None and config.block != "transformer":  # the package's own is tested
-        _refuse_wrong_specs(model, tp=mesh.tp.size)
+        _refuse_wrong_specs(model, tp=mesh.tp.size, experts=mesh.experts.ep.size * mesh.experts.etp.size)
     return ModelStage(model, collect_shardings(model), stages)
 
 
-def _refuse_wrong_specs(model: GPT, *, tp: int) -> None:
+def _refuse_wrong_specs(model: GPT, *, tp: int, experts: int) -> None:
     """UserError for a block of a plug-in whose spec counts other parameters than the block has."""
     for layer, spec in enumerate(layer_specs(model.config)):
         if str(layer) not in model.layers:
             continue
         has = sum(parameter.numel() for parameter in model.layers[str(layer)].parameters())
-        counted = spec.cost(model.config).parameters.per_rank(tp)
+        counted = spec.cost(model.config).parameters.per_rank(tp, experts=experts)
         if has != counted:
             raise UserError(
                 f"block={model.config.block} has {has:,} parameters in layer {layer} of a rank, and its spec counts "

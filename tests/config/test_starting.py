@@ -21,6 +21,7 @@ GATED = replace(GPT, swiglu=True)
 MODELS = (
     *(GPT, ROPE, YARN, replace(ROPE, rope_scaling_type="llama3"), replace(GPT, disable_bias_linear=True), GATED),
     replace(GPT, window_size=3),
+    replace(GPT, num_experts=4),
 )
 NAMES = [field.name for field in fields(ModelConfig)]
 RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --train-iters 2 --lr 1 --mock-data"
@@ -50,7 +51,10 @@ def test_every_field_of_a_model_changes_what_it_computes_or_is_excluded_by_name(
 
 def test_the_fields_that_training_alone_reads_are_these() -> None:
     excluded = {name for name in NAMES if TRAINING_ONLY in FIELDS[name].marks}
-    assert excluded == {"attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+    assert excluded == {
+        *("attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+        *("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,8 @@ def test_a_token_passes_the_experts_that_are_chosen_and_a_rank_holds_all() -> No
     up, down = LinearShape(64, 32, "column", copies=8, used=2), LinearShape(32, 64, "row", copies=8, used=2)
     router = LinearShape(64, 8, "none")
     row = LayerCost(linears=(router, up, down))
-    assert row.parameters == Count(split=2 * 8 * 64 * 32, whole=64 * 8)
+    assert row.parameters == Count(whole=64 * 8, experts=2 * 8 * 64 * 32)
+    assert row.parameters.per_rank(2, experts=4) == 64 * 8 + 2 * 2 * 64 * 32
     assert row.active_parameters == 2 * 2 * 64 * 32 + 64 * 8
     assert row.linear_flops == 2 * row.active_parameters
     assert row.deferred_inputs == Count(split=2 * 32, whole=64 + 2 * 64)
@@ -245,3 +246,27 @@ def test_a_row_counts_what_deferred_weight_gradients_keep(tp: int, sequence: boo
     )
     for elements in run_ranks(tp, elements_deferred, sequence):
         assert 4 * elements == settings.deferred(cost_of(MODELS["qwen3"]))
+
+
+def test_the_row_of_experts_is_what_their_module_has() -> None:
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=48,
+        num_attention_heads=4,
+        swiglu=True,
+        num_experts=8,
+        moe_router_topk=3,
+        moe_ffn_hidden_size=20,
+        moe_shared_expert_intermediate_size=36,
+        moe_shared_expert_gate=True,
+        moe_layer_freq="[0,1]",
+    )
+    gpt = GPT(model, vocab_size=64, num_positions=16)
+    for number, spec in enumerate(layer_specs(model)):
+        held = sum(parameter.numel() for parameter in gpt.layers[str(number)].parameters())
+        assert spec.cost(model).parameters.total == held
+    dense, experts = (spec.cost(model) for spec in layer_specs(model))
+    assert dense.parameters.experts == 0
+    assert experts.parameters.experts == 8 * 3 * 20 * 48
+    # A token passes three of eight.
+    assert experts.parameters.total - experts.active_parameters == 5 * 3 * 20 * 48
