@@ -59,13 +59,36 @@ class OwnFlags(NamedTuple):
     notes: list[str]
 
 
+LISTS = ("--input", "--json-keys", "--tiktoken-special-tokens")
+"""Flags of several values: given several times, their values add up, in the order given."""
+
+
+def with_lists_joined(argv: Sequence[str]) -> list[str]:
+    """`argv` with one occurrence, the first, of each flag of `LISTS`, which has all its values."""
+    group: list[str] = []  # the flag that is being read, with its values
+    groups, lists = [group], dict[str, list[str]]()
+    for word in argv:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if not word.startswith("--"):
+            group.append(word)
+        elif name not in LISTS:
+            groups.append(group := [word])
+        else:
+            if name not in lists:
+                groups.append(lists.setdefault(name, [name]))
+            group = lists[name]
+            group += [value] if equals else []
+    return [word for group in groups for word in group]
+
+
 def without_megatron_flags(argv: Sequence[str], own: Collection[str]) -> OwnFlags:
     """Take Megatron-LM's flags out; `own` are the names of this tool's flags, with dashes.
 
     UserError with all problems together: flags that are refused, and those that are unknown.
     """
     found, problems = OwnFlags([], []), []
-    words = list(argv)
+    words = with_lists_joined(argv)
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")

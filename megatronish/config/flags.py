@@ -157,12 +157,9 @@ def _reasons(status: str) -> list[str]:
 
 
 def _members(family: Family) -> str:
-    """Flags of a family: its switches, the beginnings of names, and names."""
+    """Flags of a family: its switches, then the others."""
     switches = [f"**`--{name}`**" for name in family.switches.split()]
-    return " ".join(
-        [*switches, *(f"`--{each}*`" for each in family.prefixes.split())]
-        + [f"`--{name}`" for name in family.names.split()]
-    )
+    return " ".join([*switches, *(f"`--{name}`" for name in family.names.split())])
 
 
 def _table(title: str, head: str, rows: list[str]) -> str:

@@ -17,6 +17,8 @@ LOWEST_PORT, NUM_PORTS = 12000, 20000  # below the range that systems hand out
 # Variables that count machines but number no process: the ranks are torchrun's to start.
 MACHINES = {
     "PET_NNODES": "torchrun",
+    "NNODES": "torchrun --nnodes $NNODES --node-rank $NODE_RANK ...",
+    "GROUP_WORLD_SIZE": "torchrun",
     "SKYPILOT_NUM_NODES": "torchrun --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK ...",
     "AWS_BATCH_JOB_NUM_NODES": "torchrun --nnodes $AWS_BATCH_JOB_NUM_NODES --node-rank $AWS_BATCH_JOB_NODE_INDEX ...",
 }

@@ -135,7 +135,8 @@ def place_from_environment(environ: Mapping[str, str] = os.environ) -> Place | N
     UserError if a variable is missing or broken, or says that there are more ranks and none says which this one is.
     """
     launcher = next((launcher for launcher in LAUNCHERS if launcher.is_in_charge(environ)), None)
-    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+    is_one_of_several = environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+    if is_one_of_several or any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _env_place(environ, launcher)
     if launcher is None:
         refuse_hidden_peers(environ, LAUNCHERS)
@@ -151,13 +152,13 @@ def _env_place(environ: Mapping[str, str], launcher: Launcher | None) -> Place:
     knows the local ones.
     """
     given = {name: value for name in ENV if (value := environ.get(name) or _alias(environ, name))}
+    said = ", ".join(f"{name}={value}" for name, value in given.items())
     if not given.keys() & set(LOCAL) and {"RANK", "WORLD_SIZE"} <= given.keys():
         given |= _local_numbers(environ, launcher)
     missing = [name for name in ENV if name not in given]
     if missing:
-        present = ", ".join(f"{name}={value}" for name, value in given.items())
         raise UserError(
-            f"the environment says {present or 'that this is a rank'} but lacks {', '.join(missing)}: "
+            f"the environment says {said or 'that this is a rank'} but lacks {', '.join(missing)}: "
             "torchrun sets all of them; start with torchrun, or unset them for a plain start"
         )
     integer(given, "MASTER_PORT")

@@ -161,6 +161,7 @@ def test_fp16_auto_and_other_schedules() -> None:
     found = from_deepspeed(values)
     assert found.settings == {
         **{"fp16": True, "hysteresis": 3, "initial_loss_scale": 4096.0, "optimizer": "adam", "lr": 1e-4},
+        "weight_decay": 0.0,
         **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 0.0},
         **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a"},
         "wandb_project": "mine",
@@ -172,6 +173,45 @@ def test_fp16_auto_and_other_schedules() -> None:
     assert "OneCycle is not there" in other.left_out["scheduler"]
     linear = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}})
     assert linear.left_out["scheduler.params.total_num_steps"] == "give --train-iters"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [
+        *((kind, {}, 0.0) for kind in ("Adam", "AdamW", "FusedAdam", "CPUAdam", "SGD")),
+        ("AdamW", {"weight_decay": 0.1}, 0.1),
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("AdamW", {"weight_decay": "auto"}, None),
+    ],
+)
+def test_weight_decay_that_a_ds_config_does_not_name_is_deepspeeds(
+    kind: str, params: dict[str, Any], decay: float | None
+) -> None:
+    found = from_deepspeed({"optimizer": {"type": kind, "params": params}})
+    assert found.settings.get("weight_decay") == decay
+    assert ("optimizer.params.weight_decay" in found.left_out) == (decay is None)
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_auto_in_a_scheduler_is_listed_with_the_flag_to_give(kind: str) -> None:
+    flags = {
+        "warmup_num_steps": "--lr-warmup-iters",
+        "warmup_max_lr": "--lr",
+        "warmup_min_lr": "--lr-warmup-init",
+        "total_num_steps": "--lr-decay-iters",
+    }
+    found = from_deepspeed({"scheduler": {"type": kind, "params": dict.fromkeys(flags, "auto")}})
+    for key, flag in flags.items():
+        assert found.left_out[f"scheduler.params.{key}"].endswith(f"give the value here, as {flag}")
+
+
+def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
+    sizes = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    rule = "train_batch_size=10 must be a multiple of train_micro_batch_size_per_gpu=4 times "
+    with pytest.raises(UserError, match=f"{rule}gradient_accumulation_steps=2, 8; correct the file, or remove one"):
+        from_deepspeed(sizes)
+    assert from_deepspeed({**sizes, "train_batch_size": 16}).settings["global_batch_size"] == 16
 
 
 def test_rules_name_fields() -> None:
@@ -239,6 +279,30 @@ def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_pa
         "cannot be read; name its stage"
         in from_axolotl({"deepspeed": "no.json"}, folder=tmp_path).left_out["deepspeed"]
     )
+
+
+def test_axolotl_lists_templates_answers_checkpoints_and_plugins(tmp_path: Path) -> None:
+    values = {
+        "train_on_inputs": False,
+        "datasets": [
+            {"path": "a", "type": "alpaca"},
+            {"path": "b", "type": "completion"},
+            {"path": "c"},
+            {"path": "d", "type": {"format": "{instruction}"}},
+        ],
+        "pretraining_dataset": {"path": "e", "type": "pretrain"},
+        "resume_from_checkpoint": "outputs/checkpoint-5",
+        "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+    }
+    found = from_axolotl(values, folder=tmp_path)
+    assert "answers only is not there yet" in found.left_out["train_on_inputs"]
+    assert found.left_out["datasets[0].type"].startswith("alpaca: a prompt template is not applied")
+    assert "datasets[3].type" in found.left_out
+    for key in ("datasets[1].type", "datasets[2].type", "pretraining_dataset[0].type"):
+        assert key not in found.left_out
+    assert "load" not in found.settings
+    assert "megatronish convert --from hf" in found.left_out["resume_from_checkpoint"]
+    assert "given with --plugin" in found.left_out["plugins"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from paths import ROOT
 from ranks import is_running, wait_until
 
 from megatronish.commands.preprocess import PreprocessArguments, tokenizer_settings
-from megatronish.commands.preprocess_flags import without_megatron_flags
+from megatronish.commands.preprocess_flags import with_lists_joined, without_megatron_flags
 from megatronish.data.encoding import EncodingJob, WorkerDiedError
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.preprocess import preprocess
@@ -262,6 +262,13 @@ def test_flags_of_megatron_are_idle_or_refused_with_the_reason() -> None:
         "--worker is not a flag; did you mean --workers?",
         "--frobnicate is not a flag; see --help",
     ]
+
+
+def test_a_list_given_several_times_adds_up() -> None:
+    argv = "--input a --output-prefix o --input=b c --append-eod --json_keys x --json-keys y"
+    joined = " ".join(with_lists_joined(argv.split()))
+    assert joined == "--input a b c --output-prefix o --append-eod --json-keys x y"
+    assert with_lists_joined(["--output-prefix", "o"]) == ["--output-prefix", "o"]
 
 
 def test_the_tool_takes_a_command_line_of_megatron(tmp_path: Path) -> None:

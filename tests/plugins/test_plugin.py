@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import tiny
+from jobs import tiny, train_on_ranks
 from plugged import EXAMPLES, TABLES, forgotten, plug
 
 from megatronish import plugins
@@ -274,3 +274,15 @@ def test_the_memory_of_an_optimizer_is_what_it_says() -> None:
     config, notes = read("--optimizer reads-adam --adam-beta1 0.8 --sgd-momentum 0.5")
     assert not problems(config)
     assert [note for note in notes if "idle" in note] == ["sgd_momentum=0.5: idle with optimizer=reads-adam"]
+
+
+def test_an_optimizer_may_be_a_function(tmp_path: Path) -> None:
+    """A function has no `described`: the first lines of the run have the name of --optimizer then."""
+    text = (
+        "from megatronish.optim.sgd import SGD\n"
+        "from megatronish.plugins import register_optimizer\n"
+        "register_optimizer('plain', lambda masters, config: SGD(masters, config), moments=1)\n"
+    )
+    plugin = write(tmp_path, "plain.py", text)
+    output = train_on_ranks(tiny(tmp_path / "run", f"--plugin {plugin} --optimizer plain --train-iters 2"))
+    assert "plain" in output

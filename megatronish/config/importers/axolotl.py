@@ -6,7 +6,7 @@ from typing import Any
 
 from megatronish.config.fields import FIELDS
 from megatronish.config.importers.deepspeed import from_deepspeed
-from megatronish.config.importers.imported import Imported, Rule, apply, dropped, field, number, read_json
+from megatronish.config.importers.imported import Imported, Rule, apply, dropped, field, number, read_json, section
 from megatronish.errors import UserError
 
 _SPEED = dropped("it changes speed and memory alone")
@@ -19,6 +19,12 @@ _HUB = dropped("nothing is uploaded or downloaded")
 _NOT_THERE = dropped("it is not there")
 _DATA = dropped("make .bin/.idx files with tools/preprocess_data.py, and name them with --data-path")
 _MODEL = dropped("the files of the model say it")
+_PLUGINS = dropped("Axolotl's plug-ins are its own classes; here a plug-in is a file given with --plugin")
+_RESUME = dropped(
+    "it is a Hugging Face folder, which --load cannot read; convert it with megatronish convert --from hf "
+    "--to megatronish, and name the new folder with --load"
+)
+_EVERY_TOKEN = "the loss counts every token; fine-tuning on answers only is not there yet"
 
 RULES: dict[str, Rule] = {
     "base_model": field("load_hf"),
@@ -37,7 +43,8 @@ RULES: dict[str, Rule] = {
     "save_total_limit": field("keep_last"),
     "output_dir": field("run_dir"),
     "seed": field("seed"),
-    "resume_from_checkpoint": field("load"),
+    "resume_from_checkpoint": _RESUME,
+    "plugins": _PLUGINS,
     "tensor_parallel_size": field("tensor_model_parallel_size"),
     "context_parallel_size": field("context_parallel_size"),
     "sequence_parallel_degree": field("context_parallel_size"),
@@ -68,7 +75,7 @@ RULES: dict[str, Rule] = {
         (
             *("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
             *("flash_attn_rms_norm", "flash_attn_cross_entropy", "flash_attn_fuse_mlp", "flash_attn_fuse_qkv"),
-            *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_swiglu", "plugins", "attn_implementation"),
+            *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_swiglu", "attn_implementation"),
             *("liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_layer_norm", "liger_cross_entropy"),
         ),
         _FUSED,
@@ -125,6 +132,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     rest = {key: value for key, value in values.items() if key not in _OWN and value is not False}
     apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
     _model(found, folder)
+    _templates(found, values)
     _batch(found, values, dp)
     _optimizer(found, values)
     _precision(found, values)
@@ -150,6 +158,22 @@ def _model(found: Imported, folder: Path) -> None:
         found.set("load_hf", str(here))
     elif name is not None:
         found.leave_out("base_model", f"{name} is not a folder here; download it, and add --load-hf FOLDER")
+
+
+def _templates(found: Imported, values: Mapping[str, Any]) -> None:
+    """Prompt templates of the data sets, and the part of a sample that is learned."""
+    if values.get("train_on_inputs") is False:
+        found.leave_out("train_on_inputs", _EVERY_TOKEN)
+    for key in ("datasets", "test_datasets", "pretraining_dataset"):
+        plain = (None, "", "completion", "pretrain") if key == "pretraining_dataset" else (None, "", "completion")
+        sets = values.get(key)
+        for index, each in enumerate(sets if isinstance(sets, list) else [sets]):
+            kind = each.get("type") if isinstance(each, dict) else None
+            if kind not in plain:
+                name = kind if isinstance(kind, str) else "written in the file"
+                found.leave_out(
+                    f"{key}[{index}].type", f"{name}: a prompt template is not applied; text is trained on as it is"
+                )
 
 
 def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
@@ -227,7 +251,8 @@ def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
         path = Path(str(values["deepspeed"]))
         path = next((each for each in (path, folder / path, folder / path.name) if each.is_file()), path)
         try:
-            shared = from_deepspeed(read_json(path)).settings
+            zero = section(read_json(path), "zero_optimization")
+            shared = from_deepspeed({"zero_optimization": zero}).settings
         except UserError:
             found.leave_out("deepspeed", f"{path} cannot be read; name its stage with --zero-stage")
             return

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronish.config.fields import FIELDS
-from megatronish.config.importers.imported import Imported, Rule, apply, dropped, field, number, section
+from megatronish.config.importers.imported import AUTO, Imported, Rule, apply, dropped, field, number, section
+from megatronish.errors import UserError
 
 _SPEED = dropped("it changes speed and memory alone")
 _EXACT = dropped("rounding that saves messages is not there; the exact numbers are sent")
@@ -59,7 +60,20 @@ ADAM: dict[str, Rule] = {
     "amsgrad": _NOT_THERE,
     "nesterov": _NOT_THERE,
 }
-OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "muon": "muon"}
+OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"), "adam"),
+    **{"sgd": "sgd", "muon": "muon"},
+}
+
+SCHEDULER_FLAGS = {
+    "warmup_num_steps": "--lr-warmup-iters",
+    "warmup_max_lr": "--lr",
+    "warmup_min_lr": "--lr-warmup-init",
+    "warmup_min_ratio": "--lr-warmup-init",
+    "cos_min_ratio": "--min-lr",
+    "total_num_steps": "--lr-decay-iters",
+}
+"""Flags to give where a parameter of the scheduler is "auto"."""
 
 FP16: dict[str, Rule] = {
     "enabled": field("fp16"),
@@ -135,6 +149,11 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
 def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     steps, key = number(values, "gradient_accumulation_steps"), "gradient_accumulation_steps"
     micro, batch = found.settings.get("micro_batch_size"), found.settings.get("global_batch_size")
+    if steps and micro and batch and batch % (micro * steps):
+        raise UserError(
+            f"train_batch_size={batch} must be a multiple of train_micro_batch_size_per_gpu={micro} times "
+            f"gradient_accumulation_steps={steps:g}, {micro * steps:g}; correct the file, or remove one of the three"
+        )
     if steps is None:
         if key in values:
             found.leave_out(key, "use --global-batch-size, from which it follows")
@@ -155,6 +174,8 @@ def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
         found.leave_out("optimizer.type", f"{kind} is not there; there are adam (AdamW), sgd and muon, for --optimizer")
     else:
         found.set("optimizer", ours)
+    if ours in ("adam", "sgd") and params.get("weight_decay") is None:
+        found.set("weight_decay", _default_weight_decay(kind.lower(), params))
     if params.pop("adam_w_mode", True) is False:
         found.leave_out("optimizer.params.adam_w_mode", "adam is AdamW: weight decay is decoupled")
     betas = params.pop("betas", None)
@@ -166,6 +187,12 @@ def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
     apply(found, params, ADAM, within="optimizer.params.")
 
 
+def _default_weight_decay(kind: str, params: Mapping[str, Any]) -> float:
+    """Weight decay of an optimizer that names none: 0, except for PyTorch's own AdamW."""
+    is_adamw = kind == "adamw" or (kind == "adam" and params.get("adam_w_mode", True) is not False)
+    return 0.01 if is_adamw and params.get("torch_adam") is True else 0.0
+
+
 def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
     if not values:
         return
@@ -175,6 +202,10 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
         found.leave_out("scheduler", f"{kind} is not there; use --lr-decay-style constant, linear, cosine or WSD")
         return
     found.set("lr_decay_style", style)
+    for key, value in params.items():
+        if value == "auto":
+            flag = SCHEDULER_FLAGS.get(key)
+            found.leave_out(f"scheduler.params.{key}", f"{AUTO}, as {flag}" if flag else AUTO)
     peak = number(params, "warmup_max_lr")
     if peak is not None:
         found.set("lr", peak)
@@ -189,14 +220,15 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
             found.leave_out("scheduler.params.warmup_type", "log, DeepSpeed's default, is not there: warm-up is linear")
     if total is not None:
         found.set("train_iters", int(total))
-    elif style != "constant":
+    elif style != "constant" and "total_num_steps" not in params:
         found.leave_out("scheduler.params.total_num_steps", "give --train-iters")
     start = number(params, "warmup_min_lr")
     if start:
         found.set("lr_warmup_init", start)
     if style == "cosine" and peak is not None:
         least, first = number(params, "cos_min_ratio"), number(params, "warmup_min_ratio")
-        found.set("min_lr", peak * (0.0001 if least is None else least))
+        if params.get("cos_min_ratio") != "auto":
+            found.set("min_lr", peak * (0.0001 if least is None else least))
         if first:
             found.set("lr_warmup_init", peak * first)
 

@@ -1,7 +1,8 @@
-"""Families of Megatron-LM's flags: many flags with one reason, known by names and by how names begin.
+"""Families of Megatron-LM's flags: many flags with one reason.
 
 A family with switches is a part that a run either has or not: a switch is refused (or something else is computed
 instead), and the other flags of the family say nothing without it. A family without switches is refused as a whole.
+Every flag is listed by its full name: by its beginning, a misspelled flag would be taken for one of the family.
 """
 
 from typing import NamedTuple
@@ -16,12 +17,7 @@ class Family(NamedTuple):
     text: str
     switches: str = ""
     names: str = ""
-    prefixes: str = ""
     status: Status = "refused"
-
-    def holds(self, name: str) -> bool:
-        """Whether a flag is one of the family's switches or settings, by its name alone."""
-        return name in self.all_names or name.startswith(tuple(self.prefixes.split()))
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -47,10 +43,12 @@ FAMILIES = (
         "low precision",
         _LOW_PRECISION,
         switches="fp8-format fp8 fp4-format fp4",
-        names="first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 "
-        "keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag activation-func-fp8-input-store "
-        "disable-parameter-transpose-cache tp-only-amax-red transformer-engine-precision",
-        prefixes="fp8- fp4- no-fp8- no-fp4-",
+        names="activation-func-fp8-input-store disable-parameter-transpose-cache first-last-layers-bf16 fp4-param "
+        "fp4-param-gather fp4-quantizer-factory fp4-recipe fp8-amax-compute-algo fp8-amax-history-len "
+        "fp8-dot-product-attention fp8-interval fp8-margin fp8-multi-head-attention fp8-output-proj fp8-param "
+        "fp8-param-gather fp8-quantizer-factory fp8-recipe fp8-wgrad keep-fp8-transpose-cache "
+        "num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-param-ag "
+        "tp-only-amax-red transformer-engine-precision",
         status="instead",
     ),
     Family(
@@ -58,121 +56,162 @@ FAMILIES = (
         "quantisation recipes (Kitchen, TransformerEngine) are not there; leave them out",
         switches="use-kitchen use-kitchen-attention kitchen-config-file kitchen-recipe-number te-precision-config-file "
         "quant-recipe",
-        prefixes="kitchen-",
+        names="kitchen-attention-backend",
     ),
     Family(
         "multi-latent attention",
         "multi-latent attention (MLA) is not there yet; leave these flags out",
         switches="multi-latent-attention",
-        names="q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim "
-        "rotary-scaling-factor beta-fast beta-slow original-max-position-embeddings cache-mla-latents qk-pos-emb-dim",
-        prefixes="mla-",
+        names="beta-fast beta-slow cache-mla-latents kv-lora-rank mla-down-proj-fusion mscale mscale-all-dim "
+        "original-max-position-embeddings q-lora-rank qk-head-dim qk-pos-emb-dim qk-pos-emb-head-dim "
+        "rotary-scaling-factor v-head-dim",
     ),
     Family(
         "other kinds of attention",
         "linear and sparse attention (gated delta net, DSA) is not there yet; leave these flags out",
         switches="experimental-attention-variant",
-        names="linear-attention-freq linear-attention-type linear-conv-kernel-dim linear-key-head-dim "
-        "linear-num-key-heads linear-num-value-heads linear-value-head-dim "
-        "experimental-attention-variant-loss-scale-func",
-        prefixes="dsa- gdp- linear-",
+        names="dsa-indexer-head-dim dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff "
+        "dsa-indexer-n-heads dsa-indexer-rope-interleaved dsa-indexer-rotate-activation "
+        "dsa-indexer-scoring-relu dsa-indexer-skip-topk-offset dsa-indexer-topk dsa-indexer-topk-freq "
+        "dsa-indexer-use-sparse-loss dsa-kernel-backend experimental-attention-variant-loss-scale-func "
+        "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder linear-attention-freq "
+        "linear-attention-type linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads "
+        "linear-num-value-heads linear-value-head-dim",
     ),
     Family(
         "hybrid models",
         "Mamba and hybrid layers are not there; leave these flags out",
         switches="hybrid-layer-pattern hybrid-override-pattern is-hybrid-model hybrid-attention-ratio hybrid-mlp-ratio",
-        names="use-mamba-mem-eff-path disable-mamba-mem-eff-path",
-        prefixes="mamba-",
+        names="disable-mamba-mem-eff-path mamba-head-dim mamba-inference-conv-states-dtype "
+        "mamba-inference-ssm-states-dtype mamba-num-groups mamba-num-heads mamba-state-dim "
+        "mamba-training-ssm-states-dtype use-mamba-mem-eff-path",
     ),
     Family(
         "multi-token prediction",
         "multi-token prediction is not there yet; leave these flags out",
         switches="mtp-num-layers",
-        prefixes="mtp-",
+        names="mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-loss-scaling-factor mtp-standalone "
+        "mtp-use-repeated-layer",
     ),
     Family(
         "hyper-connections",
         "hyper-connections (mHC) are not there; leave these flags out",
         switches="enable-mhc-connections enable-hyper-connections",
-        prefixes="mhc-",
+        names="mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations",
     ),
     Family(
         "muP",
         "width-independent hyperparameters (muP) are not there; leave these flags out, and give --lr and "
         "--init-method-std for this width",
         switches="use-mup",
-        prefixes="mup-",
+        names="mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult "
+        "mup-width-mult",
     ),
     Family(
         "clipping of attention scores",
         "clipping of attention scores (QK-clip) is not there; use --qk-layernorm, or leave these flags out",
         switches="qk-clip",
-        prefixes="qk-clip-",
+        names="qk-clip-alpha qk-clip-threshold",
     ),
     Family(
         "fill-in-the-middle",
         "fill-in-the-middle data is not there; leave these flags out, or transform the text before preprocessing",
         switches="fim-data",
-        prefixes="fim-",
+        names="fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token "
+        "fim-rate fim-split-sample fim-spm-rate fim-suffix-token",
     ),
     Family(
         "heterogeneous layers",
         "layers of different sizes are not there; leave these flags out",
-        prefixes="heterogeneous-",
+        names="heterogeneous-block-specs heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path",
     ),
     Family(
         "distillation",
         "distillation and ModelOpt are not there; leave these flags out",
-        names="export-quant-cfg export-default-te-spec export-qk-l2-norm export-num-medusa-heads",
-        prefixes="export-kd- logits- kd- modelopt-",
+        names="export-default-te-spec export-kd-cfg export-kd-teacher-load export-num-medusa-heads "
+        "export-qk-l2-norm export-quant-cfg logits-load-decode-threads logits-load-dir "
+        "logits-load-ignore-errors logits-load-kd-loss-alpha logits-load-msc-prefetch-depth "
+        "logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k logits-save-top-p "
+        "logits-save-top-p-min-k",
     ),
     Family(
         "inference",
         "it belongs to Megatron-LM's inference server; leave it out, and use tools/generate.py to generate text",
-        names="enable-chunked-prefill decode-only-cuda-graphs max-tokens-to-oom num-speculative-tokens flash-decode "
-        "mlp-chunks-for-prefill nccl-all-reduce-for-prefill symmetric-ar-type use-inference-optimized-layers "
-        "use-legacy-static-engine batch-invariant-mode batch-invariant-backend use-same-sampling-seed-across-dp-ranks",
-        prefixes="inference- no-inference- enable-inference-",
+        names="batch-invariant-backend batch-invariant-mode decode-only-cuda-graphs enable-chunked-prefill "
+        "flash-decode inference-batch-times-seqlen-threshold inference-coordinator-port "
+        "inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens inference-cuda-graph-scope "
+        "inference-disable-ep-consensus inference-disable-triton-nvls-kernels inference-dynamic-batching "
+        "inference-dynamic-batching-async-sched-mode inference-dynamic-batching-block-size "
+        "inference-dynamic-batching-buffer-size-gb inference-dynamic-batching-cuda-graph-mixed-prefill-count "
+        "inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-logprobs-mode "
+        "inference-dynamic-batching-mamba-memory-ratio inference-dynamic-batching-max-requests "
+        "inference-dynamic-batching-max-tokens inference-dynamic-batching-num-cuda-graphs "
+        "inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-prefix-caching "
+        "inference-dynamic-batching-prefix-caching-coordinator-policy "
+        "inference-dynamic-batching-prefix-caching-eviction-policy "
+        "inference-dynamic-batching-prefix-caching-mamba-gb "
+        "inference-dynamic-batching-prefix-caching-routing-alpha inference-dynamic-batching-sampling-backend "
+        "inference-dynamic-batching-track-generated-token-events "
+        "inference-dynamic-batching-track-paused-request-events "
+        "inference-dynamic-batching-unified-memory-level inference-fuse-tp-communication "
+        "inference-grouped-gemm-backend inference-logging-step-interval inference-max-requests "
+        "inference-max-seq-length inference-moe-disable-fused-quant-kernels "
+        "inference-moe-token-dispatcher-type inference-rng-tracker inference-sampling-seed inference-shards "
+        "inference-text-gen-server-logging inference-use-synchronous-zmq-collectives inference-wandb-logging "
+        "max-tokens-to-oom mlp-chunks-for-prefill nccl-all-reduce-for-prefill num-speculative-tokens "
+        "symmetric-ar-type use-inference-optimized-layers use-legacy-static-engine "
+        "use-same-sampling-seed-across-dp-ranks",
     ),
     Family(
         "reinforcement learning",
         "reinforcement learning is not there; leave it out",
-        names="perform-rl-step langrl-env-config refit-method",
-        prefixes="rl- grpo- no-rl-",
+        names="grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-entropy-term-weight "
+        "grpo-filter-groups-with-same-reward grpo-group-size grpo-iterations grpo-kl-beta "
+        "grpo-prompts-per-step langrl-env-config perform-rl-step refit-method rl-consumption-granularity "
+        "rl-default-temperature rl-default-top-k rl-default-top-p rl-durable-rollout-bank rl-generation-lag "
+        "rl-importance-sampling-truncation-coef rl-inference-expert-model-parallel-size "
+        "rl-inference-expert-tensor-model-parallel-size rl-inference-logprobs-is-correction "
+        "rl-inference-model-unified-memory-level rl-inference-parsers "
+        "rl-inference-pipeline-model-parallel-size rl-inference-tensor-model-parallel-size "
+        "rl-kv-cache-management-mode rl-max-inflight-requests rl-offload-inference-model-weights-when-idle "
+        "rl-offload-optimizer-during-inference rl-partial-rollouts rl-persist-cuda-graphs rl-profile "
+        "rl-profile-dir rl-prompts-per-eval rl-rollout-bank-dir rl-rollout-bank-max-bytes "
+        "rl-sequence-packing-algo rl-sequence-packing-max-sequences-per-bin rl-skip-bos-token "
+        "rl-submission-granularity rl-training-cuda-graphs rl-use-sequence-packing "
+        "rl-verify-model-weights-swap",
     ),
     Family(
         "vision",
         "vision and multimodal models are not there; leave it out",
-        names="img-h img-w num-channels num-classes patch-dim classes-fraction data-per-class-fraction "
-        "no-data-sharding head-lr-mult iter-per-epoch mask-type mask-factor sample-rate image-tag-type "
-        "force-system-message",
-        prefixes="vision- dino- swin- no-vision-",
+        names="classes-fraction data-per-class-fraction dino-bottleneck-size dino-freeze-last-layer "
+        "dino-head-hidden-size dino-local-crops-number dino-local-img-size dino-norm-last-layer "
+        "dino-teacher-temp dino-warmup-teacher-temp dino-warmup-teacher-temp-epochs force-system-message "
+        "head-lr-mult image-tag-type img-h img-w iter-per-epoch mask-factor mask-type no-data-sharding "
+        "num-channels num-classes patch-dim sample-rate swin-backbone-type vision-backbone-type "
+        "vision-pretraining vision-pretraining-type",
     ),
     Family(
         "BERT, T5 and retrieval",
         "BERT, T5 and models that retrieve text (RETRO, ICT) are not there; leave it out",
-        names="block-data-path titles-data-path evidence-data-path embedding-path indexer-batch-size "
-        "indexer-log-interval query-in-block-prob use-one-sent-docs output-bert-embeddings mask-prob short-seq-prob "
-        "max-mask-length",
-        prefixes="bert- biencoder- ict- retriever- retro-",
+        names="bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
+        "biencoder-shared-query-context-model block-data-path embedding-path evidence-data-path ict-head-size "
+        "ict-load indexer-batch-size indexer-log-interval mask-prob max-mask-length output-bert-embeddings "
+        "query-in-block-prob retriever-report-topk-accuracies retriever-score-scaling short-seq-prob "
+        "titles-data-path use-one-sent-docs",
     ),
     Family(
         "Python objects",
         "it is a Python object inside Megatron-LM's configuration, not a flag of its command line; leave it out",
         names="activation-func attr autocast-dtype cpu-offloading-context embedding-init-method enable-autocast "
         "finalize-model-grads-func fn grad-scale-func grad-sync-func init-method mtp-grad-scale-func name "
-        "no-sync-func output-layer-init-method param-sync-func pipeline-dtype predicate timers with-name-predicate",
+        "no-sync-func output-layer-init-method param-sync-func pipeline-dtype predicate timers "
+        "with-name-predicate",
     ),
     Family(
         "Megatron-LM's test of GPUs",
         "it belongs to Megatron-LM's test of GPUs; leave it out",
-        names="ep-size tp-size gemm-shapes skip-allreduce skip-alltoall skip-gemm skip-reducescatter skip-sendrecv",
+        names="ep-size gemm-shapes skip-allreduce skip-alltoall skip-gemm skip-reducescatter skip-sendrecv tp-size",
     ),
 )
 
 FAMILY_FLAGS = {name: family.known(name) for family in FAMILIES for name in family.all_names}
-
-
-def family_flag(name: str) -> Known | None:
-    """What a flag is that belongs to a family by the beginning of its name."""
-    return next((family.known(name) for family in FAMILIES if family.holds(name)), None)

@@ -6,7 +6,7 @@ or it is *refused*, with a remedy. Values in `harmless` turn the others into an 
 """
 
 from megatronish.config.megatron_flags.experts import EXPERTS
-from megatronish.config.megatron_flags.families import FAMILY_FLAGS, family_flag
+from megatronish.config.megatron_flags.families import FAMILY_FLAGS
 from megatronish.config.megatron_flags.known import Known, negation
 from megatronish.config.megatron_flags.model import FUSION, MODEL, PRECISION, RECOMPUTE
 from megatronish.config.megatron_flags.parallel import COMMUNICATION, PIPELINE, SHARDING
@@ -40,4 +40,4 @@ def known_flag(name: str) -> Known | None:
     if name in KNOWN:
         return KNOWN[name]
     opposite = KNOWN.get(name.removeprefix("no-") if name.startswith("no-") else f"no-{name}")
-    return (negation(opposite) if opposite is not None else None) or family_flag(name)
+    return negation(opposite) if opposite is not None else None
