@@ -47,6 +47,7 @@ def _write_bloom(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 def _not_bloom(model: ModelConfig) -> str | None:
     return first_true(
         {
+            f"block={model.block}": model.block != "transformer",
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "alibi",
             "a model without embed_layernorm": not model.embed_layernorm,
             f"normalization={model.normalization}": model.normalization != "LayerNorm",

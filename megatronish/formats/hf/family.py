@@ -26,6 +26,7 @@ def in_no_family(model: ModelConfig) -> str | None:
     """Field of a model that no family here has."""
     return first_true(
         {
+            f"num_experts={model.num_experts}": model.num_experts is not None,
             f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
             "quick_geglu": model.quick_geglu,
             f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
