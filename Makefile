@@ -6,6 +6,7 @@ VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 PRETRAIN_FLAGS ?=
 WORKERS ?= 2
+PART ?= 1/1
 
 RUN = $(VENV)/bin/python
 READY = $(VENV)/.megatronish-requirements
@@ -29,8 +30,8 @@ test: $(READY) ## the test suite, about twelve minutes on two cores (WORKERS=8 o
 test-fast: $(READY) ## the tests that start no process: no ranks, no launcher, no compiler; under a minute
 	$(RUN) -m pytest --fast --numprocesses $(WORKERS) --dist worksteal
 
-test-all: $(READY) ## the test suite with every feature in every layout
-	$(RUN) -m pytest --all-layouts --numprocesses $(WORKERS) --dist worksteal
+test-all: $(READY) ## the test suite with every feature in every layout: hours, so PART=3/20 takes a twentieth of it
+	$(RUN) -m pytest --all-layouts --part $(PART) --numprocesses $(WORKERS) --dist worksteal
 
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers

@@ -5,6 +5,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -24,12 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-all` (see test_parallel_equals_serial.py) and `make test-fast` (see support/processes.py)."""
     parser.addoption("--all-layouts", action="store_true", help="every layout with the product of its features")
     parser.addoption("--fast", action="store_true", help="leave out tests that start processes")
+    parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests, dealt by name")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a device or a library that is not here, and say so: `peers("transformers")` needs that one."""
     if config.getoption("--fast"):
         leave_out_processes(config, items)
+    leave_out_other_parts(config, items)
     for item in items:
         if item.get_closest_marker("gpu") is not None and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
@@ -49,6 +52,15 @@ def leave_out_processes(config: pytest.Config, items: list[pytest.Item]) -> None
     items[:] = [item for item in items if item.get_closest_marker("processes") is None]
     config.hook.pytest_deselected(items=left_out)
     processes.forbid_processes()
+
+
+def leave_out_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect all but the part of the tests that `--part` names: equal on every machine, and as good as random."""
+    part, num_parts = map(int, config.getoption("--part").split("/"))
+    left_out = [item for item in items if crc32(item.nodeid.encode()) % num_parts != part - 1]
+    if left_out:
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % num_parts == part - 1]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @cache
