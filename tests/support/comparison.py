@@ -1,13 +1,13 @@
 """Comparison of what the ranks of a layout saw with what one process saw."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from ranks import run_ranks
-from theorem import CLIP, Parts, Problem, Record, Routed, Spread, train
+from theorem import CLIP, Parts, Problem, Record, Spread, train
 from torch import Tensor
 
 from megatronish.launch.place import Place
@@ -66,33 +66,81 @@ def assert_equal_to_serial(problem: Problem, spread: Spread) -> None:
 
 def assert_same_training(records: Sequence[Record], reference: Record) -> None:
     """All that the ranks saw is what the one process saw."""
+    for assert_same in ASPECTS.values():
+        assert_same(records, reference)
+
+
+def aspects_that_differ(records: Sequence[Record], reference: Record) -> set[str]:
+    """Names of the aspects in which the ranks and the one process differ."""
+    found = set()
+    for name, assert_same in ASPECTS.items():
+        try:
+            assert_same(records, reference)
+        except AssertionError:
+            found.add(name)
+    return found
+
+
+def assert_same_metrics(records: Sequence[Record], reference: Record) -> None:
+    """The loss, and what balances experts, of every step."""
     for record in records:
-        assert_same_routing(record.routed, reference.routed)
         for step, (actual, expected) in enumerate(zip(record.metrics, reference.metrics, strict=True)):
             assert actual.keys() == expected.keys()
             for name in expected:
                 assert_near(f"{name} of step {step}", [actual[name]], [expected[name]])
+
+
+def assert_same_norms(records: Sequence[Record], reference: Record) -> None:
+    """The gradient norm of every step."""
+    for record in records:
         assert_near("gradient norms", record.grad_norms, reference.grad_norms)
+
+
+def assert_same_end(records: Sequence[Record], reference: Record) -> None:
+    """An evaluation after the last step, and the norm of the parameters then."""
+    for record in records:
         assert_near("evaluation", record.evaluation, reference.evaluation)
         assert_near("norm of the parameters", [record.params_norm], [reference.params_norm])
-    for kind in ("initial_parts", "gradient_parts", "trained_parts", "muon_parts"):
-        actual = whole([getattr(record, kind) for record in records])
-        expected = whole([getattr(reference, kind)])
-        assert actual.keys() == expected.keys()
-        for name, tensor in actual.items():
-            if kind == "initial_parts":
-                assert torch.equal(tensor, expected[name]), f"initial value of {name}"
-            else:
-                assert_close(f"{kind} of {name}", tensor, expected[name])
 
 
-def assert_same_routing(actual: Routed, expected: Routed) -> None:
-    """Counts and states are integers, or steps of one size: they are equal, and not only near."""
-    for step, (mine, theirs) in enumerate(zip(actual.tokens, expected.tokens, strict=True)):
-        others = int((mine - theirs).abs().sum())
-        assert others == 0, f"tokens of experts in step {step}: off by {others}"
-    for name, state in actual.states.items():
-        assert torch.equal(state, expected.states[name]), f"state of a router, {name}"
+def assert_same_tensors(kind: str, records: Sequence[Record], reference: Record) -> None:
+    """Every element of every tensor; initial values in every bit."""
+    actual = whole([getattr(record, kind) for record in records])
+    expected = whole([getattr(reference, kind)])
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        if kind == "initial_parts":
+            assert torch.equal(tensor, expected[name]), f"initial value of {name}"
+        else:
+            assert_close(f"{kind} of {name}", tensor, expected[name])
+
+
+def assert_same_choices(records: Sequence[Record], reference: Record) -> None:
+    """The choices of each expert in every step, which are equal, and not only near."""
+    for record in records:
+        for step, (mine, theirs) in enumerate(zip(record.routed.tokens, reference.routed.tokens, strict=True)):
+            others = int((mine - theirs).abs().sum())
+            assert others == 0, f"tokens of experts in step {step}: off by {others}"
+
+
+def assert_same_states(records: Sequence[Record], reference: Record) -> None:
+    """The states of routers, which move by steps of one size, or by integers: they are equal."""
+    for record in records:
+        for name, state in record.routed.states.items():
+            assert torch.equal(state, reference.routed.states[name]), f"state of a router, {name}"
+
+
+ASPECTS: dict[str, Callable[[Sequence[Record], Record], None]] = {
+    "initial": partial(assert_same_tensors, "initial_parts"),
+    "metrics": assert_same_metrics,
+    "norm": assert_same_norms,
+    "gradients": partial(assert_same_tensors, "gradient_parts"),
+    "choices": assert_same_choices,
+    "states": assert_same_states,
+    "end": assert_same_end,
+    "trained": partial(assert_same_tensors, "trained_parts"),
+    "muon": partial(assert_same_tensors, "muon_parts"),
+}
 
 
 def with_margin(problem: Problem) -> Problem:
