@@ -56,6 +56,7 @@ class Problem:
     optimizer: str = "adam"
     decoupled: bool = False
     bf16: bool = False
+    fp16: bool = False
     seed: int = SEED
 
 
@@ -236,6 +237,7 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
                 global_batch_size=problem.global_batch_size,
                 seed=problem.seed,
                 bf16=problem.bf16,
+                fp16=problem.fp16,
                 attention_backend=spread.attention_backend,
             ),
             optimizer=optimizer,
