@@ -97,7 +97,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor | None = None) -> Routing:
         """[T, D] -> the routing of T tokens; `chosen` [T, K] replays the choices of an earlier forward."""
         settings = self.settings
-        logits = x.float() @ self.weight.float().t()
+        logits = self.logits(x)
         scores = self.scores(logits)
         if chosen is None:
             chosen = self.choose(scores.detach())
@@ -113,6 +113,10 @@ class Router(nn.Module):
         else:
             weights = logits.gather(1, chosen).softmax(-1)
         return Routing(chosen, weights * settings.scaling_factor, logits, scores)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, E], in fp32."""
+        return x.float() @ self.weight.float().t()
 
     def scores(self, logits: Tensor) -> Tensor:
         """[T, E] -> [T, E]: scores of the experts; those of the softmax sum to 1 for each token."""
