@@ -97,8 +97,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor | None = None) -> Routing:
         """[T, D] -> the routing of T tokens; `chosen` [T, K] replays the choices of an earlier forward."""
         settings = self.settings
-        logits = x.float() @ self.weight.float().t()
-        scores = logits.sigmoid() if settings.score_function == "sigmoid" else logits.softmax(-1)
+        logits = self.logits(x)
+        scores = self.scores(logits)
         if chosen is None:
             chosen = self.choose(scores.detach())
         if settings.score_function == "sigmoid":
@@ -114,14 +114,35 @@ class Router(nn.Module):
             weights = logits.gather(1, chosen).softmax(-1)
         return Routing(chosen, weights * settings.scaling_factor, logits, scores)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, E], in fp32."""
+        return x.float() @ self.weight.float().t()
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """[T, E] -> [T, E]: scores of the experts; those of the softmax sum to 1 for each token."""
+        return logits.sigmoid() if self.settings.score_function == "sigmoid" else logits.softmax(-1)
+
     def choose(self, scores: Tensor) -> Tensor:
         """[T, E] -> [T, K]: the experts of the highest scores, the bias added, in the order of their scores."""
-        settings = self.settings
-        if "bias" in self.state:
-            scores = scores + self.on_device("bias", scores.device)
+        settings, scores = self.settings, self._biased(scores)
         if settings.num_groups is not None and settings.group_topk is not None:
             scores = scores.masked_fill(~_in_best_groups(scores, settings), -torch.inf)
         return scores.topk(settings.num_chosen, dim=-1).indices
+
+    def margins(self, scores: Tensor) -> Tensor:
+        """[T, E] -> [T]: by how much the scores of the last choice and of the first one left out differ.
+
+        With groups the margin of the choice of groups counts, too. Noise below half a margin changes no choice.
+        """
+        settings, scores = self.settings, self._biased(scores)
+        margins = torch.full_like(scores[:, 0], torch.inf)
+        if settings.num_groups is not None and settings.group_topk is not None:
+            margins = _last_margin(_group_scores(scores, settings), settings.group_topk)
+            scores = scores.masked_fill(~_in_best_groups(scores, settings), -torch.inf)
+        return margins.minimum(_last_margin(scores, settings.num_chosen))
+
+    def _biased(self, scores: Tensor) -> Tensor:
+        return scores + self.on_device("bias", scores.device) if "bias" in self.state else scores
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """[E] of the state, on the device of the tokens from its first use on."""
@@ -142,10 +163,24 @@ class Router(nn.Module):
 def _in_best_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
     """[T, E] -> bool [T, E]: whether an expert is in one of the groups that a token may choose from."""
     assert settings.num_groups is not None and settings.group_topk is not None
-    by_group = scores.unflatten(1, (settings.num_groups, -1))
-    best = by_group.topk(settings.num_chosen // settings.group_topk, dim=-1).values.sum(-1)  # [T, groups]
+    best = _group_scores(scores, settings)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(settings.group_topk, dim=-1).indices, True)
-    return kept.unsqueeze(-1).expand_as(by_group).flatten(1)
+    return kept.repeat_interleave(scores.shape[1] // settings.num_groups, dim=1)
+
+
+def _group_scores(scores: Tensor, settings: RouterSettings) -> Tensor:
+    """[T, E] -> [T, groups]: the sum of the best scores of each group."""
+    assert settings.num_groups is not None and settings.group_topk is not None
+    by_group = scores.unflatten(1, (settings.num_groups, -1))
+    return by_group.topk(settings.num_chosen // settings.group_topk, dim=-1).values.sum(-1)
+
+
+def _last_margin(scores: Tensor, num_chosen: int) -> Tensor:
+    """[T, E] -> [T]: the num_chosen-th highest score minus the next; infinite where none is left out."""
+    if num_chosen == scores.shape[1]:
+        return torch.full_like(scores[:, 0], torch.inf)
+    best = scores.topk(num_chosen + 1, dim=-1).values
+    return best[:, -2] - best[:, -1]
 
 
 def choices_of_sequences(routing: Routing, num_sequences: int) -> Tensor:

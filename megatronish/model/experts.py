@@ -133,14 +133,15 @@ class MixtureOfExperts(nn.Module):
             y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
         return y
 
+    def own_positions(self, context: Context) -> Tensor:
+        """[s], the positions along the whole sequence of the tokens that this rank routes."""
+        return context.positions if self.tp.cuts_sequence else comm.piece_of(context.positions, self.tp.axis)
+
     def kept(self, routing: Routing, context: Context) -> Tensor | None:
         """bool [T, K], whether each choice is within the capacity of its expert; None without a limit."""
         if self.capacity_factor is None:
             return None
-        positions = context.positions
-        if not self.tp.cuts_sequence:
-            positions = comm.piece_of(positions, self.tp.axis)
-        spec, cp = self.spec, context.routing.cp
+        positions, spec, cp = self.own_positions(context), self.spec, context.routing.cp
         capacity = Capacity.of(
             self.capacity_factor,
             num_chosen=spec.num_chosen,

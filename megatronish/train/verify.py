@@ -1,136 +1,22 @@
 """Check that a layout trains the same model as one process, on the user's own config.
 
-Each run records a trace: loss and gradient norm of every step; and, to locate a difference, the sum and the sum of
-squares of every layer's output for every sample, and the sum of squares of every parameter's gradient. None of these
-depends on the layout. So two traces are compared entry by entry, and the first entry that differs, in the order of
-computation, is where the runs differ.
+Each run records a trace (trace.py). None of its numbers depends on the layout, so two traces are compared entry by
+entry, and the first entry that differs, in the order of computation, is where the runs differ. Tokens of a model with
+experts are given the choices of the one process; a token that would have chosen otherwise is an error, unless its
+scores are so near to each other in the one process that rounding decides.
 """
 
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from megatronish import comm
 from megatronish.config.config import Config
 from megatronish.config.recompute import RecomputeConfig
-from megatronish.launch.local import run_local_ranks
-from megatronish.launch.place import Place
-from megatronish.mesh import Mesh, leave
-from megatronish.model.gpt import GPT
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
-from megatronish.train.run import start_mesh
-from megatronish.train.trainer import Progress, Trainer, TrainingSchedule
+from megatronish.train.trace import Trace, trace
 
 TOLERANCE = 1e-5
+MARGIN = 1e-5  # of scores: rounding moves them by about 1e-7
 WIDTHS = (5, 14, 18, 11, 18, 18, 11)  # of the columns, at least
-
-
-class Trace(NamedTuple):
-    """Records of one run: `steps` has (loss, gradient norm), `outputs` (sum, sum of squares).
-
-    Keys of `outputs` are `step/layer/sample`, keys of `gradients` (sums of squares) `step/parameter`.
-    """
-
-    steps: list[tuple[float, float]]
-    outputs: dict[str, tuple[float, float]]
-    gradients: dict[str, float]
-
-
-class Recorder:
-    """Records sums over the outputs of this rank's layers, by forward hooks."""
-
-    def __init__(self, model: GPT, mesh: Mesh) -> None:
-        self.mesh, self.outputs = mesh, dict[str, tuple[float, float]]()
-        self.step = 0
-        self.sequence_is_cut = model.tp.cuts_sequence
-        layers = model.get_submodule("layers")
-        watched = {f"layers.{name}": layer for name, layer in layers.named_children()}
-        if model.is_first:
-            watched["embedding"] = model.get_submodule("embedding")
-        for name, module in watched.items():
-            module.register_forward_hook(partial(self._record, name))
-
-    def _record(self, layer: str, _module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        """Add the sums of an output [S, B, D] for each of its B samples, over the ranks that cut the sequence.
-
-        The samples are those of the context, the layer's last argument: with recomputation a layer runs again after
-        other micro-batches.
-        """
-        values = output.detach().double()
-        sums = torch.stack((values.sum((0, 2)), values.square().sum((0, 2))))
-        if self.sequence_is_cut:
-            comm.all_reduce(sums, self.mesh.tp)
-        comm.all_reduce(sums, self.mesh.cp)
-        for sample, (total, squares) in zip(arguments[-1].batch.sample_ids.tolist(), sums.t().tolist(), strict=True):
-            self.outputs[f"{self.step}/{layer}/{sample}"] = (total, squares)
-
-
-def trace_rank(config: Config, num_steps: int, folder: Path, place: Place) -> int:
-    """Train `num_steps` steps on one rank and write its `trace_RANK.json` to `folder`; the exit status."""
-    mesh = start_mesh(config, place)
-    job = TrainingJob.open(config, mesh)
-    engine = job.build_engine()
-    recorder = Recorder(engine.stage.model, mesh)
-    trainer = Trainer(
-        engine=engine,
-        schedule=TrainingSchedule(job.schedule, job.batch_sizes, num_steps),
-        prepare=job.batches_of(job.datasets.train),
-        num_ahead=0,
-        hooks=(),
-        progress=Progress(),
-    )
-    steps, gradients = [], {}
-    for step in range(num_steps):
-        recorder.step = step
-        consumed = trainer.progress.consumed_samples
-        record = trainer.step(trainer.prepare(consumed, trainer.schedule.batch_size.at(consumed)))
-        steps.append((record.result.loss, record.result.grad_norm))
-        for name, squares in _gradient_squares(engine).items():
-            gradients[f"{step}/{name}"] = squares
-    (folder / f"trace_{place.rank}.json").write_text(json.dumps(Trace(steps, recorder.outputs, gradients)))
-    comm.barrier(mesh.world)
-    leave()
-    return 0
-
-
-def _gradient_squares(engine: Engine) -> dict[str, float]:
-    """The sum of squares of every parameter's gradient (after clipping), over the ranks that hold its parts."""
-    found = {}
-    sharing = engine.data_parallel
-    for name in engine.stage.shardings:
-        part = sharing.gradients.get(name)
-        squares = torch.zeros((), dtype=torch.float64) if part is None else part.double().square().sum().cpu()
-        domain = sharing.domains[engine.stage.shardings[name].domain]
-        for axis in (domain.shard, *(domain.model[cut.axis] for cut in engine.stage.shardings[name].cuts)):
-            comm.all_reduce(squares, axis)
-        found[name] = float(squares)
-    return found
-
-
-def trace(config: Config, *, num_steps: int) -> Trace | None:
-    """The trace of `config` in its layout on local ranks; None if a rank failed (which prints its error)."""
-    with TemporaryDirectory(prefix="megatronish-") as folder:
-        status = run_local_ranks(
-            partial(trace_rank, config, num_steps, Path(folder)), world_size=config.layout.world_size
-        )
-        if status:
-            return None
-        whole = Trace([], {}, {})
-        for path in sorted(Path(folder).glob("trace_*.json")):
-            part = Trace(*json.loads(path.read_text()))
-            whole.outputs.update(part.outputs)
-            whole.gradients.update(part.gradients)
-            whole = whole._replace(steps=part.steps)
-        return whole
 
 
 def serial(config: Config) -> Config:
@@ -140,6 +26,8 @@ def serial(config: Config) -> Config:
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
         data_parallel_size=1,
         sequence_parallel=False,
         pipeline_schedule="1f1b",
@@ -175,9 +63,48 @@ def compare(one: Trace, other: Trace, *, layout: str, tolerance: float = TOLERAN
         cells: list[int | str] = [step, f"{before[0]:.8f}", f"{after[0]:.8f}", f"{apart[0]:.1e}"]
         cells += [f"{before[1]:.6f}", f"{after[1]:.6f}", f"{apart[1]:.1e}"]
         lines.append("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-    if worst <= tolerance:
-        return Verdict("\n".join(lines), None)
-    return Verdict("\n".join(lines), _place(one, other, tolerance) or "no single layer: differences add up over steps")
+    difference = _inexact(one, other, tolerance) or _rerouted(other)
+    if worst > tolerance:
+        difference = _place(one, other, tolerance) or difference or "no single layer: differences add up over steps"
+    return Verdict("\n".join(lines), difference)
+
+
+def routing_report(one: Trace, other: Trace) -> str:
+    """How many tokens would have chosen other experts, and by what margins the one process chose."""
+    margins = [margin for choices in one.choices.values() for margin in choices.margins]
+    tokens = f"{len(other.rerouted)} of {len(margins)} tokens, counted in each layer and step,"
+    smallest = f"the smallest margin of one process is {min(margins):.1e}"
+    if not other.rerouted:
+        return f"experts: {tokens} would have chosen others; {smallest}"
+    worst = max(token.margin for token in other.rerouted)
+    return (
+        f"experts: {tokens} would have chosen others, at margins of at most {worst:.1e} (below {MARGIN:.0e} rounding "
+        f"decides, and that is allowed); {smallest}"
+    )
+
+
+def _inexact(one: Trace, other: Trace, tolerance: float) -> str | None:
+    """The first number that must be equal and is not, else the first metric that differs."""
+    for key, (expected,) in one.exact.items():
+        if any(values != expected for values in other.exact[key]):
+            step, name = key.split("/")
+            return f"the {name} must be equal, and differ in step {int(step) + 1}"
+    for number, (before, after) in enumerate(zip(one.metrics, other.metrics, strict=True), start=1):
+        for name, value in before.items():
+            if _apart(value, after[name]) > tolerance:
+                return f"{name} is {after[name]:.8g} instead of {value:.8g} in step {number}"
+    return None
+
+
+def _rerouted(other: Trace) -> str | None:
+    """The first token whose choice another layout may not change."""
+    for token in sorted(other.rerouted):
+        if token.margin >= MARGIN:
+            return (
+                f"in step {token.step + 1} layers.{token.layer} would have chosen other experts for the token at "
+                f"position {token.position} of sample {token.sample}, at a margin of {token.margin:.1e}"
+            )
+    return None
 
 
 def _place(one: Trace, other: Trace, tolerance: float) -> str | None:
@@ -213,12 +140,14 @@ def _apart(one: float, other: float) -> float:
 def verify(config: Config, *, num_steps: int) -> int:
     """Print the comparison; the exit status is 0 for equal, 1 for different or failed."""
     layout = str(config.layout).replace(" x ", " ")
-    runs: Sequence[Config] = (serial(config), config)
-    traces = [trace(run, num_steps=num_steps) for run in runs]
-    if traces[0] is None or traces[1] is None:
+    one = trace(serial(config), num_steps=num_steps)
+    other = None if one is None else trace(config, num_steps=num_steps, replayed=one.choices)
+    if one is None or other is None:
         return 1
-    verdict = compare(traces[0], traces[1], layout=layout)
+    verdict = compare(one, other, layout=layout)
     print(verdict.table)
+    if one.choices:
+        print(routing_report(one, other))
     if verdict.difference is None:
         print(f"{config.layout} trains the same model: every difference is at most {TOLERANCE:.0e} relative")
         return 0

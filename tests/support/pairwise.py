@@ -1,7 +1,7 @@
 """Covering arrays: few cases in which every compatible pair of feature values occurs (pairwise testing)."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import combinations
 from typing import Any
 
@@ -32,10 +32,10 @@ def covered_pairs(cases: Sequence[Chosen]) -> set[Pair]:
     return {frozenset(pair) for chosen in cases for pair in combinations(chosen.items(), 2)}
 
 
-def pairwise(cases: Sequence[Choices], *, seed: int) -> list[Chosen]:
-    """One way to fill each case; together they cover `possible_pairs`, if the cases are enough."""
+def pairwise(cases: Sequence[Choices], *, seed: int, wanted: Set[Pair] | None = None) -> list[Chosen]:
+    """One way to fill each case; together they cover `wanted` (all `possible_pairs`), if the cases are enough."""
     random_ = random.Random(seed)
-    missing = possible_pairs(cases)
+    missing = possible_pairs(cases) if wanted is None else set(wanted)
     filled: dict[int, Chosen] = {}
     for index in random_.sample(range(len(cases)), len(cases)):
         candidates = [

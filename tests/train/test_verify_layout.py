@@ -13,7 +13,8 @@ from megatronish.layers.norm import Norm
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
 from megatronish.sharding import Sharding
-from megatronish.train.verify import Trace, compare
+from megatronish.train.trace import Trace
+from megatronish.train.verify import compare
 
 
 def verify(folder: Path, flags: str, **options: object) -> Finished:
@@ -76,7 +77,7 @@ def test_a_wrong_gradient_is_named_by_its_parameter(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_number_agrees_with_nothing() -> None:
-    trace = Trace([(math.nan, 1.0)], {}, {"0/a": 1.0})
+    trace = Trace.empty()._replace(steps=[(math.nan, 1.0)], gradients={"0/a": 1.0})
     assert compare(trace, trace, layout="tp 2").difference is not None
 
 

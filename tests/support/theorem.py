@@ -1,0 +1,281 @@
+"""A training run of the theorem: what is trained, how it is spread over ranks, and what each rank sees of it."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from engines import evaluated
+from torch import Tensor, nn
+
+from megatronish.config.config import Config
+from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.training import AttentionBackend, TrainingConfig
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.sample import Sample
+from megatronish.launch.place import Place
+from megatronish.layers.router import Router, Routing
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
+from megatronish.model.batch import MicroBatch
+from megatronish.streams import numpy_stream
+from megatronish.train.build import build_engine
+from megatronish.train.engine import Engine
+from megatronish.train.statistics import params_norm
+
+SEED = 7
+VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
+EOD = 0
+NUM_STEPS = 3
+SGD_STEPS = 2
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+CLIP = 0.5  # below every gradient norm here, so that clipping acts
+# Large steps for matrices alone: Adam makes whole steps of noise in embeddings, which at 20 times this rate shows.
+OPTIMIZERS = {
+    "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
+    "muon": OptimizerConfig(optimizer="muon", lr=1e-3, muon_nesterov=True, muon_extra_scale_factor=4.0, clip_grad=CLIP),
+}
+
+SGD = OptimizerConfig(optimizer="sgd", clip_grad=CLIP)
+DECOUPLED: dict[str, Any] = {"decoupled_lr": 3e-3, "apply_wd_to_qk_layernorm": True}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained. No layout shows in it, but for sizes that every layout of the test could divide."""
+
+    model: ModelConfig
+    seq_length: int
+    global_batch_size: int
+    eod_mask_loss: bool = False
+    documents: bool = False
+    optimizer: str = "adam"
+    decoupled: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    seed: int = SEED
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How it is spread over ranks and over time."""
+
+    layout: Layout
+    micro_batch_size: int
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    num_chunks: int | None = None
+    split: str = "even"
+    overlap: bool = True
+    cp_comm_type: str = "p2p"
+    attention_backend: AttentionBackend = "auto"
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    zero: int = 0
+    copies: int = 1
+    offload: str = "none"
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """As a user would write it.
+
+        `uneven`: the number of layers of the first stage is given; `ends`: embedding and head count as layers.
+        """
+        return ParallelConfig(
+            tensor_model_parallel_size=self.layout.tp,
+            pipeline_model_parallel_size=self.layout.pp,
+            data_parallel_size=self.layout.dp,
+            context_parallel_size=self.layout.cp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
+            cp_comm_type=self.cp_comm_type,  # type: ignore[arg-type]
+            sequence_parallel=self.sequence_parallel,
+            pipeline_schedule=self.schedule,  # type: ignore[arg-type]
+            num_virtual_stages_per_pipeline_rank=self.num_chunks,
+            pipeline_split="auto" if self.split == "auto" else "even",
+            account_for_embedding_in_pipeline_split=self.split == "ends",
+            account_for_loss_in_pipeline_split=self.split == "ends",
+            decoder_first_pipeline_num_layers=CHUNKS[self.schedule] + 1 if self.split == "uneven" else None,
+            overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap,
+            ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
+            zero_stage=self.zero,  # type: ignore[arg-type]
+            num_distributed_optimizer_instances=self.copies,
+            optimizer_cpu_offload=self.offload == "optimizer",
+            param_cpu_offload=self.offload == "parameters",
+        )
+
+
+class Held(NamedTuple):
+    """A rectangle of a global tensor, as one rank holds it."""
+
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+Parts = dict[str, list[Held]]
+
+
+class Routed(NamedTuple):
+    """What routers of a run saw: choices of each expert in every step [L, E], their state at the end by its name.
+
+    `margin` is the smallest difference, over tokens and layers, between the scores of the last expert that was chosen
+    and of the first that was not: below it rounding could choose another expert.
+    """
+
+    tokens: list[Tensor]
+    states: dict[str, Tensor]
+    margin: float
+
+
+class Record(NamedTuple):
+    """What one rank saw. `*_parts` are its share of the tensors."""
+
+    metrics: list[dict[str, float]]
+    grad_norms: list[float]
+    evaluation: tuple[float, int]
+    params_norm: float
+    initial_parts: Parts
+    gradient_parts: Parts
+    trained_parts: Parts
+    muon_parts: Parts
+    routed: Routed
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [metrics["loss"] for metrics in self.metrics]
+
+
+class Samples:
+    """Random tokens with ends of documents among them, more in some samples than in others; every fifth all ends."""
+
+    name = identity = "samples"
+    num_samples = None
+
+    def __init__(self, seq_length: int) -> None:
+        self.length = seq_length + 1
+
+    def sample(self, index: int) -> Sample:
+        stream = numpy_stream(SEED, "samples", index)
+        share = 1.0 if index % 5 == 4 else stream.random() * 0.5
+        ends = stream.random(self.length) < share
+        return Sample(np.where(ends, EOD, stream.integers(1, VOCABULARY, self.length)))
+
+
+def train(place: Place, problem: Problem, spread: Spread) -> Record:
+    """SGD steps from the initial values, then Adam or Muon steps from them again."""
+    mesh = Mesh.of(spread.parallel, place, has_experts=problem.model.num_experts is not None)
+    dataset = Samples(problem.seq_length)
+
+    def batches(step: int) -> list[MicroBatch]:
+        return micro_batches(
+            dataset,
+            consumed_samples=step * problem.global_batch_size,
+            global_batch_size=problem.global_batch_size,
+            share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
+            collate=Collator(
+                EOD,
+                reset_position_ids=problem.documents,
+                reset_attention_mask=problem.documents,
+                eod_mask_loss=problem.eod_mask_loss,
+            ),
+        )
+
+    margins: list[float] = []
+    sgd = build(mesh, problem, spread, replace(SGD, **DECOUPLED if problem.decoupled else {}))
+    watch_margins(sgd, margins)
+    initial = parts(sgd, masters_of(sgd))
+    results = []
+    for step in range(SGD_STEPS):
+        rates = {"learning_rate": 0.1, "decoupled_learning_rate": 0.2 if problem.decoupled else None}
+        results.append(sgd.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates))
+        if step == 0:
+            gradients = parts(sgd, sgd.data_parallel.gradients)
+    config = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
+    engine = build(mesh, problem, spread, config)
+    watch_margins(engine, margins)
+    assert config.lr is not None
+    rates = {"learning_rate": config.lr, "decoupled_learning_rate": config.decoupled_lr}
+    results += [engine.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates) for step in range(NUM_STEPS)]
+    of_muon = {
+        name: held
+        for name, held in parts(engine, masters_of(engine)).items()
+        if problem.optimizer == "muon" and engine.stage.shardings[name].role == "matrix"
+    }
+    return Record(
+        metrics=[dict(result.metrics) for result in results],
+        grad_norms=[result.grad_norm for result in results],
+        evaluation=evaluated(engine, batches(NUM_STEPS)),
+        params_norm=params_norm(engine),
+        initial_parts=initial,
+        gradient_parts=gradients,
+        trained_parts=parts(sgd, masters_of(sgd)),
+        muon_parts=of_muon,
+        routed=Routed(
+            [result.expert_load.tokens for result in results if result.expert_load is not None],
+            states_of(sgd, "sgd") | states_of(engine, problem.optimizer),
+            min(margins, default=math.inf),
+        ),
+    )
+
+
+def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConfig) -> Engine:
+    return build_engine(
+        Config(
+            model=problem.model,
+            parallel=spread.parallel,
+            recompute=spread.recompute,
+            training=TrainingConfig(
+                seq_length=problem.seq_length,
+                micro_batch_size=spread.micro_batch_size,
+                global_batch_size=problem.global_batch_size,
+                seed=problem.seed,
+                bf16=problem.bf16,
+                fp16=problem.fp16,
+                attention_backend=spread.attention_backend,
+            ),
+            optimizer=optimizer,
+        ),
+        mesh,
+        vocab_size=VOCABULARY,
+    )
+
+
+def masters_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: shard.master for name, shard in engine.data_parallel.shards.items()}
+
+
+def parts(engine: Engine, tensors: dict[str, Tensor]) -> Parts:
+    """Copies of the rectangles that this rank holds; what is left over is padding, which stays zero."""
+    found: Parts = {}
+    for name, shard in engine.data_parallel.shards.items():
+        local = tensors[name].detach()
+        found[name] = [Held(piece.global_offset, piece.view(local).clone()) for piece in shard.pieces]
+        assert sum(int(held.values.count_nonzero()) for held in found[name]) == int(local.count_nonzero()), name
+    return found
+
+
+def states_of(engine: Engine, run: str) -> dict[str, Tensor]:
+    """Copies of the state of this rank's routers."""
+    return {
+        f"{run}/{layer}/{name}": value.clone()
+        for layer, router in engine.stage.model.routers().items()
+        for name, value in router.state.items()
+    }
+
+
+def watch_margins(engine: Engine, margins: list[float]) -> None:
+    """Append the smallest margin of every routing to `margins`."""
+
+    def watch(router: nn.Module, _arguments: tuple[Any, ...], routing: Routing) -> None:
+        assert isinstance(router, Router)
+        margins.append(float(router.margins(router.scores(routing.logits.detach())).min()))
+
+    for router in engine.stage.model.routers().values():
+        router.register_forward_hook(watch)

@@ -1,0 +1,190 @@
+"""Cases of the theorem: every layout of at most eight ranks, and the features that are dealt to it."""
+
+from dataclasses import replace
+from itertools import product
+from math import lcm
+from typing import Any
+
+from pairwise import Chosen, pairwise
+from theorem import CHUNKS, Problem, Spread
+
+from megatronish.config.model import ModelConfig
+from megatronish.config.recompute import RecomputeConfig
+from megatronish.layout import Layout
+
+LAYOUTS = [
+    Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+    for cp, dp, tp, pp in product((1, 2, 4), *[range(1, 9)] * 3)
+    if dp * tp * pp * cp <= 8
+]
+RECOMPUTE = {
+    "none": RecomputeConfig(),
+    "selective": RecomputeConfig("selective"),
+    "uniform": RecomputeConfig("full", "uniform", 2, offload_saved_activations=True),
+    "block": RecomputeConfig("full", "block", 1),
+}
+
+
+def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """What each feature may be in this layout, facts of the layout among them. None: the layout has nothing of it."""
+    return {
+        "family": ("gpt2", "llama", "qwen", "bloom", "gpt_oss"),
+        "tied": (True, False),
+        "sequence_parallel": (True, False) if layout.tp > 1 else (None,),
+        "dropout": (0.0, 0.1),
+        "schedule": tuple(CHUNKS) if layout.pp > 1 else (None,),
+        "split": ("even", "uneven", "auto") if layout.pp > 1 else (None,),
+        "recompute": tuple(RECOMPUTE),
+        "cp_comm_type": ("p2p", "a2a") if layout.cp > 1 else (None,),
+        "attention_backend": ("auto", "fused_softmax"),
+        "eod_mask_loss": (True, False),
+        "documents": (True, False),
+        "micro_batch_size": (1, 2),
+        "num_microbatches": (1, 3, 4) if layout.pp in (2, 3) else (1, 3),
+        "overlap": (True, False) if layout.dp * layout.cp > 1 else (None,),
+        "optimizer": ("adam", "muon"),
+        "decoupled": (True, False),
+        "zero": (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0, 1),
+        "copies": (1, 2) if layout.dp * layout.cp in (4, 6, 8) else (None,),
+        "offload": ("none", "optimizer", "parameters"),
+        "dp": (layout.dp > 1,),
+        "tp": (layout.tp > 1,),
+        "pp": (min(layout.pp, 3),),
+        "cp": (layout.cp,),
+    }
+
+
+IN_THE_PRODUCT = ("family", "tied", "sequence_parallel", "dropout", "schedule", "recompute", "cp_comm_type")
+# Few layouts have both a long ring, many data ranks or tp, and a pipeline: they are dealt features several times.
+CASES = [
+    *LAYOUTS,
+    *[Layout(pp=2, cp=4)] * 4,
+    *[Layout(tp=2, cp=4)] * 2,
+    Layout(dp=2, cp=4),
+    *[Layout(tp=2, pp=2, cp=2)] * 2,
+    *[Layout(tp=2, pp=2)] * 2,
+    Layout(pp=3, cp=2),
+    *[Layout(dp=4, pp=2)] * 3,
+]
+CHOICES = [choices(layout) for layout in CASES]
+DEALT = pairwise(CHOICES, seed=34)
+
+
+def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
+    """A small model that the layout divides."""
+    family = chosen["family"]
+    llama, qwen, oss = family in ("llama", "gpt_oss"), family == "qwen", family == "gpt_oss"
+    # At least 3; where heads are traded for sequence, tp cp of them, and key/value heads that cp need not divide.
+    trades_heads = chosen["cp_comm_type"] == "a2a"
+    unit = layout.tp * layout.cp if trades_heads else layout.tp
+    heads = kv_heads = -(-3 // unit) * unit
+    if llama and trades_heads:
+        kv_heads = layout.tp
+    elif llama:
+        heads = 2 * kv_heads
+    positions = layout.pp * CHUNKS[chosen["schedule"] or "1f1b"]
+    num_layers = max(positions, 2 if layout.pp == 1 else 4) + (chosen["split"] in ("uneven", "auto"))
+    return ModelConfig(
+        num_layers=num_layers,
+        hidden_size=20 if qwen else 4 * heads,
+        num_attention_heads=heads,
+        kv_channels=6 if qwen else None,
+        ffn_hidden_size=5 * heads,
+        group_query_attention=llama,
+        num_query_groups=kv_heads if llama else None,
+        position_embedding_type={"gpt2": "learned_absolute", "bloom": "alibi"}.get(family, "rope"),  # type: ignore[arg-type]
+        normalization="RMSNorm" if llama or qwen else "LayerNorm",
+        swiglu=family == "llama" or qwen,
+        quick_geglu=oss,
+        glu_linear_offset=1.0 if oss else 0.0,
+        activation_func_clamp_value=0.3 if oss and chosen.get("clamped", True) else None,
+        embed_layernorm=family == "bloom",
+        softmax_type={"gpt_oss": "learnable", "bloom": "off-by-one"}.get(family, "vanilla"),  # type: ignore[arg-type]
+        disable_bias_linear=family == "llama" or qwen,
+        add_qkv_bias=qwen,
+        qk_layernorm=qwen,
+        window_size=5 if qwen or oss else None,
+        window_attn_skip_freq="2" if oss else None,
+        no_rope_freq=str([1] + [0] * (num_layers - 1)) if oss else None,
+        untie_embeddings_and_output_weights=not chosen["tied"],
+        attention_dropout=chosen["dropout"],
+        hidden_dropout=chosen["dropout"],
+        init_method_std=0.2,  # attention that is far from uniform
+        make_vocab_size_divisible_by=4,
+    )
+
+
+def problem_of(layout: Layout, chosen: Chosen) -> Problem:
+    cut = lcm(2 * layout.cp, layout.cp * layout.tp) if layout.cp > 1 else layout.tp
+    return Problem(
+        model=model_of(layout, chosen),
+        seq_length=-(-12 // cut) * cut,
+        global_batch_size=layout.dp * chosen["micro_batch_size"] * chosen["num_microbatches"],
+        eod_mask_loss=chosen["eod_mask_loss"],
+        documents=chosen["documents"],
+        optimizer=chosen["optimizer"],
+        decoupled=chosen["decoupled"],
+    )
+
+
+def offload_of(zero: int, asked: str) -> str:
+    """What of it the stage can have."""
+    if zero == 0:
+        return "none"
+    return "optimizer" if zero < 3 and asked == "parameters" else asked
+
+
+def spread_of(layout: Layout, chosen: Chosen) -> Spread:
+    splits = chosen["schedule"] in ("zb-h1", "zb-v")  # which stages 2 and 3 cannot have
+    zero = min(chosen["zero"], 1) if splits else chosen["zero"]
+    is_ring = layout.cp > 1 and chosen["cp_comm_type"] == "p2p"  # which has no choice of backends
+    shares = chosen["recompute"] == "uniform" and layout.tp > 1 and not chosen["sequence_parallel"]
+    return Spread(
+        layout=layout,
+        micro_batch_size=chosen["micro_batch_size"],
+        sequence_parallel=bool(chosen["sequence_parallel"]),
+        schedule=chosen["schedule"] or "1f1b",
+        num_chunks=CHUNKS["interleaved"] if chosen["schedule"] == "interleaved" else None,
+        split=chosen["split"] or "even",
+        cp_comm_type=chosen["cp_comm_type"] or "p2p",
+        attention_backend="auto" if is_ring else chosen["attention_backend"],
+        recompute=replace(RECOMPUTE[chosen["recompute"]], distribute_saved_activations=shares),
+        overlap=chosen["overlap"] is not False,
+        zero=zero,
+        copies=chosen["copies"] or 1 if zero else 1,
+        offload=offload_of(zero, chosen["offload"]),
+    )
+
+
+def all_cases() -> list[tuple[Layout, Chosen]]:
+    """Every layout with the product of its main features; the others as they were dealt to the layout."""
+    return [
+        (layout, dealt | dict(zip(IN_THE_PRODUCT, values, strict=True)))
+        for layout, dealt, of_layout in zip(CASES, DEALT, CHOICES, strict=True)
+        for values in product(*(of_layout[feature] for feature in IN_THE_PRODUCT))
+    ]
+
+
+def name_of(layout: Layout, chosen: Chosen) -> str:
+    said: dict[str, dict[Any, str]] = {
+        "tied": {True: "tied", False: "untied"},
+        "sequence_parallel": {True: "sp", False: "", None: ""},
+        "dropout": {0.1: "dropout", 0.0: ""},
+        "eod_mask_loss": {True: "masked", False: ""},
+        "documents": {True: "documents", False: ""},
+        "overlap": {True: "", False: "no_overlap", None: ""},
+        "decoupled": {True: "decoupled", False: ""},
+    }
+    words = [chosen["family"], *(said[feature][chosen[feature]] for feature in said)]
+    words += [chosen["optimizer"]] if chosen["optimizer"] != "adam" else []
+    words += [f"recompute_{chosen['recompute']}"] if chosen["recompute"] != "none" else []
+    if layout.cp > 1:
+        words.append(chosen["cp_comm_type"])
+    words += [chosen["attention_backend"]] if spread_of(layout, chosen).attention_backend != "auto" else []
+    if chosen["zero"]:
+        words.append(f"zero{chosen['zero']}x{chosen['copies']}")
+        words += [f"offload_{chosen['offload']}"] if chosen["offload"] != "none" else []
+    if layout.pp > 1:
+        words += [chosen["schedule"], chosen["split"]]
+    sizes = f"{chosen['num_microbatches']}x{chosen['micro_batch_size']}"
+    return f"dp{layout.dp}_tp{layout.tp}_pp{layout.pp}_cp{layout.cp}-{'-'.join(filter(None, words))}-{sizes}"

@@ -1,0 +1,122 @@
+"""Bits of models with experts: what must be equal in every bit, and what must not move routers at all."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from comparison import serial, with_margin
+from expert_cases import EXPERTS
+from ranks import run_ranks
+from theorem import SGD, Problem, Record, Samples, Spread, build, states_of, train
+from theorem_cases import RECOMPUTE
+
+from megatronish.config.model import ModelConfig
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.launch.place import Place
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
+
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 12,
+    "init_method_std": 0.2,
+    "make_vocab_size_divisible_by": 4,
+}
+BIASED = EXPERTS["sigmoid"] | {"moe_router_num_groups": 2, "moe_shared_expert_intermediate_size": 8}
+LIMITED = EXPERTS["capacity"]
+
+
+def problem_of(options: dict[str, Any]) -> Problem:
+    """Four layers with experts, dropout at its default."""
+    return Problem(ModelConfig(**SIZES, **options), seq_length=12, global_batch_size=4)
+
+
+def assert_equal_bits(one: Record, other: Record) -> None:
+    assert one.metrics == other.metrics
+    assert one.grad_norms == other.grad_norms and one.evaluation == other.evaluation
+    for kind in ("initial_parts", "gradient_parts", "trained_parts"):
+        for name, helds in getattr(one, kind).items():
+            for mine, theirs in zip(helds, getattr(other, kind)[name], strict=True):
+                assert torch.equal(mine.values, theirs.values), f"{kind} of {name}"
+    assert all(map(torch.equal, one.routed.tokens, other.routed.tokens))
+    assert all(torch.equal(state, other.routed.states[name]) for name, state in one.routed.states.items())
+
+
+SPREADS = {
+    "tp2": Spread(Layout(tp=2), 2, ep=2, etp=1, sequence_parallel=True),
+    "dp2-cp2-zero3": Spread(Layout(dp=2, cp=2), 1, ep=2, zero=3),
+    "dp2-tp2-pp2": Spread(Layout(dp=2, tp=2, pp=2), 1, ep=2, etp=2, schedule="zb-v"),
+}
+
+
+OPTIONS = {"bias": BIASED, "capacity": LIMITED}
+
+
+@pytest.mark.parametrize(("options", "spread"), [("bias", "dp2-tp2-pp2"), ("capacity", "dp2-cp2-zero3")])
+def test_the_same_layout_gives_the_same_bits_twice(options: str, spread: str) -> None:
+    size, problem = SPREADS[spread].layout.world_size, problem_of(OPTIONS[options])
+    one, other = (run_ranks(size, train, problem, SPREADS[spread]) for _ in range(2))
+    for mine, theirs in zip(one, other, strict=True):
+        assert_equal_bits(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "spread", "methods"),
+    [
+        ("bias", "tp2", ("selective", "uniform", "block")),
+        ("capacity", "tp2", ("selective", "uniform", "block")),
+        ("bias", "dp2-tp2-pp2", ("uniform",)),
+        ("capacity", "dp2-cp2-zero3", ("block",)),
+    ],
+)
+def test_recomputation_changes_no_bit(options: str, spread: str, methods: Sequence[str]) -> None:
+    """It replays choices, and counts no token again."""
+    size, problem = SPREADS[spread].layout.world_size, problem_of(OPTIONS[options])
+    plain = run_ranks(size, train, problem, SPREADS[spread])
+    for method in methods:
+        again = run_ranks(size, train, problem, replace(SPREADS[spread], recompute=RECOMPUTE[method]))
+        for one, other in zip(plain, again, strict=True):
+            assert_equal_bits(one, other)
+
+
+def states_by_event(place: Place, spread: Spread) -> dict[str, dict[str, torch.Tensor]]:
+    """States of routers at the start, and after an evaluation, a step that overflows in fp16, and one that does not."""
+    problem = replace(problem_of(BIASED), fp16=True)
+    mesh = Mesh.of(spread.parallel, place, has_experts=True)
+    engine = build(mesh, problem, spread, SGD)
+    batches = micro_batches(
+        Samples(problem.seq_length),
+        consumed_samples=0,
+        global_batch_size=4,
+        share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
+        collate=Collator(0),
+    )
+    seen = {"start": states_of(engine, "")}
+    engine.evaluate(batches)
+    seen["evaluation"] = states_of(engine, "")
+    for scale, event in ((2.0**40, "overflow"), (1.0, "step")):
+        engine.rule.loss_scale.scale = scale
+        result = engine.step(batches, num_steps_done=0, learning_rate=0.1, weight_decay=0.0)
+        assert result.skipped == (event == "overflow") and result.expert_load is not None
+        # Four layers of 48 tokens with two choices each: an evaluation or an overflow leaves nothing to be counted.
+        assert result.expert_load.tokens.sum() == 4 * 48 * 2
+        seen[event] = states_of(engine, "")
+    return seen
+
+
+def test_evaluation_and_overflow_move_no_bias() -> None:
+    for seen in run_ranks(2, states_by_event, Spread(Layout(dp=2), 1, ep=2)):
+        for event in ("evaluation", "overflow"):
+            assert all(torch.equal(state, seen["start"][name]) for name, state in seen[event].items())
+        assert seen["step"] and any(not torch.equal(state, seen["start"][name]) for name, state in seen["step"].items())
+
+
+def test_a_seed_with_a_margin_is_found_and_the_margin_is_that_of_the_scores() -> None:
+    problem = with_margin(problem_of(BIASED))
+    assert serial(problem).routed.margin >= 1e-5

@@ -1,0 +1,43 @@
+"""Theorem for models with experts: every layout trains the same model as one process.
+
+Features of dense models meet four kinds of experts and every grid (ep, etp) over the ranks of a stage, as a seeded
+pairwise array deals them. Besides what is compared of dense models, the balancing losses are near, and the choices of
+each expert and the states of routers are equal. Seeds for which a choice of the serial run hangs on rounding are left
+out. `pytest --all-layouts` takes the product of experts, grids, schedules, recomputation and ZeRO in every layout.
+"""
+
+import pytest
+from comparison import assert_equal_to_serial
+from expert_cases import (
+    EXPERT_CASES,
+    EXPERT_CHOICES,
+    EXPERT_DEALT,
+    all_expert_cases,
+    expert_problem,
+    expert_spread,
+    of_experts,
+)
+from pairwise import Chosen, covered_pairs, possible_pairs
+from theorem_cases import name_of
+
+from megatronish.layout import Layout
+
+
+def name_of_experts(layout: Layout, chosen: Chosen) -> str:
+    spread = expert_spread(layout, chosen)
+    return f"{chosen['experts']}-ep{spread.ep}_etp{spread.etp}-{name_of(layout, chosen)}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "chosen" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-layouts")
+        cases = all_expert_cases() if everything else list(zip(EXPERT_CASES, EXPERT_DEALT, strict=True))
+        metafunc.parametrize(("layout", "chosen"), cases, ids=[name_of_experts(*case) for case in cases])
+
+
+def test_a_layout_trains_the_same_experts_as_one_process(layout: Layout, chosen: Chosen) -> None:
+    assert_equal_to_serial(expert_problem(layout, chosen), expert_spread(layout, chosen))
+
+
+def test_experts_meet_every_feature_in_some_layout() -> None:
+    assert of_experts(possible_pairs(EXPERT_CHOICES)) - covered_pairs(EXPERT_DEALT) == set()
