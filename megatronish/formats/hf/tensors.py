@@ -21,6 +21,7 @@ from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
+from megatronish.formats.hf.tensor_experts import published
 from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, HEAD, FamilyTensors
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
@@ -82,6 +83,8 @@ def read(load: Path) -> Model:
                 f"{load}: {name} is of type {NAMES[tensor.dtype]}, and weights are read in "
                 f"{', '.join(NAMES[dtype] for dtype in DTYPES)}; save the model in one of these with transformers"
             )
+    if (experts := _tensors_of(description).experts) is not None:
+        tensors = published(tensors, experts)
     tensors = _with_prefix(load, description, tensors)
     left_out = dict.fromkeys(buffers, "a buffer that follows from config.json")
     if description.model.tied and {HEAD, next(iter(rules(description))).theirs[0]} <= tensors.keys():
