@@ -105,17 +105,23 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class NormShape:
-    """Norm over vectors of `size`, of which a token has `vectors`; tp splits the vectors of a norm of heads."""
+    """Norm over vectors of `size`, of which a token has `vectors`; tp splits the vectors of a norm of heads.
+
+    With `cuts_weight` it splits one vector and its weight, as of a norm over all heads at once.
+    """
 
     kind: Literal["LayerNorm", "RMSNorm"]
     size: int
     vectors: int = 1
     is_split: bool = False
     one_plus: bool = False
+    cuts_weight: bool = False
 
     @property
     def parameters(self) -> Count:
-        """Weight, and LayerNorm's bias; whole on every rank."""
+        """Weight, and LayerNorm's bias; whole on every rank, unless it is cut."""
+        if self.cuts_weight:
+            return Count(split=self.size)
         return Count(whole=self.size * (2 if self.kind == "LayerNorm" else 1))
 
     def saved_bytes(self, *, element_bytes: int, device: DeviceType) -> Count:
@@ -125,7 +131,7 @@ class NormShape:
         multiplied by the weight. A weight stored as w - 1 is normalised in fp32 there, and the input is kept in fp32.
         """
         each = element_bytes
-        if device == "cpu":
+        if device == "cpu" and not self.cuts_weight:
             each = 8 if self.kind == "RMSNorm" else 4 if self.one_plus else element_bytes
         size = self.size * self.vectors * each
         return Count(split=size) if self.is_split else Count(whole=size)

@@ -27,6 +27,10 @@ class AttentionSpec:
     """Keys that a token sees at most, itself included; None: all before it."""
     qk_norm: bool = False
     """Each head's queries and keys are normalised."""
+    norm_across_heads: bool = False
+    """All heads are normalised at once."""
+    clip: float | None = None
+    """Bound of queries, keys and values on both sides."""
     qkv_bias: bool = True
     out_bias: bool = True
     rotary: bool = True
@@ -44,10 +48,13 @@ class AttentionSpec:
         hidden, (queries, keys, values) = model.hidden_size, self.sections
         qkv = LinearShape(hidden, queries + keys + values, "column", self.qkv_bias)
         out = LinearShape(queries, hidden, "row", self.out_bias)
-        norms = tuple(
-            NormShape(model.normalization, self.head_size, heads, is_split=True)
-            for heads in (self.num_heads, self.num_kv_heads)
-        )
+        if self.norm_across_heads:
+            norms = tuple(NormShape("RMSNorm", size, is_split=True, cuts_weight=True) for size in (queries, keys))
+        else:
+            norms = tuple(
+                NormShape(model.normalization, self.head_size, heads, is_split=True)
+                for heads in (self.num_heads, self.num_kv_heads)
+            )
         return LayerCost(
             linears=(qkv, out),
             norms=norms if self.qk_norm else (),
@@ -158,6 +165,8 @@ class LayerSpec:
                 head_size=model.head_size,
                 window=model.window_size if windowed else None,
                 qk_norm=model.qk_layernorm,
+                norm_across_heads=model.qk_layernorm_across_heads,
+                clip=model.clip_qkv,
                 qkv_bias=model.qkv_bias,
                 out_bias=model.linear_bias,
                 rotary=rotary,

@@ -7,8 +7,9 @@ neither on the layout nor on the precision of the run that saved it:
     optimizer.STATE.NAME           exp_avg, exp_avg_sq, ... of the same shape, as far as this parameter has them
 """
 
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.errors import RunError
 from megatronish.mesh import Domain, Mesh
 from megatronish.optim.optimizer import Optimizer
-from megatronish.sharding import Piece, Shard, Sharding
+from megatronish.sharding import FlatPiece, Piece, Shard, Sharding
 
 
 def model_tensors(
@@ -72,11 +73,29 @@ def _global_tensors(
         is_turn = number % domain.replicate.size == domain.replicate.rank
         result[f"{prefix}.{name}"] = GlobalTensor(
             shape=sharding.shape,
-            pieces=shards[name].pieces,
+            pieces=tuple(_by_matrix(shards[name].pieces)),
             local=local.detach(),
             writes=sharding.is_counted(domain) and is_turn,
         )
     return result
+
+
+def _by_matrix(pieces: Iterable[Piece | FlatPiece]) -> Iterator[Piece | FlatPiece]:
+    """Pieces of a stack of matrices (experts) apart for each index of its first dim; pieces of a matrix as they are.
+
+    What is stored is then one rectangle for each expert, and a reader of one expert reads no other.
+    """
+    for piece in pieces:
+        if len(piece.sizes) < 3:
+            yield piece
+            continue
+        (first, *others), sizes = piece.global_offset, (1, *piece.sizes[1:])
+        for row in range(piece.sizes[0]):
+            offset = (first + row, *others)
+            if isinstance(piece, FlatPiece):
+                yield FlatPiece(offset, piece.start + row * math.prod(sizes), sizes)
+            else:
+                yield Piece(offset, (piece.local_offset[0] + row, *piece.local_offset[1:]), sizes)
 
 
 class SaveError(RunError):

@@ -77,20 +77,38 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class UnreadTensor:
-    """Whole tensor that is read only when it is written, used in place of a GlobalTensor."""
+    """Whole tensor that is read only when it is written, used in place of a GlobalTensor.
+
+    With `part`, which reads the rows [start, stop) of the first dim, each row is a rectangle of its own.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    part: Callable[[int, int], Tensor] | None = None
 
     def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
         size = torch.Size(self.shape)
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=size)
-        return [WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+        zeros = (0,) * len(size)
+        chunks = [ChunkStorageMetadata(torch.Size(zeros), size)]
+        if self.part is not None:
+            row = torch.Size((1, *size[1:]))
+            chunks = [ChunkStorageMetadata(torch.Size((number, *zeros[1:])), row) for number in range(size[0])]
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in chunks
+        ]
 
-    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
-        return self.read().contiguous()
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if self.part is None:
+            return self.read().contiguous()
+        assert index.offset is not None
+        return self.part(index.offset[0], index.offset[0] + 1).contiguous()
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

@@ -54,9 +54,12 @@ class ExpertOptions:
 
 
 def has_experts(frequency: str, layer: int) -> bool:
-    """Whether the layer has experts by --moe-layer-freq; ValueError for text that is neither a number nor a list."""
+    """Whether the layer has experts by --moe-layer-freq; ValueError for text that is neither a number nor a list.
+
+    A list that is too short, which the rules refuse, has none in the layers after it.
+    """
     pattern = parse_frequency(frequency)
-    return layer % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer])
+    return layer % pattern == 0 if isinstance(pattern, int) else layer < len(pattern) and bool(pattern[layer])
 
 
 def parse_frequency(text: str) -> int | list[int]:

@@ -89,6 +89,10 @@ class DenseOptions:
     """A bias on the query/key/value projection even with --disable-bias-linear (Qwen2)."""
     qk_layernorm: bool = False
     """Normalise each head's queries and keys before attention (Qwen3)."""
+    qk_layernorm_across_heads: bool = False
+    """--qk-layernorm takes all heads of a token at once (OLMoE)."""
+    clip_qkv: Annotated[float | None, greater_than(0)] = None
+    """Queries, keys and values are between minus this and this, after their norm and before RoPE (OLMoE)."""
     window_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Sliding window: a token sees itself and the window_size - 1 tokens before it (Mistral)."""
     window_attn_skip_freq: str | None = None

@@ -144,7 +144,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_size,
         "moe_ffn_hidden_size": model.expert_ffn_size,
-        "moe_layer_freq": model.expert_layers,
+        "moe_layer_freq": "1" if all(model.expert_layers) else canonical(model.expert_layers),
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or seq_length,
         "window_attn_skip_freq": _pattern(model.windowed_layers),

@@ -5,8 +5,9 @@ is read when the writer of the target asks for it. Tensors without a counterpart
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from tqdm import tqdm
 
 from megatronish.errors import UserError
 from megatronish.formats import native
+from megatronish.formats.complete import check_source, check_target
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.safetensors import nbytes_of
-from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule, Translated, from_ours, to_ours
+from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule, from_ours, to_ours
 
 
 class Format(NamedTuple):
@@ -60,12 +62,18 @@ class Report:
     seconds: float
     unmatched_in: tuple[str, ...] = ()
     unmatched_out: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the source that are no weights, each with the reason."""
 
     def __str__(self) -> str:
         lines = [
             f"{self.tensors_in} tensors in, {self.tensors_out} tensors out: {self.num_parameters:,} parameters, "
             f"{_size(self.num_bytes)} in {self.seconds:.1f} s"
         ]
+        for reason, count in Counter(self.left_out.values()).items():
+            first = next(name for name, why in self.left_out.items() if why == reason)
+            more = f" and {count - 1} more" if count > 1 else ""
+            lines.append(f"left out on purpose: {first}{more}, {reason}")
         lines += [f"left out, without a counterpart of ours: {name}" for name in self.unmatched_in]
         lines += [f"left out, without a counterpart in the target: {name}" for name in self.unmatched_out]
         return "\n".join(lines)
@@ -93,11 +101,10 @@ def convert(
     # Source: names, shapes and dtypes from its headers, under our names, compared with the parameters of the model.
     description, theirs = FORMATS[source].read(load, **(reading or {}))
     ours = to_ours(theirs, FORMATS[source].rules(description))
-    check_model(load, description, ours, allow_unmatched=allow_unmatched)
+    check_source(load, description, ours, allow_unmatched=allow_unmatched)
     # Target: the same tensors under its names, in the dtype that is asked for. All are still lazy.
     converted = from_ours(ours.tensors, FORMATS[target].rules(description))
-    if converted.left_over and not allow_unmatched:
-        raise UserError(f"{target} has no place for {_list(converted.left_over)}; --allow-unmatched leaves that out")
+    check_target(target, converted, allow_unmatched=allow_unmatched)
     tensors = {name: _in_dtype(name, tensor, dtype or tensor.dtype) for name, tensor in converted.tensors.items()}
     num_bytes = sum(map(nbytes_of, tensors.values()))
     # The writer reads each tensor when its bytes are due, and the bar counts these reads.
@@ -112,6 +119,7 @@ def convert(
         seconds=time.perf_counter() - start,
         unmatched_in=ours.left_over,
         unmatched_out=converted.left_over,
+        left_out=description.left_out,
     )
 
 
@@ -122,25 +130,6 @@ def _check_options(name: str, known: Mapping[str, str], given: Mapping[str, Any]
             raise UserError(f"{flags[option]} says nothing about how {name} is {verb}; leave it out")
 
 
-def check_model(load: Path, description: Description, ours: Translated, *, allow_unmatched: bool) -> None:
-    """Check that the tensors are exactly the parameters of the model, in their shapes; UserError if not."""
-    shardings = description.shardings()
-    missing = ours.missing or tuple(name for name in shardings if name not in ours.tensors)
-    if missing:
-        raise UserError(f"{load} lacks {_list(missing)}, which its model has; fetch it again, whole")
-    if ours.left_over and not allow_unmatched:
-        raise UserError(
-            f"{load} holds {_list(ours.left_over)}, of which the model knows nothing; megatronish convert "
-            "--allow-unmatched leaves that out"
-        )
-    for name, tensor in ours.tensors.items():
-        if tensor.shape != shardings[name].shape:
-            raise UserError(
-                f"{load}: {name} would be {list(tensor.shape)}, and its model says {list(shardings[name].shape)}; its "
-                "config and its weights are of two models, fetch both again"
-            )
-
-
 def _size(num_bytes: int) -> str:
     for unit, name in ((10**9, "GB"), (10**6, "MB")):
         if num_bytes >= unit:
@@ -148,18 +137,10 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1000:.1f} kB"
 
 
-def _list(names: tuple[str, ...]) -> str:
-    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
 def _in_dtype(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Lazy tensor of another dtype; UserError, when it is read, for a value that becomes infinite in it."""
-    if dtype == tensor.dtype:
-        return tensor
 
-    def read() -> Tensor:
-        values = tensor.read()
+    def cast(values: Tensor) -> Tensor:
         cast = values.to(dtype)
         if cast.isinf().sum() != values.isinf().sum():
             largest = values[values.isfinite()].abs().max().item()
@@ -170,16 +151,18 @@ def _in_dtype(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
             )
         return cast
 
-    return LazyTensor(tensor.shape, dtype, read)
+    return tensor if dtype == tensor.dtype else tensor.mapped(cast, dtype)
 
 
 def _counted(tensor: LazyTensor, bar: "tqdm[Any]") -> LazyTensor:
-    """Lazy tensor that adds its bytes to the bar when it is read for the first time."""
-    left = [nbytes_of(tensor)]
+    """Lazy tensor that adds its bytes to the bar when they are read for the first time."""
+    left = nbytes_of(tensor)
 
-    def read() -> Tensor:
-        values = tensor.read()
-        bar.update(left.pop() if left else 0)
+    def count(values: Tensor) -> Tensor:
+        nonlocal left
+        taken = min(left, values.nbytes)
+        left -= taken
+        bar.update(taken)
         return values
 
-    return LazyTensor(tensor.shape, tensor.dtype, read)
+    return tensor.mapped(count)

@@ -1,7 +1,7 @@
 """Loading of Hugging Face weights into this rank's shards of a model.
 
 Every rank reads the folder by itself: headers first, then the tensors of which it holds a part, one at a time. So the
-ranks communicate nothing, and a rank needs memory for its shards and one whole tensor.
+ranks communicate nothing, and a rank needs memory for its shards and one whole tensor, or one expert of a stack.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.errors import UserError
-from megatronish.formats.convert import check_model
+from megatronish.formats.complete import check_source
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.weights import LazyTensor, Model, to_ours
 from megatronish.sharding import Piece
@@ -19,7 +19,7 @@ def open_hf(load: Path) -> Model:
     """Model of a Hugging Face folder under our names, lazy; UserError if a tensor is missing or of another shape."""
     description, theirs = hf.read(load)
     ours = to_ours(theirs, hf.rules(description))
-    check_model(load, description, ours, allow_unmatched=False)
+    check_source(load, description, ours, allow_unmatched=False)
     return Model(description, ours.tensors)
 
 
@@ -40,8 +40,22 @@ def load_weights(tensors: Mapping[str, LazyTensor], into: Mapping[str, GlobalTen
             )
     for name, target in wanted.items():
         if target.pieces:
-            whole = tensors[name].read()
-            # Each piece [*sizes] is copied from its place in the global tensor to its place in the local one.
-            for piece in target.pieces:
-                part = Piece(piece.global_offset, piece.global_offset, piece.sizes).view(whole)
-                piece.view(target.local).copy_(part)
+            _fill(target, tensors[name])
+
+
+def _fill(target: GlobalTensor, tensor: LazyTensor) -> None:
+    """Copy each piece [*sizes] from its place in the global tensor to its place in the local one.
+
+    A stack of experts is read expert by expert, and only those of which this rank holds a part.
+    """
+    if tensor.part is None:
+        whole = tensor.read()
+        for piece in target.pieces:
+            piece.view(target.local).copy_(Piece((), piece.global_offset, piece.sizes).view(whole))
+        return
+    for piece in target.pieces:
+        first, *others = piece.global_offset
+        for row in range(piece.sizes[0]):
+            expert = tensor.rows(first + row, first + row + 1)
+            part = Piece((), (0, *others), (1, *piece.sizes[1:])).view(expert)
+            piece.view(target.local)[row : row + 1].copy_(part)

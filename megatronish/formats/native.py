@@ -45,6 +45,7 @@ from megatronish.formats.weights import Description, LazyTensor, Model, TensorRu
 from megatronish.sharding import Piece
 
 PREFIX = "model."
+LOAD = ".router.load"  # a state of routers: layers/router.py
 STEP = 0
 
 
@@ -54,19 +55,38 @@ def read(load: Path, *, step: int | None = None) -> Model:
     if folder is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
     reader = CheckpointReader(folder)
-    tensors = {
-        name.removeprefix(PREFIX): LazyTensor(*stored, partial(_read_tensor, reader, name, stored))
-        for name, stored in stored_tensors(reader).items()
-        if name.startswith(PREFIX)
-    }
-    return Model(description_of(folder), tensors)
+    tensors, left_out = {}, {}
+    for name, stored in stored_tensors(reader).items():
+        if why := _no_weight(name):
+            left_out[name] = why
+        else:
+            tensors[name.removeprefix(PREFIX)] = _lazy(reader, name, stored)
+    return Model(dataclasses.replace(description_of(folder), left_out=left_out), tensors)
 
 
-def _read_tensor(reader: CheckpointReader, name: str, stored: StoredTensor) -> Tensor:
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+def _no_weight(name: str) -> str | None:
+    """Reason why a tensor of a checkpoint is no weight of the model; None for weights."""
+    if not name.startswith(PREFIX):
+        return "state of the optimizer, which starts from the beginning"
+    if name.endswith(LOAD):
+        return "choices of experts in the last step, which a run counts again"
+    return None
+
+
+def _lazy(reader: CheckpointReader, name: str, stored: StoredTensor) -> LazyTensor:
+    """Lazy tensor of a checkpoint; a stack of matrices (experts) is also read in parts."""
+    read = partial(_read_rows, reader, name, stored)
+    part = read if len(stored.shape) > 2 else None
+    return LazyTensor(stored.shape, stored.dtype, partial(read, 0, stored.shape[0] if stored.shape else 0), part)
+
+
+def _read_rows(reader: CheckpointReader, name: str, stored: StoredTensor, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of the first dim."""
+    sizes = (stop - start, *stored.shape[1:]) if stored.shape else ()
+    tensor = torch.empty(sizes, dtype=stored.dtype)
     zeros = (0,) * tensor.dim()
-    whole = GlobalTensor(tuple(tensor.shape), (Piece(zeros, zeros, tuple(tensor.shape)),), tensor, writes=False)
-    read_tensors(reader, {name: whole})
+    piece = Piece((start, *zeros[1:]) if stored.shape else (), zeros, sizes)
+    read_tensors(reader, {name: GlobalTensor(stored.shape, (piece,), tensor, writes=False)})
     return tensor
 
 
@@ -153,4 +173,7 @@ def _state(description: Description) -> dict[str, Any]:
 
 
 def _one_by_one(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    return {PREFIX + name: UnreadTensor(tensor.shape, tensor.dtype, tensor.read) for name, tensor in tensors.items()}
+    return {
+        PREFIX + name: UnreadTensor(tensor.shape, tensor.dtype, tensor.read, tensor.part)
+        for name, tensor in tensors.items()
+    }

@@ -56,9 +56,13 @@ class _TensorLocation(NamedTuple):
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        tensor = torch.empty(self.shape, dtype=self.dtype)
+        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).squeeze(0)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        tensor = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
         with self.file.open("rb") as stream:
-            stream.seek(self.start)
+            stream.seek(self.start + start * row)
             if stream.readinto(_bytes_of(tensor)) != tensor.nbytes:
                 raise _damaged(self.file, "it was cut short while it was read")
         return tensor
@@ -106,7 +110,8 @@ def read_file(path: Path) -> dict[str, LazyTensor]:
     for name, entry in header.items():
         if name != "__metadata__":
             dtype, shape, span = _checked(path, name, entry)
-            tensors[name] = LazyTensor(shape, dtype, _TensorLocation(path, start + span[0], shape, dtype).read)
+            place = _TensorLocation(path, start + span[0], shape, dtype)
+            tensors[name] = LazyTensor(shape, dtype, place.read, place.rows if len(shape) > 2 else None)
             spans.append(span)
     # All entries together: the spans [begin, end) tile the bytes after the header, [0, size - start), without gap or
     # overlap, which also means that none ends beyond the file.

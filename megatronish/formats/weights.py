@@ -5,6 +5,7 @@ in memory. Each format has its own names and shapes of tensors: a `TensorRule` l
 one tensor of ours, with the function that joins them and the one that splits ours.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,12 +30,28 @@ class LazyTensor:
     """Tensor that is not read yet: its shape, its dtype, and the function that reads it.
 
     The result of `read` belongs to the caller, whose reference should be the only one: a conversion has about one
-    tensor in memory.
+    tensor in memory. Where `part` is given, it reads the rows [start, stop) of the first dim alone, and the tensor
+    (the experts of a layer) is taken row by row.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    part: Callable[[int, int], Tensor] | None = None
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first dim."""
+        return self.read()[start:stop] if self.part is None else self.part(start, stop)
+
+    def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "LazyTensor":
+        """Lazy tensor of the values that `function` makes of what is read, element by element."""
+        part = self.part
+        return LazyTensor(
+            self.shape,
+            dtype or self.dtype,
+            lambda: function(self.read()),
+            None if part is None else lambda start, stop: function(part(start, stop)),
+        )
 
     def like(self) -> Tensor:
         """Tensor of this shape and dtype on the meta device, without elements."""
@@ -49,7 +66,8 @@ class Description:
     tokenizer's fields, as far as they are known; `tokenizer_files` are copied with the model, under the names that are
     their keys. `origin` keeps what another format says of the model ({"hf": content of config.json}), which is written
     again when the model returns to that format; runs pass it on. Its "stops" are the ids that end a generated text, if
-    there are more of them than `eod`. `plugins` are those of the run that the model comes from.
+    there are more of them than `eod`. `plugins` are those of the run that the model comes from. `left_out` are tensors
+    of the source that are no weights, or second copies of them, each with the reason.
     """
 
     model: ModelConfig
@@ -60,6 +78,7 @@ class Description:
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def shardings(self) -> dict[str, Sharding]:
         """Shardings of all parameters, by our names: their global shapes without padding, and how they are cut."""
@@ -103,33 +122,47 @@ class Translated(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Rule: tensors `theirs` of a foreign format make the tensor `ours`, by `join`; `split` is the inverse."""
+    """Rule: tensors `theirs` of a foreign format make the tensor `ours`, by `join`; `split` is the inverse.
+
+    With a `row` they make that row of ours alone: one expert of a stack. A stack has a rule for each of its rows.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     join: Callable[[Sequence[Tensor]], Tensor] = lambda parts: parts[0]
     split: Callable[[Tensor], Sequence[Tensor]] = lambda whole: (whole,)
+    row: int | None = None
 
 
 def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Translated:
     """Translation of a foreign format's tensors to our names; nothing is read."""
+    _check_rules(rules)
     tensors: dict[str, LazyTensor] = {}
+    stacks: dict[str, list[LazyTensor]] = {}
     missing: list[str] = []
     used: set[str] = set()
     for rule in rules:
         absent = [name for name in rule.theirs if name not in theirs]
         missing += absent
-        if not absent:
-            used.update(rule.theirs)
-            tensors[rule.ours] = _joined([theirs[name] for name in rule.theirs], rule)
+        used.update(rule.theirs)
+        if absent:
+            continue
+        joined = _joined([theirs[name] for name in rule.theirs], rule)
+        if rule.row is None:
+            tensors[rule.ours] = joined
+        else:
+            stacks.setdefault(rule.ours, []).append(joined)
+    if not missing:
+        tensors |= {name: _stacked(name, rows) for name, rows in stacks.items()}
     return Translated(tensors, tuple(name for name in theirs if name not in used), tuple(missing))
 
 
 def from_ours(ours: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Translated:
     """Translation of our tensors to a foreign format's names; nothing is read.
 
-    The parts of one tensor, if they are read one after the other in the order of the rule, read it once.
+    The parts of one tensor, or of one row, if they are read one after the other in the order of the rule, read it once.
     """
+    _check_rules(rules)
     tensors: dict[str, LazyTensor] = {}
     missing: list[str] = []
     for rule in rules:
@@ -141,6 +174,20 @@ def from_ours(ours: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Tr
     return Translated(tensors, tuple(name for name in ours if name in left_over), tuple(missing))
 
 
+def _check_rules(rules: Sequence[TensorRule]) -> None:
+    """Check that rules are one to one; UserError for a tensor that is written twice, or for rows in disorder."""
+    numbers: dict[str, list[int | None]] = {}
+    names = Counter(name for rule in rules for name in rule.theirs)
+    for rule in rules:
+        numbers.setdefault(rule.ours, []).append(rule.row)
+    twice = [name for name, count in names.items() if count > 1]
+    twice += [name for name, rows in numbers.items() if rows not in ([None], [*range(len(rows))])]
+    if twice:
+        raise UserError(
+            f"the rules of the format do not make {twice[0]} exactly once, so weights would be lost; correct them"
+        )
+
+
 def _joined(parts: Sequence[LazyTensor], rule: TensorRule) -> LazyTensor:
     # The join of meta tensors gives shape and dtype of the result, and refuses shapes that do not fit.
     try:
@@ -148,23 +195,45 @@ def _joined(parts: Sequence[LazyTensor], rule: TensorRule) -> LazyTensor:
     except (RuntimeError, IndexError, ValueError) as error:  # torch's, of shapes that do not fit
         given = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(rule.theirs, parts, strict=True))
         raise UserError(f"{given} do not fit together into {rule.ours}: they are of no such model") from error
-    return LazyTensor(tuple(like.shape), like.dtype, lambda: rule.join([part.read() for part in parts]))
+    # A tensor under another name can still be read in parts.
+    part = parts[0].part if len(parts) == 1 and rule.join is TensorRule.join else None
+    return LazyTensor(tuple(like.shape), like.dtype, lambda: rule.join([part.read() for part in parts]), part)
+
+
+def _stacked(name: str, rows: Sequence[LazyTensor]) -> LazyTensor:
+    """Lazy tensor [len(rows), ...], of which each row is a tensor by itself."""
+    shape, dtype = rows[0].shape, rows[0].dtype
+    if any((row.shape, row.dtype) != (shape, dtype) for row in rows):
+        raise UserError(f"the experts of {name} differ in shape or in type: they are of no such model")
+
+    def part(start: int, stop: int) -> Tensor:
+        values = torch.empty(stop - start, *shape, dtype=dtype)
+        for place, row in zip(values, rows[start:stop], strict=True):
+            place.copy_(row.read())
+        return values
+
+    return LazyTensor((len(rows), *shape), dtype, lambda: part(0, len(rows)), part)
 
 
 def _split(whole: LazyTensor, rule: TensorRule) -> dict[str, LazyTensor]:
     # All parts of the tensor, from the first that is read until the last one is: the writer asks for them in order.
     held: list[Tensor] = []
+    row = rule.row
+
+    def read() -> Tensor:
+        return whole.read() if row is None else whole.rows(row, row + 1)[0]
 
     def part(number: int) -> Tensor:
         if not held:
-            held.extend(rule.split(whole.read()))
+            held.extend(rule.split(read()))
         result = held[number]
         if number == len(rule.theirs) - 1:
             held.clear()
         return result
 
-    likes = rule.split(whole.like())
+    likes = rule.split(whole.like() if row is None else whole.like()[row])
+    rows = whole.part if row is None and rule.split is TensorRule.split else None
     return {
-        name: LazyTensor(tuple(like.shape), like.dtype, partial(part, number))
+        name: LazyTensor(tuple(like.shape), like.dtype, partial(part, number), rows)
         for number, (name, like) in enumerate(zip(rule.theirs, likes, strict=True))
     }

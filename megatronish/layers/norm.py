@@ -1,12 +1,15 @@
-"""Normalisation layers: LayerNorm and RMSNorm."""
+"""Normalisation layers: LayerNorm and RMSNorm, and RMSNorm over heads that tp ranks share."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from megatronish import comm
+from megatronish.mesh import Axis
+from megatronish.ops.library import accumulation_dtype
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megatronish.sharding import Init, Role, Sharding
+from megatronish.sharding import Cut, Init, Role, Sharding
 
 
 class Norm(nn.Module):
@@ -52,3 +55,50 @@ class Norm(nn.Module):
         if self.bias is not None:
             return add_layer_norm(x, y, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
         return add_rms_norm(x, y, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over all heads of queries, or of keys, at once (OLMoE): [..., n / tp, H] -> [..., n / tp, H].
+
+    Heads and weight are cut over tp, so the sum of squares of a token is an all-reduce of one number; in the backward,
+    so is the part of the gradient that comes through it.
+    """
+
+    def __init__(self, size: int, *, epsilon: float, tp: Axis) -> None:
+        super().__init__()
+        self.size, self.epsilon, self.tp = size, epsilon, tp
+        self.weight = nn.Parameter(torch.empty(size // tp.size))
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Cut over tp, with the heads."""
+        return {"weight": Sharding((self.size,), (Cut(0, "tp"),), role="qk_norm", init=Init(value=1.0))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n / tp, H] -> [..., n / tp, H]."""
+        y = _CutRMSNorm.apply(x.flatten(-2), self.weight, self.size, self.epsilon, self.tp)
+        return y.view_as(x)
+
+
+class _CutRMSNorm(torch.autograd.Function):
+    """RMSNorm of vectors of which each rank of the axis holds a part, [..., size / tp]; sums are in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, size: int, epsilon: float, axis: Axis) -> Tensor:
+        wide = x.to(accumulation_dtype(x.dtype))
+        squares = comm.all_reduce(wide.square().sum(-1, keepdim=True), axis)
+        scale = torch.rsqrt(squares / size + epsilon)  # [..., 1]
+        ctx.save_for_backward(x, weight, scale)
+        ctx.size, ctx.axis = size, axis
+        return (wide * scale).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, scale = ctx.saved_tensors
+        normal = x.to(scale.dtype) * scale
+        dy = grads[0].to(scale.dtype)
+        dweight = (dy * normal).flatten(0, -2).sum(0)
+        dnormal = dy * weight
+        # Every rank's output depends on the sum of squares, so this sum runs over all of them.
+        along = comm.all_reduce((dnormal * normal).sum(-1, keepdim=True), ctx.axis) / ctx.size
+        dx = (dnormal - normal * along) * scale
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None

@@ -15,7 +15,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
 from megatronish.layer_specs import AttentionSpec
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.layers.norm import Norm
+from megatronish.layers.norm import AllHeadsNorm, Norm
 from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.context import Context
 from megatronish.model.recompute import recompute
@@ -103,17 +103,22 @@ class Attention(nn.Module):
             spec.sections[0], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std
         )
         if spec.qk_norm:
-            # Each tp rank normalises heads of its own with the shared weight.
-            make_norm = partial(
-                Norm,
-                spec.head_size,
-                kind=config.normalization,
-                epsilon=config.norm_epsilon,
-                partial=tp.size > 1,
-                of_heads=True,
-            )
-            self.q_norm, self.k_norm = make_norm(), make_norm()
+            self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in spec.sections[:2])
         self.sinks = nn.Parameter(torch.empty(num_local_heads)) if spec.softmax == "learnable" else None
+
+    def _make_norm(self, size: int, tp: TensorParallel) -> Norm | AllHeadsNorm:
+        """Norm of the queries, or of the keys, with `size` features in all heads."""
+        config = self.config
+        if self.spec.norm_across_heads:
+            return AllHeadsNorm(size, epsilon=config.norm_epsilon, tp=tp.axis)
+        # Each tp rank normalises heads of its own with the shared weight.
+        return Norm(
+            self.spec.head_size,
+            kind=config.normalization,
+            epsilon=config.norm_epsilon,
+            partial=tp.size > 1,
+            of_heads=True,
+        )
 
     def shardings(self) -> dict[str, Sharding]:
         """Sinks are cut over tp with the heads; projections and norms state their own."""
@@ -132,11 +137,13 @@ class Attention(nn.Module):
         return self.out(self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks))
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised and rotated."""
+        """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised, clipped and rotated."""
         parts = self.qkv(x).split(self.local_sections, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
         if self.spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if (bound := self.spec.clip) is not None:
+            q, k, v = (part.clamp(-bound, bound) for part in (q, k, v))
         if context.rotation is not None and self.spec.rotary:
             q, k = (rotate(part, context.rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
         return q, k, v

@@ -28,6 +28,8 @@ DIFFERENCES: dict[str, str] = {
     "device; its `local` is `fused_softmax`. Its `unfused` is TransformerEngine's, with a fused softmax too; here it "
     "is plain torch.",
     "position_embedding_type": "`alibi` is Megatron-DeepSpeed's; Megatron-LM has MRoPE and YaRN here, too.",
+    "qk_layernorm_across_heads": "Not in Megatron-LM, whose norm is that of each head.",
+    "clip_qkv": "Not in Megatron-LM, whose `--qk-clip` changes weights instead.",
     "embed_layernorm": "Not in Megatron-LM; Megatron-DeepSpeed has it.",
     "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
     "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it silently; here it "

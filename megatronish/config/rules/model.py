@@ -114,7 +114,22 @@ def _gate(config: Config) -> str | None:
     return f"{', '.join(given)} needs a gated MLP; add --quick-geglu or --swiglu, or leave it out"
 
 
+def _norm_across_heads(config: Config) -> str | None:
+    model = config.model
+    if not model.qk_layernorm_across_heads:
+        return None
+    if not model.qk_layernorm:
+        return "qk_layernorm_across_heads says how --qk-layernorm normalises; add --qk-layernorm, or leave it out"
+    if model.normalization != "RMSNorm":
+        return (
+            f"qk_layernorm_across_heads with normalization={model.normalization} is not supported; "
+            "add --normalization RMSNorm, or leave it out"
+        )
+    return None
+
+
 RULES = (
+    ConfigRule(("qk_layernorm_across_heads", "qk_layernorm", "normalization"), _norm_across_heads),
     ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
     ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
     ConfigRule(("max_position_embeddings", "seq_length", "position_embedding_type"), _positions),

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import ModelFamily, first_true
+from megatronish.formats.hf.family import ModelFamily, first_true, not_gpt_block
 
 
 def _read_bloom(config: ConfigJson) -> dict[str, Any]:
@@ -45,22 +45,14 @@ def _write_bloom(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 
 def _not_bloom(model: ModelConfig) -> str | None:
-    return first_true(
-        {
-            f"block={model.block}": model.block != "transformer",
-            f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "alibi",
-            "a model without embed_layernorm": not model.embed_layernorm,
-            f"normalization={model.normalization}": model.normalization != "LayerNorm",
-            f"the activation {model.activation}": model.activation != "gelu_tanh",
-            f"ffn_hidden_size={model.ffn_size}": model.ffn_size != 4 * model.hidden_size,
-            "disable_bias_linear": not model.linear_bias,
-            "qk_layernorm": model.qk_layernorm,
-            f"window_size={model.window_size}": model.window_size is not None,
-            f"num_query_groups={model.num_kv_heads}": model.num_kv_heads != model.num_attention_heads,
-            f"kv_channels={model.head_size}": model.head_size * model.num_attention_heads != model.hidden_size,
-            "apply_layernorm_1p": model.apply_layernorm_1p,
-        }
-    )
+    positions = model.position_embedding_type
+    own = {
+        f"position_embedding_type={positions}": positions != "alibi",
+        "a model without embed_layernorm": not model.embed_layernorm,
+        f"the activation {model.activation}": model.activation != "gelu_tanh",
+        f"ffn_hidden_size={model.ffn_size}": model.ffn_size != 4 * model.hidden_size,
+    }
+    return first_true(own) or not_gpt_block(model)
 
 
 _BLOOM = {

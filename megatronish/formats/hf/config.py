@@ -134,7 +134,7 @@ def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
     nowhere = in_no_family(model)
     if nowhere is not None:
         raise UserError(f"no family of Hugging Face that is known here has {nowhere}; keep the model in another format")
-    reasons = {name: family.cannot_describe(model) for name, family in FAMILIES.items()}
+    reasons = {name: family.lacks(model) for name, family in FAMILIES.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
         text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())

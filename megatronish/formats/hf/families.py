@@ -4,7 +4,11 @@ from megatronish.formats.hf.bloom import BLOOM
 from megatronish.formats.hf.family import ModelFamily
 from megatronish.formats.hf.gpt2 import GPT2
 from megatronish.formats.hf.llama import LLAMA, MISTRAL
+from megatronish.formats.hf.mixtral import MIXTRAL
+from megatronish.formats.hf.olmoe import OLMOE
 from megatronish.formats.hf.qwen import QWEN2, QWEN3
+from megatronish.formats.hf.qwen2_moe import QWEN2_MOE
+from megatronish.formats.hf.qwen3_moe import QWEN3_MOE
 
 # In the order of preference for a model that several families can describe.
 FAMILIES: dict[str, ModelFamily] = {
@@ -14,4 +18,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "bloom": BLOOM,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
 }

@@ -20,13 +20,29 @@ class ModelFamily(NamedTuple):
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig, int], dict[str, Any]]
     cannot_describe: Callable[[ModelConfig], str | None]
+    has_experts: bool = False
+
+    def lacks(self, model: ModelConfig) -> str | None:
+        """What a model has and the family has not, or the other way round."""
+        if model.num_experts is not None and not self.has_experts:
+            return f"num_experts={model.num_experts}"
+        if model.num_experts is None and self.has_experts:
+            return "a model without experts"
+        return self.cannot_describe(model)
 
 
 def in_no_family(model: ModelConfig) -> str | None:
     """Field of a model that no family here has."""
+    factor, capacity = model.moe_router_topk_scaling_factor, model.moe_expert_capacity_factor
+    has_experts = model.num_experts is not None
     return first_true(
         {
-            f"num_experts={model.num_experts}": model.num_experts is not None,
+            f"moe_router_score_function={model.moe_router_score_function}": has_experts
+            and model.moe_router_score_function != "softmax",
+            f"moe_router_num_groups={model.moe_router_num_groups}": has_experts
+            and model.moe_router_num_groups is not None,
+            f"moe_router_topk_scaling_factor={factor}": has_experts and factor not in (None, 1),
+            f"moe_expert_capacity_factor={capacity}": has_experts and capacity is not None,
             f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
             "quick_geglu": model.quick_geglu,
             f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
@@ -34,6 +50,23 @@ def in_no_family(model: ModelConfig) -> str | None:
             and model.activation_func_clamp_value is not None,
             f"no_rope_freq={model.no_rope_freq}": model.position_embedding_type == "rope"
             and not all(model.rotated_layers),
+        }
+    )
+
+
+def not_gpt_block(model: ModelConfig) -> str | None:
+    """Field of a model that GPT-2 and BLOOM do not have."""
+    return first_true(
+        {
+            f"block={model.block}": model.block != "transformer",
+            f"normalization={model.normalization}": model.normalization != "LayerNorm",
+            "disable_bias_linear": not model.linear_bias,
+            "qk_layernorm": model.qk_layernorm,
+            f"clip_qkv={model.clip_qkv}": model.clip_qkv is not None,
+            f"window_size={model.window_size}": model.window_size is not None,
+            f"num_query_groups={model.num_kv_heads}": model.num_kv_heads != model.num_attention_heads,
+            f"kv_channels={model.head_size}": model.head_size * model.num_attention_heads != model.hidden_size,
+            "apply_layernorm_1p": model.apply_layernorm_1p,
         }
     )
 

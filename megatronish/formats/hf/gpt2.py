@@ -4,7 +4,7 @@ from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import ModelFamily, first_true
+from megatronish.formats.hf.family import ModelFamily, first_true, not_gpt_block
 
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact", "relu2": "relu2"}
 
@@ -51,22 +51,13 @@ def _write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 
 def _not_gpt2(model: ModelConfig) -> str | None:
-    return first_true(
-        {
-            f"block={model.block}": model.block != "transformer",
-            f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type
-            != "learned_absolute",
-            f"normalization={model.normalization}": model.normalization != "LayerNorm",
-            "embed_layernorm": model.embed_layernorm,
-            "swiglu": model.swiglu,
-            "disable_bias_linear": not model.linear_bias,
-            "qk_layernorm": model.qk_layernorm,
-            f"window_size={model.window_size}": model.window_size is not None,
-            f"num_query_groups={model.num_kv_heads}": model.num_kv_heads != model.num_attention_heads,
-            f"kv_channels={model.head_size}": model.head_size * model.num_attention_heads != model.hidden_size,
-            "apply_layernorm_1p": model.apply_layernorm_1p,
-        }
-    )
+    positions = model.position_embedding_type
+    own = {
+        f"position_embedding_type={positions}": positions != "learned_absolute",
+        "embed_layernorm": model.embed_layernorm,
+        "swiglu": model.swiglu,
+    }
+    return first_true(own) or not_gpt_block(model)
 
 
 _GPT2 = {

@@ -104,6 +104,8 @@ def not_llama_block(model: ModelConfig) -> str | None:
             f"normalization={model.normalization}": model.normalization != "RMSNorm",
             "an MLP without swiglu": not model.swiglu,
             "apply_layernorm_1p": model.apply_layernorm_1p,
+            "qk_layernorm_across_heads": model.qk_layernorm_across_heads,
+            f"clip_qkv={model.clip_qkv}": model.clip_qkv is not None,
         }
     )
 

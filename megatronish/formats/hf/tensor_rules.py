@@ -1,7 +1,7 @@
 """Tensors of each Hugging Face family: rules between the names and shapes of transformers and ours.
 
 GPT-2 keeps its linear weights transposed, and queries, keys and values in one tensor. BLOOM keeps these in one tensor
-too, head by head: a head's query, key and value. Llama and its descendants (Mistral, Qwen2, Qwen3) keep them in three.
+too, head by head: a head's query, key and value. Llama and its descendants (Mistral, Qwen, OLMoE) keep them in three.
 Gate and up-projection are two tensors there and one here. RoPE turns the two halves of a head in all families, as here.
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.tensor_experts import MIXTRAL_NAMES, ExpertNames, expert_tensors
 from megatronish.formats.weights import TensorRule
 
 HEAD = "lm_head.weight"
@@ -80,16 +81,16 @@ def _heads_of_sections(whole: Tensor, *, heads: int) -> tuple[Tensor]:
     return (whole.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),)
 
 
-# Llama, Mistral, Qwen2, Qwen3
+# Llama, Mistral, Qwen2, Qwen3, and their descendants with experts
 
 
-def llama_tensors(model: ModelConfig) -> Iterator[TensorRule]:
-    """Rules of the tensors of Llama and its descendants, embedding first."""
+def llama_tensors(model: ModelConfig, experts: ExpertNames | None = None) -> Iterator[TensorRule]:
+    """Rules of the tensors of Llama and its descendants, embedding first; `experts` are the names of theirs."""
     queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
     yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
     for n in range(model.num_layers):
         ours, theirs = f"layers.{n}", f"model.layers.{n}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        attention = f"{theirs}.self_attn"
         yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
         yield from stacked_tensors(
             f"{ours}.attention.qkv",
@@ -102,16 +103,22 @@ def llama_tensors(model: ModelConfig) -> Iterator[TensorRule]:
             yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
         yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.linear_bias)
         yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
-        yield from stacked_tensors(
-            f"{ours}.mlp.fc1",
-            [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
-            (model.ffn_size, model.ffn_size),
-            bias=model.linear_bias,
-        )
-        yield from same_tensors(f"{ours}.mlp.fc2", f"{mlp}.down_proj", bias=model.linear_bias)
+        if experts is None or not model.expert_layers[n]:
+            yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=model.linear_bias)
+            continue
+        yield from expert_tensors(model, experts, ours=ours, theirs=theirs)
+        if (shared := model.moe_shared_expert_intermediate_size) is not None:
+            yield from _mlp(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_expert", shared, bias=False)
+            yield TensorRule(f"{ours}.mlp.shared_gate.weight", (f"{theirs}.mlp.shared_expert_gate.weight",))
     yield from same_tensors("final_norm", "model.norm", bias=False)
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
+
+
+def _mlp(ours: str, theirs: str, size: int, *, bias: bool) -> Iterator[TensorRule]:
+    """Rules of a gated MLP."""
+    yield from stacked_tensors(f"{ours}.fc1", [f"{theirs}.gate_proj", f"{theirs}.up_proj"], (size, size), bias=bias)
+    yield from same_tensors(f"{ours}.fc2", f"{theirs}.down_proj", bias=bias)
 
 
 def same_tensors(ours: str, theirs: str, *, bias: bool) -> Iterator[TensorRule]:
@@ -132,13 +139,22 @@ def stacked_tensors(ours: str, theirs: Sequence[str], sizes: Sequence[int], *, b
 
 
 class FamilyTensors(NamedTuple):
-    """Tensors of a family: the prefix of all except the head in transformers, and the rules, embedding first."""
+    """Tensors of a family: the prefix of all except the head in transformers, and the rules, embedding first.
+
+    `experts` are the names of single experts, where a family has them: packed ones are read under these.
+    """
 
     base: str
     rules: Callable[[ModelConfig], Iterable[TensorRule]]
+    experts: ExpertNames | None = None
+
+
+def _with_experts(names: ExpertNames) -> FamilyTensors:
+    return FamilyTensors("model", partial(llama_tensors, experts=names), names)
 
 
 _LLAMA_TENSORS = FamilyTensors("model", llama_tensors)
+_MOE_TENSORS = _with_experts(ExpertNames())
 
 FAMILY_TENSORS: dict[str, FamilyTensors] = {
     "gpt2": FamilyTensors("transformer", gpt2_tensors),
@@ -147,5 +163,9 @@ FAMILY_TENSORS: dict[str, FamilyTensors] = {
     "mistral": _LLAMA_TENSORS,
     "qwen2": _LLAMA_TENSORS,
     "qwen3": _LLAMA_TENSORS,
+    "mixtral": _with_experts(MIXTRAL_NAMES),
+    "qwen2_moe": _MOE_TENSORS,
+    "qwen3_moe": _MOE_TENSORS,
+    "olmoe": _MOE_TENSORS,
 }
 """Tensors of the families, by `model_type`, as in `FAMILIES` of families.py."""

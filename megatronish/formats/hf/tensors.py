@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
+from megatronish.formats.hf.tensor_experts import published
 from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, HEAD, FamilyTensors
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
@@ -73,14 +75,21 @@ def read(load: Path) -> Model:
             f"{load} holds {why}, and what is read is {FILE}; fetch that, or load the model with transformers and "
             "save_pretrained it"
         )
-    tensors = {name: tensor for name, tensor in read_folder(load).items() if not BUFFERS.fullmatch(name)}
+    tensors = read_folder(load)
+    buffers = {name: tensors.pop(name) for name in [*tensors] if BUFFERS.fullmatch(name)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise UserError(
                 f"{load}: {name} is of type {NAMES[tensor.dtype]}, and weights are read in "
                 f"{', '.join(NAMES[dtype] for dtype in DTYPES)}; save the model in one of these with transformers"
             )
-    return Model(description, _with_one_head(load, description, _with_prefix(load, description, tensors)))
+    if (experts := _tensors_of(description).experts) is not None:
+        tensors = published(tensors, experts)
+    tensors = _with_prefix(load, description, tensors)
+    left_out = dict.fromkeys(buffers, "a buffer that follows from config.json")
+    if description.model.tied and {HEAD, next(iter(rules(description))).theirs[0]} <= tensors.keys():
+        left_out[HEAD] = "a second copy of the embedding, compared with it when that is read"
+    return Model(replace(description, left_out=left_out), _with_one_head(load, description, tensors))
 
 
 def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -23,6 +23,10 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse("position_embedding_type=alibi")
     if model.embed_layernorm:
         raise refuse("embed_layernorm")
+    if model.qk_layernorm_across_heads:
+        raise refuse("qk_layernorm_across_heads")
+    if model.clip_qkv is not None:
+        raise refuse(f"clip_qkv={model.clip_qkv}")
     if model.activation == "gelu_tanh" and model.disable_bias_linear:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
     if model.rope_scaling == "yarn":

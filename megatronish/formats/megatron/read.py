@@ -12,6 +12,7 @@ import logging
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,11 +56,15 @@ DEPTH = 8  # levels of nested dicts in models older than megatron-core
 
 
 class _Rank(NamedTuple):
-    """File of a rank: its arguments, and its model chunks by number, each with lazy tensors by name."""
+    """File of a rank: its arguments, and its model chunks by number, each with lazy tensors by name.
+
+    `others` are the names in it that are no weights.
+    """
 
     path: Path
     args: Mapping[str, Any]
     chunks: dict[int, dict[str, LazyTensor]]
+    others: tuple[str, ...] = ()
 
 
 def read(load: Path, *, vocab_size: int | None = None) -> Model:
@@ -86,11 +91,13 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     # Phase 3, lazily: global tensors. A tied model has a copy of the embedding on its last stage, which must be equal.
     wanted = cuts(description, padded_vocab_size=padded)
     copies = parts.pop(HEAD, None) if model.tied else None
+    left_out = dict.fromkeys(first.others, "a state or a buffer of Megatron-LM that is no weight")
     tensors = {name: _merged(folder, name, ranks, wanted.get(name)) for name, ranks in parts.items()}
     if copies is not None:
         of_first = parts[EMBEDDING]
         tensors[EMBEDDING] = _with_copy(tensors[EMBEDDING], of_first, copies, folder)
-    return Model(description, tensors)
+        left_out[HEAD] = "the last stage's copy of the embedding, compared with it when that is read"
+    return Model(replace(description, left_out=left_out), tensors)
 
 
 def _folder_of(load: Path) -> Path:
@@ -154,11 +161,17 @@ def _read_rank(path: Path) -> _Rank:
             f"{path} has checkpoint_version {quote(version)}, whose queries, keys and values lie in another order; "
             "load it into a later Megatron-LM and save it again"
         )
-    return _Rank(path, args.values, {n: dict(_flat(file, tree)) for n, tree in trees.items()})
+    others: list[str] = []
+    return _Rank(path, args.values, {n: dict(_flat(file, tree, others)) for n, tree in trees.items()}, tuple(others))
 
 
-def _flat(file: TorchFile, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, LazyTensor]]:
-    """Weights in nested dicts of tensors, by their keys joined with dots; UserError if `tree` is no such dict."""
+def _flat(
+    file: TorchFile, tree: Any, others: list[str], prefix: str = "", depth: int = 0
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Weights in nested dicts of tensors, by their keys joined with dots; UserError if `tree` is no such dict.
+
+    Names of what is no weight are added to `others`.
+    """
     if not isinstance(tree, dict) or depth > DEPTH:
         raise UserError(f"{file.path} holds no tensors where {prefix or 'its model'} should be; fetch it again")
     for key, value in tree.items():
@@ -166,7 +179,9 @@ def _flat(file: TorchFile, tree: Any, prefix: str = "", depth: int = 0) -> Itera
         if isinstance(value, Stored) and not name.endswith(NO_WEIGHTS):
             yield name, file.tensor(value)
         elif isinstance(value, dict):
-            yield from _flat(file, value, f"{name}.", depth + 1)
+            yield from _flat(file, value, others, f"{name}.", depth + 1)
+        else:
+            others.append(name)
 
 
 def _by_global_name(ranks: list[list[_Rank]], folder: Path, model: ModelConfig) -> dict[str, list[LazyTensor]]:

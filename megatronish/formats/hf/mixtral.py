@@ -1,0 +1,52 @@
+"""Mixtral's keys of config.json: a Mistral whose MLPs are experts, all of them alike."""
+
+from typing import Any
+
+from megatronish.config.model import ModelConfig
+from megatronish.formats.hf.config_json import ConfigJson
+from megatronish.formats.hf.experts import is_normalised, not_experts_alone, read_experts
+from megatronish.formats.hf.family import ModelFamily, first_true
+from megatronish.formats.hf.llama import LLAMA_DEFAULTS, MISTRAL, ROWS
+
+_MIXTRAL = LLAMA_DEFAULTS | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
+
+
+def _read_mixtral(config: ConfigJson) -> dict[str, Any]:
+    config.must_be(
+        "router_jitter_noise", None, 0, 0.0, why="adds noise to the router in training, which is not supported"
+    )
+    return MISTRAL.read(config) | read_experts(config, number="num_local_experts", width="intermediate_size")
+
+
+def _write_mixtral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    return MISTRAL.write(model, seq_length) | {
+        "intermediate_size": model.expert_ffn_size,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+    }
+
+
+def _not_mixtral(model: ModelConfig) -> str | None:
+    weights = {"moe_router_pre_softmax without moe_router_norm_topk_prob": not is_normalised(model)}
+    return MISTRAL.cannot_describe(model) or not_experts_alone(model) or first_true(weights)
+
+
+MIXTRAL = ModelFamily(
+    "MixtralForCausalLM",
+    ROWS,
+    _MIXTRAL,
+    {"num_experts": "num_local_experts"},
+    _read_mixtral,
+    _write_mixtral,
+    _not_mixtral,
+    has_experts=True,
+)
