@@ -14,12 +14,12 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
-import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
 from megatronish.commands.plugin_flag import PluginNames
 from megatronish.commands.preprocess_flags import without_megatron_flags
+from megatronish.config.arguments import read_arguments
 from megatronish.config.data import DataConfig
 from megatronish.config.plugins import import_plugins
 from megatronish.config.starting import implied_tokenizer
@@ -106,7 +106,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int
 
     def work() -> int:
         flags = without_megatron_flags(argv, own)
-        arguments = tyro.cli(PreprocessArguments, args=flags.argv, prog=program)
+        arguments = read_arguments(PreprocessArguments, flags.argv, program=program)
         for note in flags.notes:
             print(f"note: {note}", file=sys.stderr)
         with _ended_by_signals():

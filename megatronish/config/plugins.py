@@ -48,7 +48,9 @@ def _import(plugin: str) -> str:
     """Import a plug-in; returns the path of its file."""
     name, path = module_name(plugin), Path(plugin).resolve() if plugin.endswith(".py") else None
     if path is None and not re.fullmatch(r"\w+(\.\w+)*", plugin):
-        raise UserError(f"--plugin {plugin} is no module; write my.module, or the path of a file that ends in .py")
+        raise UserError(
+            f"--plugin {plugin or repr(plugin)} is no module; write my.module, or the path of a file that ends in .py"
+        )
     if path is not None and not path.is_file():
         raise UserError(f"--plugin {plugin} does not exist; correct the path")
     if path is not None and "." in name:

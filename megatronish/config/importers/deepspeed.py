@@ -75,6 +75,10 @@ SCHEDULER_FLAGS = {
 }
 """Flags to give where a parameter of the scheduler is "auto"."""
 
+DEFAULT_WARMUP_STEPS = 1000
+DEFAULT_PEAK = 0.001
+"""What DeepSpeed's documentation says of a scheduler that does not name its warmup_num_steps, or warmup_max_lr."""
+
 FP16: dict[str, Rule] = {
     "enabled": field("fp16"),
     "loss_scale": field("loss_scale"),
@@ -206,16 +210,11 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
         if value == "auto":
             flag = SCHEDULER_FLAGS.get(key)
             found.leave_out(f"scheduler.params.{key}", f"{AUTO}, as {flag}" if flag else AUTO)
-    peak = number(params, "warmup_max_lr")
-    if peak is not None:
-        found.set("lr", peak)
-    peak, warmup, total = (
-        found.settings.get("lr"),
-        number(params, "warmup_num_steps"),
-        number(params, "total_num_steps"),
-    )
-    if warmup is not None:
-        found.set("lr_warmup_iters", int(warmup))
+    _peak(found, params, style)
+    total = number(params, "total_num_steps")
+    if params.get("warmup_num_steps") != "auto":
+        warmup = number(params, "warmup_num_steps")
+        found.set("lr_warmup_iters", DEFAULT_WARMUP_STEPS if warmup is None else int(warmup))
         if params.get("warmup_type", "log") == "log":
             found.leave_out("scheduler.params.warmup_type", "log, DeepSpeed's default, is not there: warm-up is linear")
     if total is not None:
@@ -225,12 +224,26 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
     start = number(params, "warmup_min_lr")
     if start:
         found.set("lr_warmup_init", start)
+    peak = found.settings.get("lr")
     if style == "cosine" and peak is not None:
         least, first = number(params, "cos_min_ratio"), number(params, "warmup_min_ratio")
         if params.get("cos_min_ratio") != "auto":
             found.set("min_lr", peak * (0.0001 if least is None else least))
         if first:
             found.set("lr_warmup_init", peak * first)
+
+
+def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
+    """The learning rate after warm-up, by which DeepSpeed's schedulers except the cosine replace the optimizer's."""
+    peak = number(params, "warmup_max_lr")
+    if peak is None and style != "cosine" and "warmup_max_lr" not in params:
+        peak = DEFAULT_PEAK
+        if found.settings.get("lr", peak) != peak:
+            found.leave_out(
+                "optimizer.params.lr", f"the scheduler replaces it by its warmup_max_lr, by default {peak:g}"
+            )
+    if peak is not None:
+        found.set("lr", peak)
 
 
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
