@@ -223,7 +223,7 @@ def test_extra_rows_of_the_vocabulary_are_said_to_be_padding() -> None:
         read("--extra-vocab-size 421")
         .notes[0]
         .startswith(
-            "NOT AS ASKED: --extra-vocab-size 421: the vocabulary is the tokenizer's with all its added tokens; rows beyond"
+            "NOT AS ASKED: --extra-vocab-size 421: the vocabulary is the tokenizer's with all its added tokens; rows "
         )
     )
     assert not any("NOT AS ASKED" in note for note in read("--extra-vocab-size 0").notes)
