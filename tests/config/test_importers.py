@@ -295,6 +295,35 @@ def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [
+        ({"fsdp": ["shard_grad_op", "offload"]}, {"zero_stage": 2, "optimizer_cpu_offload": True}),
+        ({"fsdp": ["no_shard"]}, {"zero_stage": 0}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"zero_stage": 2}),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, {"zero_stage": 2}),
+        (
+            {"fsdp_config": {"reshard_after_forward": True, "activation_checkpointing": True, "offload_params": True}},
+            {"zero_stage": 3, "param_cpu_offload": True, "recompute_granularity": "full"},
+        ),
+    ],
+)
+def test_the_strategy_of_fsdp_is_a_stage_of_zero(
+    tmp_path: Path, values: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    found = from_axolotl(values, folder=tmp_path).settings
+    names = ("zero_stage", "param_cpu_offload", "optimizer_cpu_offload", "recompute_granularity")
+    assert {name: found[name] for name in names if name in found} == settings
+
+
+def test_every_setting_of_fsdp_is_carried_over_or_listed(tmp_path: Path) -> None:
+    config = {"fsdp_sharding_strategy": "HYBRID_SHARD", "state_dict_type": "FULL_STATE_DICT", "auto_wrap_policy": "X"}
+    found = from_axolotl({"fsdp_config": config}, folder=tmp_path)
+    assert "--dp-replicate" in found.left_out["fsdp_config.sharding_strategy"]
+    assert found.left_out["fsdp_config.state_dict_type"] == "every checkpoint loads in every layout"
+    assert "fsdp_config.auto_wrap_policy" in found.left_out
+
+
 def test_axolotl_lists_templates_answers_checkpoints_and_plugins(tmp_path: Path) -> None:
     values = {
         "train_on_inputs": False,
