@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
+from megatronish.config.arguments import read_arguments
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile
 
@@ -61,8 +61,7 @@ def read(name: str, path: Path | None) -> str:
 
 def main(argv: Sequence[str], *, program: str = "megatronish collect-corpus") -> int:
     """Run the command; the exit status."""
-    arguments = tyro.cli(CorpusArguments, args=argv, prog=program)
-    return exit_status(lambda: collect(arguments), prefix="error: ")
+    return exit_status(lambda: collect(read_arguments(CorpusArguments, argv, program=program)), prefix="error: ")
 
 
 def collect(arguments: CorpusArguments) -> int:

@@ -9,6 +9,7 @@ import tyro
 
 from megatronish.commands.ending import exit_status
 from megatronish.commands.plugin_flag import PluginNames
+from megatronish.config.arguments import read_arguments
 from megatronish.config.plugins import import_plugins
 
 FormatName = Literal["hf", "megatronish", "megatron"]
@@ -48,8 +49,7 @@ class ConvertArguments:
 
 def main(argv: Sequence[str], *, program: str = "megatronish convert") -> int:
     """Run the command; the exit status."""
-    arguments = tyro.cli(ConvertArguments, args=argv, prog=program)
-    return exit_status(lambda: run(arguments))
+    return exit_status(lambda: run(read_arguments(ConvertArguments, argv, program=program)))
 
 
 def run(arguments: ConvertArguments) -> int:

@@ -17,6 +17,7 @@ from typing import Annotated
 import tyro
 
 from megatronish.commands.plugin_flag import PluginNames
+from megatronish.config.arguments import read_arguments
 from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
 from megatronish.schedule.draw import draw
@@ -102,8 +103,8 @@ def report(timed_plan: TimedPlan, *, is_real: bool) -> str:
 
 def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
     """Draw; the exit status, 2 with a message if it cannot be drawn."""
-    arguments = tyro.cli(DrawArguments, args=argv, prog=program, description=__doc__)
     try:
+        arguments = read_arguments(DrawArguments, argv, program=program, description=__doc__)
         import_plugins(arguments.plugin)
         refuse_arguments(arguments)
         title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)

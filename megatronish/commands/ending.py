@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 
+from megatronish.config.plugins import naming_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.place import Place, place_from_environment
@@ -14,7 +15,8 @@ def exit_status(work: Callable[[], int], *, prefix: str = "") -> int:
     The sentence of an error goes to stderr, `prefix` before it. Any other exception is a bug and keeps its traceback.
     """
     try:
-        return work()
+        with naming_plugins():
+            return work()
     except UserError as error:
         print(f"{prefix}{error}", file=sys.stderr)
         return 2
@@ -37,7 +39,8 @@ def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
     place = None
     try:
         place = place_from_environment()
-        return work(place)
+        with naming_plugins():
+            return work(place)
     except UserError as error:
         if is_main(place):
             print(error, file=sys.stderr, flush=True)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from functools import partial
 
-import tyro
-
 from megatronish.commands.ending import exit_status_of_ranks
 from megatronish.commands.inference_flags import GenerateArguments
+from megatronish.config.arguments import read_arguments
 from megatronish.launch.place import Place
 
 
@@ -16,7 +15,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish generate") -> int:
 
 
 def _run(argv: Sequence[str], program: str, _place: Place | None) -> int:
-    arguments = tyro.cli(GenerateArguments, args=argv, prog=program)
+    arguments = read_arguments(GenerateArguments, argv, program=program)
     from megatronish.commands.generating import run  # late: it imports torch, and --help need not wait for that
 
     return run(arguments)

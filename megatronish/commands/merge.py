@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
+from megatronish.config.arguments import read_arguments
 from megatronish.data.indexed import HEADER, IndexedTokens, IndexedWriter, idx_path
 from megatronish.errors import UserError
 
@@ -30,8 +30,7 @@ class MergeArguments:
 
 def main(argv: Sequence[str], *, program: str = "megatronish merge") -> int:
     """Run the command; the exit status."""
-    arguments = tyro.cli(MergeArguments, args=argv, prog=program)
-    return exit_status(lambda: merge(arguments), prefix="error: ")
+    return exit_status(lambda: merge(read_arguments(MergeArguments, argv, program=program)), prefix="error: ")
 
 
 class Checked(NamedTuple):

@@ -11,20 +11,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
 from megatronish.commands.plugin_flag import PluginNames
 from megatronish.commands.preprocess_flags import without_megatron_flags
+from megatronish.config.arguments import read_arguments
 from megatronish.config.data import DataConfig
 from megatronish.config.plugins import import_plugins
 from megatronish.config.starting import implied_tokenizer
 from megatronish.config.tokenizer_names import tokenizer_type
-from megatronish.data.inputs import input_files
+from megatronish.data.inputs import input_files, listed, same_names
 from megatronish.data.preprocess import Summary, preprocess
 from megatronish.tokenizer import Tokenizer, build_tokenizer
 
@@ -106,7 +107,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int
 
     def work() -> int:
         flags = without_megatron_flags(argv, own)
-        arguments = tyro.cli(PreprocessArguments, args=flags.argv, prog=program)
+        arguments = read_arguments(PreprocessArguments, flags.argv, program=program)
         for note in flags.notes:
             print(f"note: {note}", file=sys.stderr)
         with _ended_by_signals():
@@ -119,11 +120,12 @@ def run(arguments: PreprocessArguments) -> int:
     """Write the files, and report what was done; the exit status."""
     import_plugins(arguments.plugin)
     files = input_files(arguments.input)
+    _tell_files(files)
     num_bytes = sum(path.stat().st_size for path in files)
     progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
     try:
         summary = preprocess(
-            arguments.input,
+            files,
             arguments.output_prefix,
             tokenizer=partial(plugged_tokenizer, arguments.plugin, tokenizer_settings(arguments)),
             json_keys=arguments.json_keys,
@@ -141,6 +143,21 @@ def run(arguments: PreprocessArguments) -> int:
     if summary.bad_lines:
         print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
+
+
+def _tell_files(files: Sequence[Path]) -> None:
+    """Print which files are read where there are several, and which of them may hold the same texts."""
+    if len(files) > 1:
+        print(f"reading {len(files):,} files: {listed(files)}", file=sys.stderr)
+    pairs = same_names(files)
+    if pairs:
+        first, second = pairs[0]
+        which = f"{second} is named twice" if first == second else f"{first} and {second} differ in their endings alone"
+        others = f", as in {len(pairs) - 1:,} other cases" if len(pairs) > 1 else ""
+        print(
+            f"warning: {which}, and both are read{others}; name one of them if they hold the same texts",
+            file=sys.stderr,
+        )
 
 
 def plugged_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Tokenizer:

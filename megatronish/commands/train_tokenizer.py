@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sentencepiece
-import tyro
 from tqdm import tqdm
 
 from megatronish.commands.ending import exit_status
+from megatronish.config.arguments import read_arguments
 from megatronish.data.encoding import read_line
 from megatronish.data.readers import read_batches
 from megatronish.errors import UserError
@@ -117,8 +117,9 @@ def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:
 
 def main(argv: Sequence[str], *, program: str = "megatronish train-tokenizer") -> int:
     """Run the command; the exit status."""
-    arguments = tyro.cli(TokenizerArguments, args=argv, prog=program)
-    return exit_status(lambda: write_tokenizer(arguments), prefix="error: ")
+    return exit_status(
+        lambda: write_tokenizer(read_arguments(TokenizerArguments, argv, program=program)), prefix="error: "
+    )
 
 
 def write_tokenizer(arguments: TokenizerArguments) -> int:

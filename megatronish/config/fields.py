@@ -1,13 +1,14 @@
 """Table of all fields of a config: section, type, default, marks and aliases, read from the sections' classes."""
 
 import dataclasses
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from megatronish.config.config import Config
 from megatronish.config.marks import NamedIn, Range
 
-SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1", str: "a text"}
+SAMPLE_VALUES = {int: "a whole number such as 4", float: "a number such as 0.1", str: "a text", Path: "a path"}
 
 
 class Field(NamedTuple):
@@ -58,7 +59,7 @@ class Field(NamedTuple):
         if self.choices:
             return "one of " + one_of(self.choices)
         if self.is_extensible:
-            return "a name that a plug-in registers"
+            return "a name that a plug-in registers (--plugin)"
         if get_origin(self.type) is tuple:
             parts = get_args(self.type)
             if parts[-1] is Ellipsis:
@@ -80,19 +81,25 @@ def _bare(annotation: Any) -> Any:
     return annotation
 
 
-def _fields() -> dict[str, Field]:
-    found = {}
-    for section, section_type in get_type_hints(Config).items():
-        plain = get_type_hints(section_type)
-        annotated = get_type_hints(section_type, include_extras=True)
-        for field in dataclasses.fields(section_type):
-            marks = getattr(annotated[field.name], "__metadata__", ())
-            types = (annotated[field.name], _bare(plain[field.name]))
-            found[field.name] = Field(field.name, section, *types, field.default, marks)
-    return found
+def fields_of(kind: type[Any], section: str = "") -> dict[str, Field]:
+    """The fields of a dataclass, by name; `section` is what a config calls it."""
+    plain, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    return {
+        field.name: Field(
+            field.name,
+            section,
+            annotated[field.name],
+            _bare(plain[field.name]),
+            field.default,
+            getattr(annotated[field.name], "__metadata__", ()),
+        )
+        for field in dataclasses.fields(kind)
+    }
 
 
-FIELDS = _fields()
+FIELDS = {
+    name: field for section, kind in get_type_hints(Config).items() for name, field in fields_of(kind, section).items()
+}
 SECTIONS = tuple(get_type_hints(Config))
 ALIASES = {alias.removeprefix("--"): field.name for field in FIELDS.values() for alias in field.aliases}
 

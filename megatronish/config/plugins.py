@@ -9,13 +9,16 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from megatronish.config.marks import ADDS_UP
 from megatronish.errors import UserError
+
+MARK = "__megatronish_plugin__"  # variable of a plug-in's modules: its name, as --plugin gives it
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ def _import(plugin: str) -> str:
     """Import a plug-in; returns the path of its file."""
     name, path = module_name(plugin), Path(plugin).resolve() if plugin.endswith(".py") else None
     if path is None and not re.fullmatch(r"\w+(\.\w+)*", plugin):
-        raise UserError(f"--plugin {plugin} is no module; write my.module, or the path of a file that ends in .py")
+        raise UserError(
+            f"--plugin {plugin or repr(plugin)} is no module; write my.module, or the path of a file that ends in .py"
+        )
     if path is not None and not path.is_file():
         raise UserError(f"--plugin {plugin} does not exist; correct the path")
     if path is not None and "." in name:
@@ -66,10 +71,45 @@ def _import(plugin: str) -> str:
             ) from error
         what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(f"--plugin {plugin} cannot be imported: {_place(error, name)}: {what}") from error
+    _mark(name, plugin)
     found = getattr(module, "__file__", None)
     if path is not None and (found is None or Path(found).resolve() != path):
         raise UserError(f"--plugin {plugin}: the name {name} is taken by {found or 'Python itself'}; rename the file")
     return found or f"package {name}"
+
+
+def _mark(name: str, plugin: str) -> None:
+    """Note in the modules of a plug-in what it is called, for the errors of its functions."""
+    for module in [name, *(other for other in sys.modules if other.startswith(f"{name.partition('.')[0]}."))]:
+        vars(sys.modules[module])[MARK] = plugin
+
+
+@contextmanager
+def naming_plugins() -> Iterator[None]:
+    """Add to an error that a function of a plug-in raises a last line which names the plug-in, after the traceback."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        sentence = _fault(error)
+        if sentence is not None and sentence not in getattr(error, "__notes__", ()):
+            error.add_note(sentence)
+        raise
+
+
+def _fault(error: Exception) -> str | None:
+    """Sentence that names the plug-in whose function, or whose object, led to an error; None if there is none."""
+    what = traceback.format_exception_only(error)[-1].strip()
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if MARK in frame.f_globals]
+    if frames:
+        frame, line = frames[-1]
+        where = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{line}"
+        return f"plug-in {frame.f_globals[MARK]} failed {where}: {what}; correct the plug-in, or leave it out"
+    owner = sys.modules.get(type(getattr(error, "obj", None)).__module__)  # of an attribute that is not there
+    if owner is not None and MARK in vars(owner):
+        return f"plug-in {vars(owner)[MARK]} failed: {what}; correct the plug-in, or leave it out"
+    return None
 
 
 def _place(error: BaseException, name: str) -> str:

@@ -154,7 +154,7 @@ def _values(settings: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, 
 
 def _others(name: str) -> str:
     """What completes the choices of a field that plug-ins extend."""
-    return "; others are those of plug-ins (--plugin)" if FIELDS[name].is_extensible else ""
+    return "; others are those of plug-ins (--plugin)" if FIELDS[name].is_extensible and FIELDS[name].choices else ""
 
 
 def _is_a_choice(setting: Setting) -> bool:

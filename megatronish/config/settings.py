@@ -45,7 +45,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         elif not flag.startswith("--"):
             flags.problems.append(unknown(name, spelled=flag, typed=True))
         else:
-            understand(flags, name=name, values=values, spelled=" ".join([flag, *values]), typed=True)
+            spelled = " ".join([flag, *(value or "''" for value in values)])
+            understand(flags, name=name, values=values, spelled=spelled, typed=True)
     return CommandLine(config_files[0] if config_files else None, wants_help, report(flags))
 
 

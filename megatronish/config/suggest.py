@@ -11,6 +11,9 @@ CLOSE = 0.8  # of difflib's ratio; at 0.6, its default, num-experts is close to 
 
 def unknown(name: str, *, spelled: str, typed: bool) -> str:
     """Complaint about a flag, or a key, that is unknown."""
+    positive = FIELDS.get(name.removeprefix("no-").replace("-", "_"))
+    if typed and positive is not None and name.startswith("no-"):
+        return f"{spelled.split()[0]} is not a flag: {positive.flag} is {positive.wants}, and has no off; leave it out"
     nearest = nearest_name(name)
     if typed:
         remedy = f"did you mean --{nearest}?" if nearest else "see --help"

@@ -155,8 +155,9 @@ def _window(found: Settings, values: tuple[str, ...], *, spelled: str) -> tuple[
         return values
     before, after = int(pair[1]), int(pair[2])
     if after not in (0, -1) or before < -1 or (after == -1 and before != -1):
+        count = "all" if after == -1 else after
         found.problems.append(
-            f"{spelled} lets a token see {after} tokens after itself, and a GPT sees none; use --window-size {before},0"
+            f"{spelled} lets a token see {count} tokens after itself, and a GPT sees none; use --window-size {before},0"
         )
         return None
     return ("None",) if before == -1 else (str(before + 1),)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.config.plugins import naming_plugins
 from megatronish.data.readers import Batch
 from megatronish.errors import RunError
 
@@ -215,4 +216,5 @@ def _encode_in_worker(batch: Batch) -> Encoded:
     assert _worker is not None
     if _worker.tokenizer is None:
         raise RunError(f"a worker cannot build the tokenizer ({_worker.failure}); nothing was written; start again")
-    return encode_batch(batch, _worker.job, _worker.tokenizer)
+    with naming_plugins():
+        return encode_batch(batch, _worker.job, _worker.tokenizer)

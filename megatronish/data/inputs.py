@@ -1,7 +1,7 @@
 """Input files of preprocessing: which files --input names, and what each of them is by its first bytes.
 
 A file is read as JSON lines, plain or compressed (gzip, bzip2, xz, Zstandard), as one JSON array, or as Parquet.
-Other formats that are met in practice are refused by name, with what makes JSON lines of them.
+Other formats that are met in practice are refused by name (foreign.py), with what makes JSON lines of them.
 """
 
 import bz2
@@ -17,31 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
+from megatronish.data.foreign import foreign_format, text_format
 from megatronish.errors import UserError
 
 PLAIN_ENDINGS = (".jsonl", ".json", ".ndjson")
 PARQUET_MAGIC = b"PAR1"
 HEAD_BYTES = 512
+MAX_LISTED = 10
 BOM = b"\xef\xbb\xbf"
-
-_UTF16 = "UTF-16 text; turn it into UTF-8: iconv -f UTF-16 -t UTF-8"
-FOREIGN = (
-    (0, b"PK\x03\x04", "a zip archive; unpack it and name the files in it"),
-    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive; unpack it and name the files in it"),
-    (257, b"ustar", "a tar archive; unpack it and name the files in it"),
-    (0, b"\x04\x22\x4d\x18", "compressed by lz4; unpack it (lz4 -d) or compress it by gzip or zstd"),
-    (0, b"\x89HDF\r\n\x1a\n", "HDF5; write its texts as JSON lines, for example with h5py and json"),
-    (0, b"ARROW1", "an Arrow file; write it as Parquet with pyarrow, or as JSON lines"),
-    (0, b"\xff\xff\xff\xff", "an Arrow stream, as the data sets of Hugging Face are cached; use Dataset.to_parquet"),
-    (0, b"ORC", "ORC; write it as Parquet with pyarrow"),
-    (0, b"Obj\x01", "Avro; write its texts as JSON lines"),
-    (0, b"SQLite format 3", "a SQLite database; write its texts as JSON lines"),
-    (0, b"\x93NUMPY", "a numpy array; write its texts as JSON lines"),
-    (0, b"%PDF", "a PDF document; extract its text and write it as JSON lines"),
-    (0, b"MMIDIDX", "an index that is tokenized already; give its prefix to pretrain_gpt.py --data-path"),
-    (0, b"\xff\xfe", _UTF16),
-    (0, b"\xfe\xff", _UTF16),
-)
 
 
 class Compression(NamedTuple):
@@ -68,6 +51,7 @@ COMPRESSIONS = (
     Compression("xz", ".xz", b"\xfd7zXZ\x00", lzma.open),  # type: ignore[arg-type]
     Compression("Zstandard", ".zst", b"\x28\xb5\x2f\xfd", _open_zstd),
 )
+SUFFIXES = {*PLAIN_ENDINGS, *(each.ending for each in COMPRESSIONS), ".parquet"}
 ENDINGS = (*PLAIN_ENDINGS, *(plain + each.ending for plain in PLAIN_ENDINGS for each in COMPRESSIONS), ".parquet")
 
 
@@ -103,6 +87,33 @@ def _files_of(name: str) -> list[Path]:
     raise UserError(f"--input {name} is not a file; check the path")
 
 
+def same_names(files: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """Pairs of files that may hold the same texts: a file that is named twice, or with and without its compression."""
+    seen, pairs = dict[Path, Path](), []
+    for file in files:
+        stem = file.resolve()
+        while stem.suffix in SUFFIXES:
+            stem = stem.with_suffix("")
+        if stem in seen:
+            pairs.append((seen[stem], file))
+        seen.setdefault(stem, file)
+    return pairs
+
+
+def listed(files: Sequence[Path]) -> str:
+    """The names of the first files, and how many more there are."""
+    names = ", ".join(map(str, files[:MAX_LISTED]))
+    return names if len(files) <= MAX_LISTED else f"{names} and {len(files) - MAX_LISTED:,} more"
+
+
+def text_format_of(path: Path) -> str | None:
+    """What a file without any good line seems to be, and what to do with it; None if there is nothing to say."""
+    if is_parquet(path):
+        return None
+    with open_input(path) as file:
+        return text_format(file.text.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
+
+
 def _is_hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
@@ -119,7 +130,7 @@ def open_input(path: Path) -> Iterator[OpenInput]:
     with path.open("rb") as raw:
         compression = _compression_of(path, raw.peek(HEAD_BYTES))
         if compression is None:
-            _refuse_foreign(path, raw.peek(HEAD_BYTES))
+            _refuse_foreign(path, str(path), raw.peek(HEAD_BYTES))
             yield OpenInput(raw, raw)
             return
         with compression.open(raw) as text:
@@ -127,27 +138,29 @@ def open_input(path: Path) -> Iterator[OpenInput]:
             inner = f"{path} (without its {compression.name} compression)"
             if head.startswith(PARQUET_MAGIC) or any(head.startswith(each.magic) for each in COMPRESSIONS):
                 raise UserError(f"--input {inner} is not text, but another packed format; unpack {path} first")
-            _refuse_foreign(inner, head)
+            _refuse_foreign(path, inner, head)
             yield OpenInput(raw, text)
 
 
 def _compression_of(path: Path, head: bytes) -> Compression | None:
-    """By the first bytes; a file whose name alone says so is opened in the same way, and then found to be broken."""
+    """By the first bytes. UserError for a file whose name alone says that it is compressed."""
     if head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F:  # a skippable frame, which pzstd puts first
         return COMPRESSIONS[-1]
     by_magic = (each for each in COMPRESSIONS if head.startswith(each.magic))
     by_name = (each for each in COMPRESSIONS if path.name.endswith(each.ending) and head)
-    return next(by_magic, None) or next(by_name, None)
+    found, named = next(by_magic, None), next(by_name, None)
+    if found is None and named is not None:
+        raise UserError(
+            f"--input {path} ends in {named.ending}, but does not begin as {named.name} does; rename it if it is not "
+            "compressed, else copy it again"
+        )
+    return found
 
 
-def _refuse_foreign(path: str | Path, head: bytes) -> None:
-    for offset, magic, what in FOREIGN:
-        if head[offset : offset + len(magic)] == magic:
-            raise UserError(f"--input {path} is {what}")
-    if head[1:2] == b"\0" and head[3:4] == b"\0":
-        raise UserError(f"--input {path} is {_UTF16.replace('16', '16LE')}")
-    if head[0:1] == b"\0" and head[2:3] == b"\0" and head[1:2] in (b"{", b"["):
-        raise UserError(f"--input {path} is {_UTF16.replace('16', '16BE')}")
+def _refuse_foreign(path: Path, named: str, head: bytes) -> None:
+    what = foreign_format(path, head)
+    if what is not None:
+        raise UserError(f"--input {named} is {what}")
 
 
 @contextmanager
@@ -155,16 +168,22 @@ def unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
     """UserError with the place, `where`, in place of what the libraries raise for a file that is broken."""
     try:
         yield
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"--input {path} cannot be unpacked after {where()}: {error}; copy it again") from error
+    except EOFError as error:
+        raise UserError(f"--input {path} is cut off {where()} ({error}); copy it again") from error
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise _damaged(path, where(), error) from error
     except OSError as error:
         if error.errno is not None:  # else bz2 says so that the data are invalid
             raise
-        raise UserError(f"--input {path} cannot be unpacked after {where()}: {error}; copy it again") from error
+        raise _damaged(path, where(), error) from error
     except Exception as error:
         if type(error).__name__ != "ZstdError":  # the class is in a library that may be missing
             raise
-        raise UserError(f"--input {path} cannot be unpacked after {where()}: {error}; copy it again") from error
+        raise _damaged(path, where(), error) from error
+
+
+def _damaged(path: Path, where: str, error: Exception) -> UserError:
+    return UserError(f"--input {path} is damaged {where}: it cannot be unpacked ({error}); copy it again")
 
 
 def optional_library(name: str, *, extra: str, what: str) -> ModuleType:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatronish.data.encoding import Encoder, EncodingJob, encode_all, signals_held
 from megatronish.data.indexed import IndexedWriter, token_dtype
-from megatronish.data.inputs import input_files
+from megatronish.data.inputs import input_files, listed, text_format_of
 from megatronish.data.readers import read_batches
 from megatronish.errors import UserError
 
@@ -85,7 +85,7 @@ def preprocess(
             summary.bad_lines += len(encoded.bad_lines)
             summary.seconds = time.monotonic() - start
             on_progress(summary, encoded.num_bytes)
-        _refuse_too_few(summary, inputs, json_keys, max_bad_fraction)
+        _refuse_too_few(summary, files, json_keys, max_bad_fraction)
     return summary
 
 
@@ -98,15 +98,14 @@ def _check(*, json_keys: Sequence[str], workers: int, max_bad_fraction: float) -
         raise UserError(f"--max-bad-fraction {max_bad_fraction} must be at least 0 and at most 1; for example 0.01")
 
 
-def _refuse_too_few(
-    summary: Summary, inputs: Sequence[str | Path], json_keys: Sequence[str], max_bad_fraction: float
-) -> None:
+def _refuse_too_few(summary: Summary, files: Sequence[Path], json_keys: Sequence[str], max_bad_fraction: float) -> None:
     """UserError if there is no document, or if too many lines are bad."""
-    names, keys = ", ".join(map(str, inputs)), ", ".join(json_keys)
+    names, keys = listed(files), ", ".join(json_keys)
     if summary.documents == 0:
+        seems = next((f"; {path} seems to be {what}" for path in files if (what := text_format_of(path))), "")
         raise UserError(
             f"{names} holds no document ({summary.bad_lines} bad lines); each line must be a JSON object with a text "
-            f"under {keys}"
+            f"under {keys}{seems}"
         )
     if summary.bad_lines > max_bad_fraction * summary.lines:
         raise UserError(

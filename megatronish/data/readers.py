@@ -42,7 +42,7 @@ def read_batches(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
     done = 0
 
     def where() -> str:
-        return f"line {done}"
+        return f"after line {done}" if done else "near its beginning"
 
     with unpacking(path, where), open_input(path) as file:
         head = file.text.peek(HEAD_BYTES).removeprefix(BOM)  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ import torch
 from megatronish.errors import UserError
 from megatronish.launch.place import Place, place_from_environment, threads_per_rank
 from megatronish.launch.rank import Ending, failure, run_here, run_rank
-from megatronish.launch.slurm import unused_nodes
+from megatronish.launch.slurm import unused_places
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
 # system libraries do not survive one, and a spawned rank imports torch by itself, a few seconds later.
@@ -54,7 +54,7 @@ def launch(function: Callable[[Place], int], *, world_size: int, log_dir: Path |
     this process too; else the ranks are its children. Call it from the main thread, with signals as they are.
     """
     place = place_from_environment()
-    if place is None and (note := unused_nodes(os.environ)) is not None:
+    if place is None and (note := unused_places(os.environ, world_size=world_size)) is not None:
         print(f"note: {note}", file=sys.stderr)
     place = place or (Place() if world_size == 1 else None)
     if place is None:

@@ -136,7 +136,7 @@ def place_from_environment(environ: Mapping[str, str] = os.environ) -> Place | N
     """
     launcher = next((launcher for launcher in LAUNCHERS if launcher.is_in_charge(environ)), None)
     is_one_of_several = environ.get("LOCAL_WORLD_SIZE", "1") != "1"
-    if is_one_of_several or any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+    if is_one_of_several or any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _env_place(environ, launcher)
     if launcher is None:
         refuse_hidden_peers(environ, LAUNCHERS)
@@ -152,6 +152,8 @@ def _env_place(environ: Mapping[str, str], launcher: Launcher | None) -> Place:
     knows the local ones.
     """
     given = {name: value for name in ENV if (value := environ.get(name) or _alias(environ, name))}
+    for name in given.keys() - {"MASTER_ADDR"}:
+        integer(given, name)
     said = ", ".join(f"{name}={value}" for name, value in given.items())
     if not given.keys() & set(LOCAL) and {"RANK", "WORLD_SIZE"} <= given.keys():
         given |= _local_numbers(environ, launcher)
@@ -161,7 +163,6 @@ def _env_place(environ: Mapping[str, str], launcher: Launcher | None) -> Place:
             f"the environment says {said or 'that this is a rank'} but lacks {', '.join(missing)}: "
             "torchrun sets all of them; start with torchrun, or unset them for a plain start"
         )
-    integer(given, "MASTER_PORT")
     return Place(
         rank=integer(given, "RANK"),
         world_size=integer(given, "WORLD_SIZE"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
+from megatronish.config.plugins import naming_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.place import Place
@@ -74,7 +75,8 @@ def failure(place: Place, message: str) -> str:
 
 def _ending(function: Callable[[Place], int], place: Place) -> Ending:
     try:
-        status, message = function(place), None
+        with naming_plugins():
+            status, message = function(place), None
     except BaseException as error:  # torch raises some that are no Exception (CheckpointException)
         status, message = _describe(error)
     seconds = time.monotonic()

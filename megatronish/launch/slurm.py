@@ -75,12 +75,29 @@ def _in_step(environ: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" in environ or ("SLURM_PROCID" in environ and not is_job_shell(environ))
 
 
-def unused_nodes(environ: Mapping[str, str]) -> str | None:
-    """Note for a plain start in a job of several nodes, of which it uses one; None elsewhere."""
-    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
-    if not is_job_shell(environ) or not nodes.isdecimal() or int(nodes) < 2:
+def unused_places(environ: Mapping[str, str], *, world_size: int) -> str | None:
+    """Note for a plain start of `world_size` ranks in a job with more nodes or tasks, which it leaves idle; else None.
+
+    A note and no error: a batch script, and the shell of salloc, may run one process on purpose.
+    """
+    if is_job_shell(environ) and (nodes := _count(environ, "SLURM_JOB_NUM_NODES")) > 1:
+        return (
+            f"this SLURM job has {nodes} nodes, and a plain start uses this one alone; srun starts ranks on all of them"
+        )
+    tasks = _count(environ, "SLURM_NTASKS")
+    if _in_step(environ) or tasks <= world_size:
         return None
-    return f"this SLURM job has {nodes} nodes, and a plain start uses this one alone; srun starts ranks on all of them"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return (
+        f"SLURM_NTASKS={tasks} says that this job has {tasks} tasks, and a plain start runs {ranks} here; srun starts "
+        "a rank for each task"
+    )
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    """The number in a variable that only a note depends on: 1 where there is none."""
+    number = environ.get(name, "")
+    return int(number) if number.isdecimal() else 1
 
 
 def expand_hosts(nodelist: str) -> list[str]:

@@ -281,6 +281,16 @@ def test_a_single_dash_makes_no_flag() -> None:
     assert problems(small("--mock-data", "-tp", "2")) == ["-tp is not a flag; did you mean --tp?"]
 
 
+def test_a_flag_with_an_empty_value_and_a_flag_that_has_no_off() -> None:
+    assert problems(small("--mock-data", "--lr=")) == ["--lr '': lr must be a number such as 0.1"]
+    assert problems(small("--mock-data", "--no-num-layers")) == [
+        "--no-num-layers is not a flag: --num-layers is a whole number such as 4, and has no off; leave it out"
+    ]
+    assert problems(small("--plugin", "")) == [
+        "--plugin '' is no module; write my.module, or the path of a file that ends in .py"
+    ]
+
+
 def test_a_config_that_is_not_there_is_told_with_its_neighbours() -> None:
     (sentence,) = problems(["--config", str(ROOT / "configs" / "dmo.toml")])
     assert "does not exist; there are " in sentence

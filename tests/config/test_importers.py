@@ -206,6 +206,20 @@ def test_auto_in_a_scheduler_is_listed_with_the_flag_to_give(kind: str) -> None:
         assert found.left_out[f"scheduler.params.{key}"].endswith(f"give the value here, as {flag}")
 
 
+def test_a_scheduler_that_names_no_warmup_has_deepspeeds_defaults() -> None:
+    adam = {"type": "AdamW", "params": {"lr": 2e-5}}
+    bare = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}})
+    assert (bare.settings["lr_warmup_iters"], bare.settings["lr"]) == (1000, 0.001)
+    assert bare.left_out == {
+        "optimizer.params.lr": "the scheduler replaces it by its warmup_max_lr, by default 0.001",
+    }
+    none = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0}}})
+    assert none.settings["lr_warmup_iters"] == 0
+    cosine = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupCosineLR", "params": {}}})
+    assert (cosine.settings["lr_warmup_iters"], cosine.settings["lr"]) == (1000, 2e-5)
+    assert cosine.settings["min_lr"] == 2e-9
+
+
 def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
     sizes = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     rule = "train_batch_size=10 must be a multiple of train_micro_batch_size_per_gpu=4 times "
@@ -281,6 +295,35 @@ def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [
+        ({"fsdp": ["shard_grad_op", "offload"]}, {"zero_stage": 2, "optimizer_cpu_offload": True}),
+        ({"fsdp": ["no_shard"]}, {"zero_stage": 0}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"zero_stage": 2}),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, {"zero_stage": 2}),
+        (
+            {"fsdp_config": {"reshard_after_forward": True, "activation_checkpointing": True, "offload_params": True}},
+            {"zero_stage": 3, "param_cpu_offload": True, "recompute_granularity": "full"},
+        ),
+    ],
+)
+def test_the_strategy_of_fsdp_is_a_stage_of_zero(
+    tmp_path: Path, values: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    found = from_axolotl(values, folder=tmp_path).settings
+    names = ("zero_stage", "param_cpu_offload", "optimizer_cpu_offload", "recompute_granularity")
+    assert {name: found[name] for name in names if name in found} == settings
+
+
+def test_every_setting_of_fsdp_is_carried_over_or_listed(tmp_path: Path) -> None:
+    config = {"fsdp_sharding_strategy": "HYBRID_SHARD", "state_dict_type": "FULL_STATE_DICT", "auto_wrap_policy": "X"}
+    found = from_axolotl({"fsdp_config": config}, folder=tmp_path)
+    assert "--dp-replicate" in found.left_out["fsdp_config.sharding_strategy"]
+    assert found.left_out["fsdp_config.state_dict_type"] == "every checkpoint loads in every layout"
+    assert "fsdp_config.auto_wrap_policy" in found.left_out
+
+
 def test_axolotl_lists_templates_answers_checkpoints_and_plugins(tmp_path: Path) -> None:
     values = {
         "train_on_inputs": False,
@@ -313,6 +356,8 @@ def test_axolotl_lists_templates_answers_checkpoints_and_plugins(tmp_path: Path)
         ("ds.json", '{"train_batch_size": "many"}', r'train_batch_size="many" must be a whole number'),
         ("ds.json", '{"optimizer": 3}', r"optimizer=3 must be an object of settings"),
         ("ds.json", '{"gradient_accumulation_steps": []}', r"gradient_accumulation_steps=\[\] must be a number"),
+        ("ds.json", " \n", r"ds.json is empty: it has no settings; name another file"),
+        ("config.yml", "# nothing\n", r"config.yml is empty: it has no settings; name another file"),
         ("ds.json", None, r"ds.json cannot be read: No such file or directory; correct the path"),
         ("a.yml", "a: [", r"a.yml is not YAML: "),
         ("a.yml", "- 1", r"a.yml holds no settings"),

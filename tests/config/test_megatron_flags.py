@@ -203,6 +203,30 @@ def test_a_window_into_the_future_is_refused() -> None:
     assert problems([*BASE, "--window-size", "127,4"]) == [
         "--window-size 127,4 lets a token see 4 tokens after itself, and a GPT sees none; use --window-size 127,0"
     ]
+    assert problems([*BASE, "--window-size", "127,-1"]) == [
+        "--window-size 127,-1 lets a token see all tokens after itself, and a GPT sees none; use --window-size 127,0"
+    ]
+
+
+def test_a_flag_that_switches_pipelines_off_is_one_stage_and_a_later_number_counts_with_a_note() -> None:
+    assert read("--no-pipeline-parallel").config.layout.pp == 1
+    config, notes = read("--no-pipeline-parallel --pp 2")
+    assert config.layout.pp == 2
+    assert notes[0] == (
+        "--no-pipeline-parallel, --pp 2 set the same field, pipeline_model_parallel_size; the last, --pp 2, counts"
+    )
+    assert read("--pp 2 --no-pipeline-parallel").config.layout.pp == 1
+
+
+def test_extra_rows_of_the_vocabulary_are_said_to_be_padding() -> None:
+    assert (
+        read("--extra-vocab-size 421")
+        .notes[0]
+        .startswith(
+            "NOT AS ASKED: --extra-vocab-size 421: the vocabulary is the tokenizer's with all its added tokens; rows "
+        )
+    )
+    assert not any("NOT AS ASKED" in note for note in read("--extra-vocab-size 0").notes)
 
 
 def test_values_of_megatron_that_mean_others_here() -> None:

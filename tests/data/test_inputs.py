@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from megatronish.data.inputs import FOREIGN, input_files, optional_library
+from megatronish.data.foreign import FOREIGN, text_format
+from megatronish.data.inputs import input_files, optional_library, same_names
 from megatronish.data.readers import read_batches
 from megatronish.errors import UserError
 
@@ -69,7 +70,12 @@ def test_a_broken_compression_is_named_and_nothing_is_lost_in_silence(tmp_path: 
         "other bytes": whole[: len(whole) // 2] + bytes(20) + whole[len(whole) // 2 + 20 :],
         "not compressed": LINES,
     }
-    with pytest.raises(UserError, match=r"cannot be unpacked after line \d+: .*; copy it again"):
+    said = {
+        "cut off": r"is cut off (after line \d+|near its beginning) \(.+\); copy it again",
+        "other bytes": r"is (damaged|cut off) (after line \d+|near its beginning).*\(.+\); copy it again",
+        "not compressed": rf"ends in {ending}, but does not begin as \w+ does; rename it if it is not compressed, else",
+    }
+    with pytest.raises(UserError, match=said[damage]):
         texts_of(written(tmp_path / f"x.jsonl{ending}", broken[damage]))
 
 
@@ -162,6 +168,47 @@ def test_other_formats_are_refused_by_name_with_a_remedy(tmp_path: Path, offset:
     assert str(caught.value) == f"--input {path} is {what}"
     with pytest.raises(UserError, match=r"\(without its gzip compression\) is "):
         texts_of(written(tmp_path / "x.jsonl.gz", gzip.compress(bytes(offset) + magic + bytes(600))))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("x.csv", "id,text\n1,a\n", "is a table of CSV; write each row as a JSON object on a line"),
+        ("x.tsv", "id\ttext\n", "is a table of TSV; write"),
+        ("x.csv.gz", "id,text\n", "is a table of CSV; write"),
+        ("x", "<?xml version='1.0'?>", "is XML or HTML; extract its text"),
+        ("x", "\n<!DOCTYPE html>", "is XML or HTML; extract its text"),
+    ],
+)
+def test_tables_and_markup_are_refused_by_name(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    packed = gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
+    with pytest.raises(UserError, match=sentence):
+        texts_of(written(tmp_path / name, packed))
+
+
+@pytest.mark.parametrize(
+    ("head", "what"),
+    [
+        (b"Call me Ishmael.\n", "plain text; write each document as a line"),
+        (b'"a"\n', "JSON without keys; write each text as a line"),
+        (b'["a", "b"]', "JSON without keys"),
+        (b'{"text": "a",\n "id": 1}\n', "JSON objects that go over several lines; write one object a line, as jq -c"),
+        (bytes(range(128, 255)), "binary data, and no text"),
+        (b"a\0b", "binary data"),
+        (b'{"body": "a"}\n', None),
+        (b"", None),
+    ],
+)
+def test_what_a_file_without_a_good_line_seems_to_be(head: bytes, what: str | None) -> None:
+    found = text_format(head)
+    assert found is None if what is None else found is not None and found.startswith(what)
+
+
+def test_files_that_may_hold_the_same_texts_are_found(tmp_path: Path) -> None:
+    names = ("a.jsonl", "a.jsonl.gz", "b.jsonl", "c.parquet", "c.json.zst", "d/a.jsonl", "v1.2.jsonl", "v1.3.jsonl")
+    files = [tmp_path / name for name in names]
+    pairs = [tuple(str(path.relative_to(tmp_path)) for path in pair) for pair in same_names([*files, files[2]])]
+    assert pairs == [("a.jsonl", "a.jsonl.gz"), ("c.parquet", "c.json.zst"), ("b.jsonl", "b.jsonl")]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])

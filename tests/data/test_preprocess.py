@@ -20,7 +20,7 @@ import pytest
 from paths import ROOT
 from ranks import is_running, wait_until
 
-from megatronish.commands.preprocess import PreprocessArguments, tokenizer_settings
+from megatronish.commands.preprocess import PreprocessArguments, main, tokenizer_settings
 from megatronish.commands.preprocess_flags import with_lists_joined, without_megatron_flags
 from megatronish.data.encoding import EncodingJob, WorkerDiedError
 from megatronish.data.indexed import IndexedTokens
@@ -145,11 +145,40 @@ def test_gzip_is_read_and_a_broken_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl.gz").write_bytes(whole)
     preprocess([tmp_path / "x.jsonl.gz"], str(tmp_path / "p"), tokenizer=BytesTokenizer)
     assert len(documents(tmp_path / "p_text_document")) == 1000
-    for broken in (whole[:-12], b"no gzip", whole[:40] + bytes(9) + whole[49:]):
+    for broken, message in (
+        (whole[:-12], r"x\.jsonl\.gz is cut off .*; copy it again"),
+        (b"no gzip", r"x\.jsonl\.gz ends in \.gz, but does not begin as gzip does; rename it"),
+        (whole[:40] + bytes(9) + whole[49:], r"x\.jsonl\.gz is (cut off|damaged) .*; copy it again"),
+    ):
         (tmp_path / "x.jsonl.gz").write_bytes(broken)
-        with pytest.raises(ValueError, match=r"x\.jsonl\.gz cannot be unpacked after line \d+: .*; copy it again"):
+        with pytest.raises(ValueError, match=message):
             preprocess([tmp_path / "x.jsonl.gz"], str(tmp_path / "q"), tokenizer=BytesTokenizer)
     assert not list(tmp_path.glob("q*"))
+
+
+def test_several_files_are_listed_and_those_of_one_name_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    source = write_texts(folder / "c.jsonl", ["ab"])
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(source.read_bytes()))
+    argv = ["--input", str(folder), "--output-prefix", str(tmp_path / "p"), "--tokenizer-type", "bytes"]
+    assert main(argv) == 0
+    said = capsys.readouterr().err
+    assert f"reading 2 files: {source}, {source}.gz\n" in said
+    assert f"warning: {source} and {source}.gz differ in their endings alone, and both are read; name one of" in said
+    assert main([*argv[:1], *[str(source)] * 12, *argv[2:]]) == 0
+    said = capsys.readouterr().err
+    assert f"{source} and 2 more\n" in said
+    assert f"warning: {source} is named twice, and both are read, as in 10 other cases; name one" in said
+    assert main([*argv[:1], str(source), *argv[2:]]) == 0
+    assert "reading" not in capsys.readouterr().err
+
+
+def test_a_wrong_flag_is_a_sentence_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--input", "x", "--output-prefix", "p", "--max-bad-fraction", "abc"]) == 2
+    assert capsys.readouterr().err.startswith("error: --max-bad-fraction abc must be a number such as 0.1 (")
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "{\n"])

@@ -15,6 +15,7 @@ from test_launch import SLURM, TORCHRUN, Starter, sum_of_ranks
 from megatronish.errors import UserError
 from megatronish.launch.local import launch
 from megatronish.launch.place import LAUNCHERS, Place, place_from_environment
+from megatronish.launch.slurm import unused_places
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -183,6 +184,7 @@ def test_the_local_rank_comes_from_the_launcher_whose_rank_was_copied() -> None:
         ({"NODE_RANK": "0", "NNODES": "2"}, r"NNODES=2 says .* torchrun --nnodes \$NNODES --node-rank"),
         ({"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "GROUP_WORLD_SIZE=2 says that this job has several"),
         ({"LOCAL_WORLD_SIZE": "2"}, "the environment says LOCAL_WORLD_SIZE=2 but lacks RANK, WORLD_SIZE, LOCAL_RANK"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc must be a whole number; the launcher sets it"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment says RANK=0, WORLD_SIZE=2 but lacks MASTER_ADDR"),
         ({"SKYPILOT_NUM_NODES": "2"}, r"SKYPILOT_NUM_NODES=2 says .* torchrun --nnodes \$SKYPILOT_NUM_NODES"),
         ({"OMPI_COMM_WORLD_SIZE": "two"}, r"OMPI_COMM_WORLD_SIZE=two must be a whole number; the launcher sets it"),
@@ -197,6 +199,7 @@ def test_more_than_one_is_never_ignored(environ: dict[str, str], message: str) -
     "environ",
     [
         {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
+        {"WORLD_SIZE": ""},
         {"SKYPILOT_NUM_NODES": "1"},
         {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},
         {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "PMIX_RANK": "0"},
@@ -224,6 +227,33 @@ def test_a_plain_start_in_a_job_of_several_nodes_says_that_it_uses_one(
     assert capsys.readouterr().err == (
         "note: this SLURM job has 4 nodes, and a plain start uses this one alone; srun starts ranks on all of them\n"
     )
+
+
+@pytest.mark.parametrize("shell", [{}, {"SLURMD_NODENAME": "n1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}])
+def test_a_plain_start_in_a_job_of_several_tasks_names_srun(
+    shell: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", **shell}.items():
+        monkeypatch.setenv(name, value)
+    assert launch(lambda _place: 0, world_size=1) == 0
+    assert capsys.readouterr().err == (
+        "note: SLURM_NTASKS=4 says that this job has 4 tasks, and a plain start runs 1 rank here; srun starts a rank "
+        "for each task\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size"),
+    [
+        ({"SLURM_NTASKS": "4"}, 4),
+        ({"SLURM_NTASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "many"}, 1),
+        ({"SLURM_JOB_ID": "1"}, 1),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, 1),  # a place, or an error, comes before any note
+    ],
+)
+def test_a_plain_start_that_leaves_no_task_out_says_nothing(environ: dict[str, str], world_size: int) -> None:
+    assert unused_places(environ, world_size=world_size) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="environments of other processes are read from /proc")

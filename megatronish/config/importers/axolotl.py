@@ -5,116 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.fields import FIELDS
+from megatronish.config.importers.axolotl_keys import CHECKPOINTS, DECAYS, EVERY_TOKEN, LORA, OPTIMIZERS, RULES, SPEED
 from megatronish.config.importers.deepspeed import from_deepspeed
-from megatronish.config.importers.imported import Imported, Rule, apply, dropped, field, number, read_json, section
+from megatronish.config.importers.imported import Imported, apply, dropped, number, read_json, section
 from megatronish.errors import UserError
 
-_SPEED = dropped("it changes speed and memory alone")
-_FUSED = dropped("which kernels are used is decided at run time")
-_EPOCHS = dropped("lengths are in steps; use --train-iters, --eval-interval and --save-interval")
-_LORA = dropped("LoRA is not there yet: all weights are trained")
-_QUANTISED = dropped("weights are not quantised: the model is trained in the precision of the run")
-_DIALOGUE = dropped("fine-tuning on dialogues is not there yet; text is trained on as it is")
-_HUB = dropped("nothing is uploaded or downloaded")
-_NOT_THERE = dropped("it is not there")
-_DATA = dropped("make .bin/.idx files with tools/preprocess_data.py, and name them with --data-path")
-_MODEL = dropped("the files of the model say it")
-_PLUGINS = dropped("Axolotl's plug-ins are its own classes; here a plug-in is a file given with --plugin")
-_RESUME = dropped(
-    "it is a Hugging Face folder, which --load cannot read; convert it with megatronish convert --from hf "
-    "--to megatronish, and name the new folder with --load"
-)
-_EVERY_TOKEN = "the loss counts every token; fine-tuning on answers only is not there yet"
-
-RULES: dict[str, Rule] = {
-    "base_model": field("load_hf"),
-    "sequence_len": field("seq_length"),
-    "micro_batch_size": field("micro_batch_size"),
-    "max_steps": field("train_iters"),
-    "learning_rate": field("lr"),
-    "weight_decay": field("weight_decay"),
-    "max_grad_norm": field("clip_grad"),
-    "adam_beta1": field("adam_beta1"),
-    "adam_beta2": field("adam_beta2"),
-    "adam_epsilon": field("adam_eps"),
-    "warmup_steps": field("lr_warmup_iters"),
-    "warmup_ratio": field("lr_warmup_fraction"),
-    "logging_steps": field("log_interval"),
-    "save_total_limit": field("keep_last"),
-    "output_dir": field("run_dir"),
-    "seed": field("seed"),
-    "resume_from_checkpoint": _RESUME,
-    "plugins": _PLUGINS,
-    "tensor_parallel_size": field("tensor_model_parallel_size"),
-    "context_parallel_size": field("context_parallel_size"),
-    "sequence_parallel_degree": field("context_parallel_size"),
-    "dp_replicate_size": field("num_distributed_optimizer_instances"),
-    "wandb_project": field("wandb_project"),
-    "wandb_name": field("wandb_exp_name"),
-    "wandb_entity": field("wandb_entity"),
-    **dict.fromkeys(("num_epochs", "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), _EPOCHS),
-    **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), _DATA),
-    **dict.fromkeys(("adapter", "peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), _LORA),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq", "bnb_config_kwargs", "quantization"), _QUANTISED),
-    **dict.fromkeys(
-        (
-            *("chat_template", "train_on_inputs", "rl", "trl", "group_by_length", "excess_length_strategy"),
-            *("roles_to_train", "train_on_eos", "chat_template_jinja", "dpo_beta", "reward_model"),
-        ),
-        _DIALOGUE,
-    ),
-    **dict.fromkeys(
-        (
-            *("base_model_config", "model_type", "tokenizer_type", "tokenizer_config", "trust_remote_code"),
-            *("is_llama_derived_model", "is_mistral_derived_model", "special_tokens", "tokens", "tokenizer_use_fast"),
-            *("overrides_of_model_config", "revision_of_model", "strict"),
-        ),
-        _MODEL,
-    ),
-    **dict.fromkeys(
-        (
-            *("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
-            *("flash_attn_rms_norm", "flash_attn_cross_entropy", "flash_attn_fuse_mlp", "flash_attn_fuse_qkv"),
-            *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_swiglu", "attn_implementation"),
-            *("liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_layer_norm", "liger_cross_entropy"),
-        ),
-        _FUSED,
-    ),
-    **dict.fromkeys(
-        (
-            *("torch_compile", "torch_compile_backend", "tf32", "dataset_processes", "dataloader_num_workers"),
-            *("dataloader_pin_memory", "dataloader_prefetch_factor", "eval_batch_size", "pad_to_sequence_len"),
-            *("ddp_timeout", "ddp_bucket_cap_mb", "low_cpu_mem_usage", "dp_shard_size", "heads_k_stride", "gc_steps"),
-            *("gradient_checkpointing_kwargs", "auto_resume_from_checkpoints", "save_safetensors", "local_rank"),
-        ),
-        _SPEED,
-    ),
-    **dict.fromkeys(("hub_model_id", "push_dataset_to_hub", "hub_strategy", "hf_use_auth_token"), _HUB),
-    **dict.fromkeys(
-        (
-            *("early_stopping_patience", "neftune_noise_alpha", "unfrozen_parameters", "loss_watchdog_threshold"),
-            *("loss_watchdog_patience", "lr_groups", "embedding_lr", "embedding_lr_scale", "rope_scaling", "debug"),
-            *(
-                "lr_scheduler_kwargs",
-                "optim_args",
-                "optim_target_modules",
-                "eval_sample_packing",
-                "multipack_real_batches",
-            ),
-        ),
-        _NOT_THERE,
-    ),
-}
-
-OPTIMIZERS = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
-DECAYS = {
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "inverse_sqrt": "inverse-square-root",
-}
 # Keys that a function below reads.
 _OWN = (
     *("optimizer", "lr_scheduler", "cosine_min_lr_ratio", "bf16", "fp16", "bfloat16", "float16", "sample_packing"),
@@ -127,7 +22,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     """Settings of a config.yml in `folder`; `dp` is the data-parallel size, from which the batch follows."""
     found = Imported()
     rules = dict(RULES)
-    for prefix, rule in (("lora_", _LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
+    for prefix, rule in (("lora_", LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
         rules |= {key: rule for key in values if key.startswith(prefix) and key not in RULES}
     rest = {key: value for key, value in values.items() if key not in _OWN and value is not False}
     apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
@@ -163,7 +58,7 @@ def _model(found: Imported, folder: Path) -> None:
 def _templates(found: Imported, values: Mapping[str, Any]) -> None:
     """Prompt templates of the data sets, and the part of a sample that is learned."""
     if values.get("train_on_inputs") is False:
-        found.leave_out("train_on_inputs", _EVERY_TOKEN)
+        found.leave_out("train_on_inputs", EVERY_TOKEN)
     for key in ("datasets", "test_datasets", "pretraining_dataset"):
         plain = (None, "", "completion", "pretrain") if key == "pretraining_dataset" else (None, "", "completion")
         sets = values.get(key)
@@ -261,8 +156,20 @@ def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
             if name in shared:
                 found.set(name, shared[name])
     elif values.get("fsdp") or values.get("fsdp_config"):
-        found.set("zero_stage", 3)
-        config = values.get("fsdp_config") or {}
-        offloads = isinstance(config, dict) and (config.get("offload_params") or config.get("fsdp_offload_params"))
-        if offloads or "offload" in str(values.get("fsdp")):
-            found.set("param_cpu_offload", True)
+        _fsdp(found, str(values.get("fsdp") or ""), section(values, "fsdp_config"))
+
+
+def _fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
+    """ZeRO, from FSDP: `words` are those of the older key, the keys of `config` may begin with fsdp_."""
+    rest = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    strategy = f"{words} {rest.pop('sharding_strategy', '')}".upper()
+    keeps_parameters = rest.pop("reshard_after_forward", True) is False
+    stage = 2 if keeps_parameters or "SHARD_GRAD_OP" in strategy or "ZERO2" in strategy else 3
+    found.set("zero_stage", 0 if "NO_SHARD" in strategy else stage)
+    if "HYBRID" in strategy and "num_distributed_optimizer_instances" not in found.settings:
+        found.leave_out("fsdp_config.sharding_strategy", "a hybrid one; add --dp-replicate, the number of groups")
+    if (rest.pop("offload_params", False) is True or "OFFLOAD" in strategy) and "NO_SHARD" not in strategy:
+        found.set("param_cpu_offload" if stage == 3 else "optimizer_cpu_offload", True)
+    if rest.pop("activation_checkpointing", False) is True:
+        found.set("recompute_granularity", "full")
+    apply(found, rest, dict.fromkeys(rest, SPEED) | {"state_dict_type": CHECKPOINTS}, within="fsdp_config.")

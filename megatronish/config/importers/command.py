@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatronish.config.arguments import read_arguments
 from megatronish.config.importers.axolotl import from_axolotl
 from megatronish.config.importers.deepspeed import from_deepspeed
 from megatronish.config.importers.imported import read_json, read_yaml
@@ -31,8 +32,8 @@ class ImportArguments:
 
 def run_importer(framework: Framework, argv: Sequence[str]) -> int:
     """Run the importer of a framework; the exit status."""
-    arguments = tyro.cli(ImportArguments, args=list(argv))
     try:
+        arguments = read_arguments(ImportArguments, argv, program=f"from_{framework}.py")
         text = import_config(framework, arguments.config, dp=arguments.dp)
         if arguments.output is None:
             print(text, end="")

@@ -4,124 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronish.config.fields import FIELDS
-from megatronish.config.importers.imported import AUTO, Imported, Rule, apply, dropped, field, number, section
+from megatronish.config.importers.deepspeed_keys import (
+    ACTIVATIONS,
+    ADAM,
+    DEFAULT_PEAK,
+    DEFAULT_WARMUP_STEPS,
+    FP16,
+    NOT_THERE,
+    OPTIMIZERS,
+    SCHEDULER_FLAGS,
+    SPEED,
+    TOP,
+    ZERO,
+)
+from megatronish.config.importers.imported import AUTO, Imported, apply, field, number, section
 from megatronish.errors import UserError
-
-_SPEED = dropped("it changes speed and memory alone")
-_EXACT = dropped("rounding that saves messages is not there; the exact numbers are sent")
-_LOGGED = dropped("the time of a step, throughput and memory are always logged")
-_NOT_THERE = dropped("it is not there")
-
-TOP: dict[str, Rule] = {
-    "train_batch_size": field("global_batch_size"),
-    "train_micro_batch_size_per_gpu": field("micro_batch_size"),
-    "gradient_clipping": field("clip_grad"),
-    "steps_per_print": field("log_interval"),
-    "sequence_parallel_size": field("context_parallel_size"),
-    "wall_clock_breakdown": _LOGGED,
-    "memory_breakdown": _LOGGED,
-    "dump_state": _LOGGED,
-    "comms_logger": _LOGGED,
-    "csv_monitor": dropped("metrics.jsonl in the run folder has every number"),
-    "flops_profiler": dropped("throughput in TFLOP/s is always logged"),
-    "prescale_gradients": _SPEED,
-    "gradient_predivide_factor": _SPEED,
-    "sparse_gradients": _SPEED,
-    "disable_allgather": _SPEED,
-    "aio": _SPEED,
-    "autotuning": _SPEED,
-    "compile": _SPEED,
-    "use_node_local_storage": _SPEED,
-    "zero_allow_untested_optimizer": dropped("every optimizer works with every stage"),
-    "zero_force_ds_cpu_optimizer": dropped("there is one optimizer on the CPU"),
-    "checkpoint": dropped("every checkpoint loads in every layout"),
-    "amp": dropped("use --bf16 or --fp16"),
-    "elasticity": dropped("a run resumes on any number of ranks, with the same --global-batch-size"),
-    "compression_training": _NOT_THERE,
-    "curriculum_learning": _NOT_THERE,
-    "data_efficiency": _NOT_THERE,
-    "sparse_attention": _NOT_THERE,
-    "progressive_layer_drop": _NOT_THERE,
-    "eigenvalue": _NOT_THERE,
-    "quantize_training": _NOT_THERE,
-    "pipeline": dropped("use --pipeline-model-parallel-size and --pipeline-schedule"),
-    "data_types": dropped("gradients are accumulated in fp32"),
-    "communication_data_type": dropped("gradients are reduced in fp32; --grad-reduce-in-bf16 with --bf16 halves that"),
-}
-
-ADAM: dict[str, Rule] = {
-    "lr": field("lr"),
-    "eps": field("adam_eps"),
-    "weight_decay": field("weight_decay"),
-    "momentum": field("sgd_momentum"),
-    "torch_adam": dropped("there is one implementation"),
-    "bias_correction": dropped("Adam always corrects its bias"),
-    "freeze_step": _EXACT,
-    "amsgrad": _NOT_THERE,
-    "nesterov": _NOT_THERE,
-}
-OPTIMIZERS = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"), "adam"),
-    **{"sgd": "sgd", "muon": "muon"},
-}
-
-SCHEDULER_FLAGS = {
-    "warmup_num_steps": "--lr-warmup-iters",
-    "warmup_max_lr": "--lr",
-    "warmup_min_lr": "--lr-warmup-init",
-    "warmup_min_ratio": "--lr-warmup-init",
-    "cos_min_ratio": "--min-lr",
-    "total_num_steps": "--lr-decay-iters",
-}
-"""Flags to give where a parameter of the scheduler is "auto"."""
-
-FP16: dict[str, Rule] = {
-    "enabled": field("fp16"),
-    "loss_scale": field("loss_scale"),
-    "loss_scale_window": field("loss_scale_window"),
-    "hysteresis": field("hysteresis"),
-    "min_loss_scale": field("min_loss_scale"),
-    "auto_cast": dropped("inputs are cast where a layer computes"),
-    "consecutive_hysteresis": _NOT_THERE,
-    "fp16_master_weights_and_grads": dropped("master weights and gradients are in fp32, more exactly"),
-}
-
-ZERO: dict[str, Rule] = {
-    "stage": field("zero_stage"),
-    "overlap_comm": field("overlap_grad_reduce"),
-    "reduce_bucket_size": field("ddp_bucket_size"),
-    "cpu_offload": field("optimizer_cpu_offload"),
-    "stage3_gather_16bit_weights_on_model_save": dropped("tools/convert_checkpoint.py writes whole weights"),
-    "gather_16bit_weights_on_model_save": dropped("tools/convert_checkpoint.py writes whole weights"),
-    "zero_quantized_weights": _EXACT,
-    "zero_quantized_nontrainable_weights": _EXACT,
-    "zero_quantized_gradients": _EXACT,
-    "mics_shard_size": dropped("use --num-distributed-optimizer-instances, the number of groups"),
-    **dict.fromkeys(
-        (
-            *("allgather_partitions", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients"),
-            *("round_robin_gradients", "sub_group_size", "ignore_unused_parameters", "legacy_stage1"),
-            *(
-                "elastic_checkpoint",
-                "load_from_fp32_weights",
-                "zero_hpz_partition_size",
-                "use_multi_rank_bucket_allreduce",
-            ),
-            *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
-            *("stage3_max_reuse_distance", "stage3_model_persistence_threshold", "memory_efficient_linear"),
-            *("mics_hierarchical_params_gather", "override_module_apply", "log_trace_cache_warnings"),
-        ),
-        _SPEED,
-    ),
-}
-
-ACTIVATIONS: dict[str, Rule] = {
-    "partition_activations": dropped("add --distribute-saved-activations, with --tp 2 or more"),
-    "number_checkpoints": dropped("use --recompute-num-layers, the layers of one group"),
-    "contiguous_memory_optimization": _SPEED,
-    "synchronize_checkpoint_boundary": _SPEED,
-    "profile": _SPEED,
-}
 
 
 def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Imported:
@@ -206,16 +103,11 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
         if value == "auto":
             flag = SCHEDULER_FLAGS.get(key)
             found.leave_out(f"scheduler.params.{key}", f"{AUTO}, as {flag}" if flag else AUTO)
-    peak = number(params, "warmup_max_lr")
-    if peak is not None:
-        found.set("lr", peak)
-    peak, warmup, total = (
-        found.settings.get("lr"),
-        number(params, "warmup_num_steps"),
-        number(params, "total_num_steps"),
-    )
-    if warmup is not None:
-        found.set("lr_warmup_iters", int(warmup))
+    _peak(found, params, style)
+    total = number(params, "total_num_steps")
+    if params.get("warmup_num_steps") != "auto":
+        warmup = number(params, "warmup_num_steps")
+        found.set("lr_warmup_iters", DEFAULT_WARMUP_STEPS if warmup is None else int(warmup))
         if params.get("warmup_type", "log") == "log":
             found.leave_out("scheduler.params.warmup_type", "log, DeepSpeed's default, is not there: warm-up is linear")
     if total is not None:
@@ -225,6 +117,7 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
     start = number(params, "warmup_min_lr")
     if start:
         found.set("lr_warmup_init", start)
+    peak = found.settings.get("lr")
     if style == "cosine" and peak is not None:
         least, first = number(params, "cos_min_ratio"), number(params, "warmup_min_ratio")
         if params.get("cos_min_ratio") != "auto":
@@ -233,12 +126,25 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
             found.set("lr_warmup_init", peak * first)
 
 
+def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
+    """The learning rate after warm-up, by which DeepSpeed's schedulers except the cosine replace the optimizer's."""
+    peak = number(params, "warmup_max_lr")
+    if peak is None and style != "cosine" and "warmup_max_lr" not in params:
+        peak = DEFAULT_PEAK
+        if found.settings.get("lr", peak) != peak:
+            found.leave_out(
+                "optimizer.params.lr", f"the scheduler replaces it by its warmup_max_lr, by default {peak:g}"
+            )
+    if peak is not None:
+        found.set("lr", peak)
+
+
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
     bf16 = section(values, "bf16") or section(values, "bfloat16")
     if bf16:
         apply(found, {"enabled": bf16.get("enabled")}, {"enabled": field("bf16")}, within="bf16.")
         rest = {key: value for key, value in bf16.items() if key != "enabled"}
-        apply(found, rest, dict.fromkeys(rest, _SPEED), within="bf16.")
+        apply(found, rest, dict.fromkeys(rest, SPEED), within="bf16.")
     fp16 = section(values, "fp16")
     if not fp16:
         return
@@ -282,5 +188,5 @@ def _records(found: Imported, values: Mapping[str, Any]) -> None:
     if board.get("enabled") and board.get("output_path"):
         found.set("tensorboard_dir", str(board["output_path"]))
     if wandb.get("enabled"):
-        names = {"project": field("wandb_project"), "team": field("wandb_entity"), "group": _NOT_THERE}
+        names = {"project": field("wandb_project"), "team": field("wandb_entity"), "group": NOT_THERE}
         apply(found, {key: value for key, value in wandb.items() if key != "enabled"}, names, within="wandb.")

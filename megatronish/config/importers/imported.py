@@ -132,11 +132,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        values = parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = parse(text) if text.strip() else None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; correct the path") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not {kind}: {error}; correct the file") from error
+    if values is None:
+        raise UserError(f"{path} is empty: it has no settings; name another file")
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings, but {json.dumps(values, default=str)[:40]}; name another file")
     return values

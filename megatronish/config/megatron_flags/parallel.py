@@ -54,7 +54,7 @@ PIPELINE: dict[str, Known] = {
     ),
     "standalone-embedding-stage": refused("the embedding belongs to the first stage; leave it out"),
     "pipeline-model-parallel-split-rank": refused("models with an encoder and a decoder are not there", 1),
-    "no-pipeline-parallel": idle("--pipeline-model-parallel-size says how many stages there are"),
+    "no-pipeline-parallel": means("pipeline_model_parallel_size", "1"),
 }
 
 COMMUNICATION: dict[str, Known] = {

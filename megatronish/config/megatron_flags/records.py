@@ -34,8 +34,11 @@ DATA: dict[str, Known] = {
     "hybrid-context-parallel": refused("all samples have one length; leave it out"),
     "max-seqlen-per-dp-cp-rank": refused("all samples have one length; leave it out", 1),
     # Alibaba's Pai-Megatron-Patch
-    "extra-vocab-size": idle(
-        "the vocabulary is the tokenizer's with all its added tokens, and its padding is derived", 1
+    "extra-vocab-size": instead(
+        "the vocabulary is the tokenizer's with all its added tokens; rows beyond them are padding, which takes no "
+        "part in the softmax",
+        1,
+        ("0",),
     ),
     "max-padding-length": idle(_SAMPLES, 1),
     "patch-tokenizer-type": Known("means", "--tokenizer-type huggingface", 1, (), (("tokenizer_type", "huggingface"),)),
