@@ -7,12 +7,13 @@ out. `pytest --all-layouts` takes the product of experts, grids, schedules, reco
 """
 
 import pytest
-from comparison import assert_equal_to_serial
+from comparison import assert_equal_to_serial, assert_near_in_half_precision
 from expert_cases import (
     EXPERT_CASES,
     EXPERT_CHOICES,
     EXPERT_DEALT,
     all_expert_cases,
+    choices_of_experts,
     expert_problem,
     expert_spread,
     of_experts,
@@ -41,3 +42,20 @@ def test_a_layout_trains_the_same_experts_as_one_process(layout: Layout, chosen:
 
 def test_experts_meet_every_feature_in_some_layout() -> None:
     assert of_experts(possible_pairs(EXPERT_CHOICES)) - covered_pairs(EXPERT_DEALT) == set()
+
+
+HALF = [
+    (Layout(dp=2, tp=2), {"experts": "softmax", "family": "llama", "ep": "most", "etp": "one"}, "bf16"),
+    (Layout(cp=2, tp=2), {"experts": "sigmoid", "family": "qwen", "ep": "fewest", "etp": "tp"}, "bf16"),
+    (Layout(dp=2, pp=2), {"experts": "capacity", "family": "gpt2", "ep": "most", "etp": "one"}, "bf16"),
+    (Layout(dp=2, tp=2), {"experts": "sigmoid", "family": "llama", "ep": "most", "etp": "tp"}, "fp16"),
+]
+
+
+@pytest.mark.parametrize(("layout", "main", "precision"), HALF)
+def test_in_half_precision_a_layout_of_experts_is_as_near_to_fp32_as_one_process_is(
+    layout: Layout, main: Chosen, precision: str
+) -> None:
+    plain = {feature: values[0] for feature, values in choices_of_experts(layout).items()}
+    chosen = plain | {"num_microbatches": 3} | main
+    assert_near_in_half_precision(expert_problem(layout, chosen), expert_spread(layout, chosen), **{precision: True})

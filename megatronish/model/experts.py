@@ -159,6 +159,7 @@ class MixtureOfExperts(nn.Module):
         counts = choices_of_sequences(routing, num_sequences)
         if is_first:
             tally.add("tokens_per_expert", self.layer, counts.sum(0))
+            tally.add("tokens_not_finite", self.layer, (~routing.logits.isfinite()).any(-1).sum())
         losses: dict[str, tuple[Tensor, float]] = {}
         if balance.sequence_coefficient:
             for axis in tally.axes:

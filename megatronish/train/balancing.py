@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatronish import comm
 from megatronish.config.model import ModelConfig
 from megatronish.layer_specs import ExpertsSpec, layer_specs
 from megatronish.layers.router import Balance
+from megatronish.mesh import Mesh
 from megatronish.model.gpt import GPT
 
-TOKENS, DROPPED = "tokens_per_expert", "dropped_choices"
+TOKENS, DROPPED, NOT_FINITE = "tokens_per_expert", "dropped_choices", "tokens_not_finite"
 
 
 class ExpertLoad(NamedTuple):
@@ -67,7 +69,8 @@ class Balancing:
         num_layers, num_experts = self.config.num_layers, self.config.num_experts
         assert num_experts is not None
         dropped = [] if self.config.moe_expert_capacity_factor is None else [DROPPED]
-        return {TOKENS: (num_layers, num_experts), **dict.fromkeys((*self.losses, *dropped), (num_layers,))}
+        names = (*self.losses, *dropped, NOT_FINITE)
+        return {TOKENS: (num_layers, num_experts), **dict.fromkeys(names, (num_layers,))}
 
     @contextmanager
     def of_step(self, num_sequences: int, *, seq_length: int, loss_scale: float) -> Iterator[None]:
@@ -96,6 +99,19 @@ class Balancing:
         if DROPPED in sums:
             found["dropped_share"] = float(sums[DROPPED].sum() / sums[TOKENS].sum())
         return found | {"largest_expert_load": load.largest, "num_idle_experts": float(load.num_idle)}
+
+    def not_finite(self, own: Mapping[str, Tensor], sums: Mapping[str, Tensor], mesh: Mesh) -> str | None:
+        """Where a router first had logits that are not finite: its layer and the rank; None if nowhere.
+
+        `own` are the sums of this rank, `sums` those of all, which agree whether there is anything to ask.
+        """
+        layers = sums[NOT_FINITE].nonzero().flatten().tolist() if self.layers else []
+        if not layers:
+            return None
+        is_mine = NOT_FINITE in own and int(own[NOT_FINITE][layers[0]]) > 0
+        rank = torch.tensor(-mesh.world.rank if is_mine else -mesh.world.size, device=mesh.device)
+        first = -int(comm.all_reduce(rank, mesh.world, "max"))
+        return f"the router of layers.{layers[0]} was the first whose logits were not, on rank {first}"
 
     def load(self, sums: Mapping[str, Tensor]) -> ExpertLoad | None:
         """Choices of each expert; None for a dense model."""

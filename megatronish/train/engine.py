@@ -101,7 +101,8 @@ class Engine:
         metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
         counted, mesh = self.data_parallel.counted_gradients(), self.mesh
         grad_norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device) / scale
-        self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1)
+        origin = self.balancing.not_finite(sums, totals.model, mesh)
+        self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
         skipped = self.rule.skips(grad_norm)
         load = self.balancing.load(totals.model)
         return StepResult(metrics, grad_norm, weight, scale, skipped, totals.votes, load)

@@ -25,14 +25,18 @@ class UpdateRule(NamedTuple):
         """Whether a step is left out: its gradient overflowed in fp16."""
         return not math.isfinite(grad_norm) and self.loss_scale.skips_overflow
 
-    def refuse_not_finite(self, loss: float, grad_norm: float, *, step: int) -> None:
-        """NotFiniteError, unless a smaller loss scale may help: then the step is left out and the run continues."""
+    def refuse_not_finite(self, loss: float, grad_norm: float, *, step: int, origin: str | None = None) -> None:
+        """NotFiniteError, unless a smaller loss scale may help: then the step is left out and the run continues.
+
+        `origin` says where the first number was that was not finite, if that is known.
+        """
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if is_finite or not self.check_finite or self.loss_scale.can_shrink:
             return
         scale = self.loss_scale.scale
         too_large = f"; the loss scale of {scale} may be too large for fp16, too" if scale > 1 else ""
+        found = f": {origin}" if origin else ""
         raise NotFiniteError(
-            f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite; the parameters are as they "
+            f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite{found}; the parameters are as they "
             f"were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step{too_large}"
         )

@@ -156,3 +156,32 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Of all tensors together, relative to the length of the expected ones."""
     squares = [(actual[name] - expected[name]).square().sum() for name in expected]
     return float((sum(squares) / sum(tensor.square().sum() for tensor in expected.values())) ** 0.5)
+
+
+# bf16 keeps 8 bits of a value: each rounding moves it by up to 2^-9, and other layouts round other partial sums.
+# A loss is a mean over many tokens, so its roundings cancel: it stays within one of them (measured: half of it).
+# A gradient has some forty roundings behind it, which add up in quadrature: 2^-9 sqrt(40) = 2^-6.3 (measured 2^-5.4).
+BF16_LOSS, BF16_NORM, BF16_GRADIENT = 2**-9, 2**-6, 2**-5
+
+
+def assert_near_in_half_precision(exact: Problem, spread: Spread, **precision: bool) -> None:
+    """In bf16 or fp16 a layout is as near to fp32 as one process is."""
+    exact = with_margin(exact)
+    rounded = replace(exact, **precision)
+    reference = serial(exact)
+    # Rounding would send every tenth token to another expert: all are given the choices of fp32.
+    choices = reference.routed.choices or None
+    alone = Spread(Layout(), micro_batch_size=exact.global_batch_size)
+    one_process = train(Place(), rounded, alone, choices)
+    ranks = run_ranks(spread.layout.world_size, train, rounded, spread, choices)
+    for record, near in [(one_process, reference), *((rank, reference) for rank in ranks), (ranks[0], one_process)]:
+        assert record.losses == pytest.approx(near.losses, rel=BF16_LOSS)
+        assert record.grad_norms == pytest.approx(near.grad_norms, rel=BF16_NORM)
+        assert record.evaluation == pytest.approx(near.evaluation, rel=BF16_LOSS)
+    gradient = whole([reference.gradient_parts])
+    of_one_process = distance(whole([one_process.gradient_parts]), gradient)
+    of_layout = distance(whole([rank.gradient_parts for rank in ranks]), gradient)
+    assert of_layout < min(1.25 * of_one_process, BF16_GRADIENT), (of_layout, of_one_process)
+    masters = whole([rank.initial_parts for rank in ranks])
+    assert all(torch.equal(masters[name], tensor) for name, tensor in whole([one_process.initial_parts]).items())
+    whole([rank.trained_parts for rank in ranks])  # copies are equal in every bit

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from engines import evaluated
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
@@ -18,13 +18,13 @@ from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Sample
 from megatronish.launch.place import Place
-from megatronish.layers.router import Router, Routing
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.streams import numpy_stream
 from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
+from megatronish.train.routing_trace import Choices, RoutingRecorder
 from megatronish.train.statistics import params_norm
 
 SEED = 7
@@ -124,13 +124,17 @@ Parts = dict[str, list[Held]]
 class Routed(NamedTuple):
     """What routers of a run saw: choices of each expert in every step [L, E], their state at the end by its name.
 
-    `margin` is the smallest difference, over tokens and layers, between the scores of the last expert that was chosen
-    and of the first that was not: below it rounding could choose another expert.
+    `choices` of one process are those of every token, for a run in another precision to replay.
     """
 
     tokens: list[Tensor]
     states: dict[str, Tensor]
-    margin: float
+    choices: dict[str, Choices]
+
+    @property
+    def margin(self) -> float:
+        """Smallest margin of a choice (`Router.margins`), over tokens and layers: rounding must not reach it."""
+        return min((margin for choices in self.choices.values() for margin in choices.margins), default=math.inf)
 
 
 class Record(NamedTuple):
@@ -168,8 +172,11 @@ class Samples:
         return Sample(np.where(ends, EOD, stream.integers(1, VOCABULARY, self.length)))
 
 
-def train(place: Place, problem: Problem, spread: Spread) -> Record:
-    """SGD steps from the initial values, then Adam or Muon steps from them again."""
+def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None = None) -> Record:
+    """SGD steps from the initial values, then Adam or Muon steps from them again.
+
+    `replayed` are the choices of experts that every token is given; one process without them records its own.
+    """
     mesh = Mesh.of(spread.parallel, place, has_experts=problem.model.num_experts is not None)
     dataset = Samples(problem.seq_length)
 
@@ -187,22 +194,26 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
             ),
         )
 
-    margins: list[float] = []
+    routing = Routing(replayed, is_alone=place.world_size == 1)
     sgd = build(mesh, problem, spread, replace(SGD, **DECOUPLED if problem.decoupled else {}))
-    watch_margins(sgd, margins)
+    routing.watch(sgd, first_step=0)
     initial = parts(sgd, masters_of(sgd))
     results = []
     for step in range(SGD_STEPS):
         rates = {"learning_rate": 0.1, "decoupled_learning_rate": 0.2 if problem.decoupled else None}
+        routing.begin(step)
         results.append(sgd.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates))
         if step == 0:
             gradients = parts(sgd, sgd.data_parallel.gradients)
     config = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
     engine = build(mesh, problem, spread, config)
-    watch_margins(engine, margins)
+    routing.watch(engine, first_step=SGD_STEPS)
     assert config.lr is not None
     rates = {"learning_rate": config.lr, "decoupled_learning_rate": config.decoupled_lr}
-    results += [engine.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates) for step in range(NUM_STEPS)]
+    for step in range(NUM_STEPS):
+        routing.begin(step)
+        results.append(engine.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates))
+    routing.begin(NUM_STEPS)
     of_muon = {
         name: held
         for name, held in parts(engine, masters_of(engine)).items()
@@ -220,7 +231,7 @@ def train(place: Place, problem: Problem, spread: Spread) -> Record:
         routed=Routed(
             [result.expert_load.tokens for result in results if result.expert_load is not None],
             states_of(sgd, "sgd") | states_of(engine, problem.optimizer),
-            min(margins, default=math.inf),
+            routing.choices,
         ),
     )
 
@@ -238,6 +249,7 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
                 seed=problem.seed,
                 bf16=problem.bf16,
                 fp16=problem.fp16,
+                loss_scale=128.0 if problem.fp16 else None,
                 attention_backend=spread.attention_backend,
             ),
             optimizer=optimizer,
@@ -270,12 +282,22 @@ def states_of(engine: Engine, run: str) -> dict[str, Tensor]:
     }
 
 
-def watch_margins(engine: Engine, margins: list[float]) -> None:
-    """Append the smallest margin of every routing to `margins`."""
+class Routing:
+    """Choices of the experts in a run of several engines, recorded or replayed by its steps from its start."""
 
-    def watch(router: nn.Module, _arguments: tuple[Any, ...], routing: Routing) -> None:
-        assert isinstance(router, Router)
-        margins.append(float(router.margins(router.scores(routing.logits.detach())).min()))
+    def __init__(self, replayed: dict[str, Choices] | None, *, is_alone: bool) -> None:
+        self.replayed, self.is_watched = replayed or {}, is_alone or replayed is not None
+        self.choices: dict[str, Choices] = {}
+        self._recorder: RoutingRecorder | None = None
+        self._first_step = 0
 
-    for router in engine.stage.model.routers().values():
-        router.register_forward_hook(watch)
+    def watch(self, engine: Engine, *, first_step: int) -> None:
+        """From now on it is this engine that routes."""
+        if self.is_watched:
+            self._recorder, self._first_step = RoutingRecorder(engine.stage.model, self.replayed), first_step
+            self._recorder.choices = self.choices
+
+    def begin(self, step: int) -> None:
+        """This step of the engine begins."""
+        if self._recorder is not None:
+            self._recorder.step = self._first_step + step

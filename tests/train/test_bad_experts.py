@@ -1,0 +1,59 @@
+"""Tests of what can be wrong with experts: a sentence with value and remedy, no traceback, no hang."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import call_main, run_job, tiny
+from test_bad_input import assert_told
+from torch import Tensor
+
+from megatronish.model.context import Context
+from megatronish.model.experts import MixtureOfExperts
+
+EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24"
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("--dp 4 --ep 4", "num_experts=6 must be divisible by expert_model_parallel_size=4; use .* 1, 2, 3 or 6"),
+        (
+            "--dp 2 --ep 3",
+            r"expert_model_parallel_size=3 x .* must divide the ranks of a stage, .* = 2; use --ep 1 or 2",
+        ),
+        (
+            "--tp 4 --etp 3",
+            "expert_tensor_parallel_size=3 must divide tensor_model_parallel_size=4; use --etp 1, 2 or 4",
+        ),
+        ("--moe-token-drop-policy probs", "--moe-token-drop-policy probs is refused: .* use position"),
+        ("--moe-expert-rank-capacity-factor 2", "a limit of each rank is another model in every layout; leave it out"),
+        ("--moe-expert-capacity-factor 0", "moe_expert_capacity_factor=0.0 must be greater than 0"),
+        ("--moe-router-load-balancing-type sinkhorn", "must be one of none, seq_aux_loss or global_aux_loss"),
+        ("--moe-router-topk 7", "moe_router_topk=7 must be at most num_experts=6; choose fewer"),
+    ],
+)
+def test_a_wrong_flag_of_experts_is_named_with_its_remedy(tmp_path: Path, flags: str, pattern: str) -> None:
+    assert_told(call_main(tiny(tmp_path / "run", f"{EXPERTS} {flags}")), pattern)
+
+
+def spoil_a_router() -> None:
+    """Planted: a weight of the router of layer 1 is not a number, on rank 1 alone."""
+    forward = MixtureOfExperts.forward
+
+    def wrong(self: MixtureOfExperts, x: Tensor, context: Context) -> Tensor:
+        if self.layer == 1 and dist.get_rank() == 1:
+            self.router.weight.data[0, 0] = torch.nan
+        return forward(self, x, context)
+
+    MixtureOfExperts.forward = wrong  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("others", ["--dp 2", "--tp 2 --etp 1 --moe-expert-capacity-factor 1.0 --zero-stage 0"])
+def test_a_router_that_is_not_finite_is_named_by_layer_and_rank(tmp_path: Path, others: str) -> None:
+    ended = run_job(tiny(tmp_path / "run", f"{EXPERTS} --ep 2 {others}"), tmp_path, plant=spoil_a_router)
+    pattern = (
+        "in step 1 must be finite: the router of layers.1 was the first whose logits were not, on rank 1; the param"
+    )
+    assert_told(ended, pattern, status=1)
