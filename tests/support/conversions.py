@@ -31,9 +31,7 @@ def logits_of(checkpoints: Path, tokens: Tensor, *, tp: int, ep: int = 1) -> Ten
 
 
 @torch.no_grad()
-def _logits(
-    place: Place, checkpoints: Path, tokens: list[list[int]], experts: ExpertLayout
-) -> list[list[list[float]]]:
+def _logits(place: Place, checkpoints: Path, tokens: list[list[int]], experts: ExpertLayout) -> list[list[list[float]]]:
     layout = Layout(tp=place.world_size)
     mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous, experts=experts)
     trained = load_model(checkpoints, mesh=mesh)
