@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
-from expert_models import CONFIGS
+from expert_models import CONFIGS, write_family
 from torch import Tensor
+
+from megatronish.commands.convert import main
+from megatronish.errors import UserError
+from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, _with_experts
+from megatronish.formats.prove import compare_logits
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(
@@ -59,3 +64,25 @@ def test_the_form_in_memory_is_read_as_the_published_one(tmp_path: Path, name: s
         back = peer.load(tmp_path / f"{form} back")
         for key, tensor in model.state_dict().items():
             assert torch.equal(back.state_dict()[key], tensor), key
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_conversion_proves_itself(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = write_family(tmp_path / "theirs", name)
+    assert main(f"--from hf --to megatronish --load {theirs} --save {tmp_path / 'ours'} --prove".split()) == 0
+    words = f"--from megatronish --to hf --load {tmp_path / 'ours'} --save {tmp_path / 'back'} --prove"
+    assert main(words.split()) == 0
+    output = capsys.readouterr().out
+    assert output.count("bit for bit") == output.count("proved: logits of 2 x 16 random tokens differ from those") == 2
+
+
+def test_a_wrong_rule_of_names_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up-projection exchanged: every bit comes back, and the logits are others."""
+    theirs = write_family(tmp_path / "theirs", "qwen3_moe")
+    compare_logits(theirs)
+    names = FAMILY_TENSORS["qwen3_moe"].experts
+    assert names is not None
+    swapped = _with_experts(names._replace(gate=names.up, up=names.gate))
+    monkeypatch.setitem(FAMILY_TENSORS, "qwen3_moe", swapped)
+    with pytest.raises(UserError, match="is not proved: logits of 2 x 16 random tokens differ"):
+        compare_logits(theirs)
