@@ -43,6 +43,8 @@ class ConvertArguments:
     """Store weights in this type. Derived: the one they come in."""
     allow_unmatched: tyro.conf.FlagCreatePairsOff[bool] = False
     """Leave out tensors that have no counterpart, instead of ending with an error."""
+    prove: bool = False
+    """Read --save again and compare it bit by bit; with Hugging Face, compare logits with those of transformers."""
     max_shard_bytes: int | None = None
     """Hugging Face: bytes of one file at most. Derived: 5 GB."""
 
@@ -57,9 +59,12 @@ def run(arguments: ConvertArguments) -> int:
     import torch  # late: --help need not wait for it
 
     from megatronish.formats.convert import convert
+    from megatronish.formats.prove import prove
 
     import_plugins(arguments.plugin)
-    reading = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
+    asked = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
+    reading = {name: value for name, value in asked.items() if value is not None}
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     writing = {
         "tensor_parallel_size": arguments.target_tensor_parallel_size,
         "pipeline_parallel_size": arguments.target_pipeline_parallel_size,
@@ -71,12 +76,15 @@ def run(arguments: ConvertArguments) -> int:
         arguments.save,
         source=arguments.source,
         target=arguments.target,
-        reading={name: value for name, value in reading.items() if value is not None},
+        reading=reading,
         writing={name: value for name, value in writing.items() if value is not None},
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        dtype=dtype,
         allow_unmatched=arguments.allow_unmatched,
     )
     print(report)
     print("weights alone were taken: the optimizer's state and the order of the data start from the beginning")
     print(f"saved {arguments.save}")
+    if arguments.prove:
+        kinds = {"source": arguments.source, "target": arguments.target}
+        print("\n".join(prove(arguments.load, arguments.save, **kinds, reading=reading, dtype=dtype)))
     return 0

@@ -13,6 +13,7 @@ import tyro
 from megatronish.config.check import problems as broken_rules
 from megatronish.config.config import Config
 from megatronish.config.derive import derive
+from megatronish.config.experts import ExpertOptions
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
 from megatronish.config.plugins import import_plugins
@@ -95,7 +96,7 @@ def read_config(
         *merged.problems,
         *type_errors.values(),
         *settled.problems,
-        *([] if start is None else contradictions(start, settled.settings, given)),
+        *([] if start is None else contradictions(start, _of_start(settled.settings, given), given)),
         *derived.problems,
         *broken_rules(derived.config, invalid=invalid),
         *missing_files(derived.config.data),
@@ -108,6 +109,12 @@ def read_config(
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)
+
+
+def _of_start(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Setting]:
+    """Settings that the model to start from decides: with upcycling, a dense model decides nothing about experts."""
+    own = vars(ExpertOptions()) if given.get("moe_use_upcycling") else {}
+    return {name: setting for name, setting in settings.items() if name not in own}
 
 
 def _start(given: Mapping[str, Any], read_start: ReadStart | None) -> Start | str | None:

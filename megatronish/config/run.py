@@ -35,6 +35,8 @@ class CheckpointConfig:
     """Load this step instead of the newest."""
     finetune: bool = False
     """Take weights alone from --load: step, optimizer and data order start from the beginning."""
+    moe_use_upcycling: bool = False
+    """Start a model with experts from a dense one, of --load or --load-hf: each expert is a copy of its MLP."""
     no_load_optim: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not load the optimizer's state."""
     no_save_optim: tyro.conf.FlagCreatePairsOff[bool] = False

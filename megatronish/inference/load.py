@@ -23,6 +23,7 @@ from megatronish.formats.megatron.names import LATEST
 from megatronish.formats.native import description_of
 from megatronish.formats.safetensors import INDEX
 from megatronish.formats.weights import Description
+from megatronish.layout import ExpertLayout
 from megatronish.mesh import Mesh
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.stage import build_stage
@@ -102,7 +103,7 @@ def load_model(
     load: Path, *, step: int | None = None, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
 ) -> LoadedModel:
     """Model for generation: this rank's share over tp and pp, without `mesh` the whole model. A collective call."""
-    found, mesh = find_trained(load, step=step), mesh or Mesh.start()
+    found, mesh = find_trained(load, step=step), mesh or Mesh.start(experts=ExpertLayout(1, 1))
     assert mesh.data.size == 1, "generation has no dp and no cp: their ranks would hold copies"
     description = found.description
     parallel = ParallelConfig(

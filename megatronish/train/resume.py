@@ -10,8 +10,10 @@ from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_lef
 from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
+from megatronish.formats import native
 from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.start import of_another_format
+from megatronish.formats.upcycle import upcycled
 from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
@@ -41,6 +43,8 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
     axis = engine.mesh.checkpoint_axis
     all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
     has_begun, checkpoint = same_on_all(axis, partial(_look, keep, own), what=f"in {own}")
+    if keep.moe_use_upcycling and not has_begun:
+        return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
         return _from_hf(job, engine, Path(keep.load_hf), say)
     if checkpoint is None:
@@ -149,4 +153,30 @@ def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
     engine.data_parallel.gather_parameters(frozen=True)
     say(f"took the weights of {load}: {FROM_THE_START}")
+    return begun
+
+
+def _upcycled(job: TrainingJob, engine: Engine, checkpoint: Path | None, say: Callable[[str], None]) -> Begun:
+    """Start of a model with experts from a dense one: that of `checkpoint`, or of --load-hf. Routers stay as drawn."""
+    source = checkpoint or Path(job.config.checkpoint.load_hf or "")
+    into = tensors_of(engine, with_optimizer=False)
+    into = {name: tensor for name, tensor in into.items() if ".mlp.router." not in name}
+
+    def read() -> Begun:
+        description, tensors = open_hf(source) if checkpoint is None else native.read(checkpoint)
+        if description.model.num_experts is not None:
+            raise UserError(
+                f"{source} has num_experts={description.model.num_experts}, and --moe-use-upcycling makes experts of a "
+                "dense model; leave it out"
+            )
+        if checkpoint is not None:
+            now = job.facts["config"]
+            dense = {**now, "model": {**now["model"], "num_experts": None}}
+            refuse_other_function(read_run(checkpoint)["config"], dense, source=checkpoint)
+        load_weights(upcycled(tensors, job.config.model), into, source=source)
+        return Begun(Progress(), dict(description.origin), {}, job.schedule)
+
+    begun = all_or_none(engine.mesh.checkpoint_axis, read)
+    engine.data_parallel.gather_parameters(frozen=True)
+    say(f"made experts of the MLPs of {source}, routers are drawn: {FROM_THE_START}")
     return begun

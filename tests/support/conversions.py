@@ -10,7 +10,7 @@ from megatronish import comm
 from megatronish.formats.convert import Report, convert
 from megatronish.inference.load import load_model
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
+from megatronish.layout import ExpertLayout, Layout
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 
@@ -25,15 +25,15 @@ def to_hf(folder: Path, save: Path) -> Report:
     return convert(folder, save, source="megatronish", target="hf")
 
 
-def logits_of(checkpoints: Path, tokens: Tensor, *, tp: int) -> Tensor:
-    """Logits [B, S, V] of a checkpoint in fp32."""
-    return torch.tensor(run_ranks(tp, _logits, checkpoints, tokens.tolist())[0])
+def logits_of(checkpoints: Path, tokens: Tensor, *, tp: int, ep: int = 1) -> Tensor:
+    """Logits [B, S, V] of a checkpoint in fp32, on tp ranks, of which ep hold different experts."""
+    return torch.tensor(run_ranks(tp, _logits, checkpoints, tokens.tolist(), ExpertLayout(ep, tp // ep))[0])
 
 
 @torch.no_grad()
-def _logits(place: Place, checkpoints: Path, tokens: list[list[int]]) -> list[list[list[float]]]:
+def _logits(place: Place, checkpoints: Path, tokens: list[list[int]], experts: ExpertLayout) -> list[list[list[float]]]:
     layout = Layout(tp=place.world_size)
-    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous)
+    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous, experts=experts)
     trained = load_model(checkpoints, mesh=mesh)
     ids = torch.tensor(tokens)
     positions = torch.arange(ids.shape[1]).expand_as(ids)

@@ -126,6 +126,30 @@ def _idle_choices(config: Config) -> str | None:
     return None
 
 
+def _upcycling(config: Config) -> str | None:
+    """Complaint about experts that cannot be copies of a dense MLP."""
+    keep, model = config.checkpoint, config.model
+    if not keep.moe_use_upcycling:
+        return None
+    if model.num_experts is None:
+        return "moe_use_upcycling makes experts of a dense model; add --num-experts, or leave it out"
+    if keep.load is None and keep.load_hf is None:
+        return "moe_use_upcycling starts from a dense model, and none is given; add --load DIR or --load-hf DIR"
+    if model.expert_ffn_size != model.ffn_size:
+        return (
+            f"moe_ffn_hidden_size={model.expert_ffn_size} must be ffn_hidden_size={model.ffn_size} with "
+            "moe_use_upcycling, as each expert is a copy of the MLP; leave --moe-ffn-hidden-size out"
+        )
+    if (shared := model.moe_shared_expert_intermediate_size) is not None:
+        return (
+            f"moe_shared_expert_intermediate_size={shared} with moe_use_upcycling would be experts without weights; "
+            "leave one of the two out"
+        )
+    if model.linear_bias:
+        return "moe_use_upcycling cannot keep the biases of an MLP: experts have none; start from a model without them"
+    return None
+
+
 _FFN = ("ffn_hidden_size", "hidden_size", "swiglu", "quick_geglu")
 _ROUTER = (
     "moe_router_enable_expert_bias",
@@ -146,6 +170,13 @@ RULES = (
     ConfigRule((*MESH, "num_experts", "seq_length"), _sequence_over_tp),
     ConfigRule(("num_experts", "moe_layer_freq", "num_layers"), _layers),
     ConfigRule(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _chosen),
+    ConfigRule(
+        (
+            *("moe_use_upcycling", "num_experts", "load", "load_hf", "moe_ffn_hidden_size", "disable_bias_linear"),
+            *("moe_shared_expert_intermediate_size", *_FFN),
+        ),
+        _upcycling,
+    ),
     ConfigRule(
         (*_ROUTER, "num_experts", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
         _idle_choices,

@@ -1,0 +1,120 @@
+"""Proof of a conversion: what was written is read again and compared bit by bit, and logits with transformers' own.
+
+The two parts together prove a conversion in any direction. The first holds the two folders to each other. The second
+holds the one of Hugging Face to transformers, an implementation that shares no code with this one.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.config.parallel import ParallelConfig
+from megatronish.errors import UserError
+from megatronish.formats.complete import check_source
+from megatronish.formats.convert import FORMATS
+from megatronish.formats.fill import load_weights, open_hf
+from megatronish.formats.hf.tensors import FORMAT
+from megatronish.formats.weights import LazyTensor, to_ours
+from megatronish.layout import ExpertLayout
+from megatronish.mesh import Mesh
+from megatronish.model.batch import MicroBatch
+from megatronish.pipeline.stage import build_stage
+from megatronish.pipeline.stages import Stages
+from megatronish.sharding import Piece
+from megatronish.streams import torch_stream
+
+BOUND = 1e-5
+SAMPLES, LONGEST = 2, 64
+
+
+def prove(
+    load: Path, save: Path, *, source: str, target: str, reading: Mapping[str, Any], dtype: torch.dtype | None
+) -> list[str]:
+    """Sentences on what was proved of a conversion from `load` to `save`; UserError if it is wrong."""
+    lines = [compare_tensors(load, save, source=source, target=target, reading=reading, dtype=dtype)]
+    folders = [folder for folder, kind in ((save, target), (load, source)) if kind == FORMAT]
+    if not folders:
+        return lines
+    if importlib.util.find_spec("transformers") is None:
+        return [*lines, "logits were not compared: transformers is not installed; pip install transformers"]
+    return [*lines, compare_logits(folders[0])]
+
+
+def compare_tensors(
+    load: Path, save: Path, *, source: str, target: str, reading: Mapping[str, Any], dtype: torch.dtype | None
+) -> str:
+    """Sentence on the tensors of both folders by our names, a row at a time; UserError for one that differs."""
+    description, theirs = FORMATS[source].read(load, **reading)
+    before = to_ours(theirs, FORMATS[source].rules(description)).tensors
+    again = {"vocab_size": description.vocab_size} if "vocab_size" in FORMATS[target].reads else {}
+    written, tensors = FORMATS[target].read(save, **again)
+    found = to_ours(tensors, FORMATS[target].rules(written))
+    check_source(save, written, found, allow_unmatched=False)
+    after = found.tensors
+    for name, tensor in after.items():
+        if name not in before or not _are_equal(before[name], tensor, dtype or before[name].dtype):
+            raise UserError(f"{save} is not proved: its {name} is not that of {load}; do not use it, and report this")
+    return f"proved: the {len(after)} tensors read from {save} are those of {load}, bit for bit"
+
+
+def _are_equal(before: LazyTensor, after: LazyTensor, dtype: torch.dtype) -> bool:
+    """Whether two lazy tensors are equal in `dtype`, read in parts where both can be."""
+    if (before.shape, dtype) != (after.shape, after.dtype):
+        return False
+    if before.part is None or after.part is None:
+        return _same_bits(before.read().to(dtype), after.read())
+    rows = ((row, row + 1) for row in range(before.shape[0]))
+    return all(_same_bits(before.rows(*row).to(dtype), after.rows(*row)) for row in rows)
+
+
+def _same_bits(here: Tensor, there: Tensor) -> bool:
+    """Whether two tensors are equal, NaN to NaN included."""
+    here, there = (each.contiguous().view(-1).view(torch.uint8) for each in (here, there))
+    return torch.equal(here, there)
+
+
+def compare_logits(folder: Path) -> str:
+    """Sentence on the logits of random tokens, ours and transformers' in fp32; UserError if they differ by 1e-5."""
+    description = open_hf(folder).description
+    length = min(description.seq_length, LONGEST)
+    tokens = torch.randint(description.vocab_size, (SAMPLES, length), generator=torch_stream("prove"))
+    ours = our_logits(folder, tokens)
+    transformers = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    with torch.no_grad():
+        theirs = model(tokens, use_cache=False).logits
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    told = (
+        f"logits of {SAMPLES} x {length} random tokens differ from those of transformers "
+        f"{transformers.__version__} by {difference:.1e} at most, relative to the largest"
+    )
+    if not difference <= BOUND:
+        raise UserError(f"{folder} is not proved: {told}, which is over {BOUND:g}; do not use it, and report this")
+    return f"proved: {told} (bound {BOUND:g}, fp32)"
+
+
+@torch.no_grad()
+def our_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Logits [B, S, V] of a Hugging Face folder, in fp32 on the CPU, computed here."""
+    description, tensors = open_hf(folder)
+    mesh, vocab_size = Mesh.start(experts=ExpertLayout(1, 1)), description.vocab_size
+    stages = Stages.of(ParallelConfig(), description.model, vocab_size=vocab_size, seq_length=description.seq_length)
+    built = build_stage(description.model, stages, mesh, vocab_size=vocab_size, num_positions=description.num_positions)
+    into = {}
+    for name, parameter in built.model.named_parameters():
+        sharding = built.shardings[name]
+        pieces: tuple[Piece, ...] = tuple(sharding.pieces(mesh.domains[sharding.domain].model))
+        into[name] = GlobalTensor(sharding.shape, pieces, parameter.detach(), writes=False)
+    load_weights(tensors, into, source=folder)
+    model = built.model.requires_grad_(False).eval()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    batch = MicroBatch(tokens, tokens, mask, positions, torch.arange(len(tokens)))
+    logits = model.logits(model.hidden(None, batch, step=None))
+    return logits[..., :vocab_size].transpose(0, 1)

@@ -1,0 +1,88 @@
+"""Tests of families with experts against transformers: equal logits on ep 1, 2 and 4, both forms of the weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import logits_of, to_hf, to_ours
+from expert_models import CONFIGS, write_family
+from torch import Tensor
+
+from megatronish.commands.convert import main
+from megatronish.errors import UserError
+from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, _with_experts
+from megatronish.formats.prove import compare_logits
+
+pytestmark = pytest.mark.peers("transformers")
+peer: Any = pytest.importorskip(
+    "random_models",
+    reason="transformers is not installed here; `make test-peers` runs this in an environment that has it",
+    exc_type=ImportError,
+)
+MIXTURES = tuple(CONFIGS)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 100, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def random_mixture(name: str) -> Any:
+    """Transformers' model of a family, every path of which counts; tp 4 needs as many heads of keys."""
+    config = peer.transformers.AutoConfig.for_model(**CONFIGS[name] | {"num_key_value_heads": 4})
+    model = peer.transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    return model.float().eval()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_are_those_of_transformers_on_one_rank_and_on_many(tmp_path: Path, name: str) -> None:
+    model = random_mixture(name)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = peer.logits_of(model, tokens())
+    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    for tp, ep in ((1, 1), (2, 1), (2, 2), (4, 4)):
+        found = logits_of(tmp_path / "ours", tokens(), tp=tp, ep=ep)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    back = peer.load(tmp_path / "back")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[key], tensor), key
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_form_in_memory_is_read_as_the_published_one(tmp_path: Path, name: str) -> None:
+    model = random_mixture(name)
+    model.save_pretrained(tmp_path / "published")
+    model.save_pretrained(tmp_path / "packed", save_original_format=False)
+    for form in ("published", "packed"):
+        to_ours(tmp_path / form, tmp_path / f"{form} here")
+        to_hf(tmp_path / f"{form} here", tmp_path / f"{form} back")
+        back = peer.load(tmp_path / f"{form} back")
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(back.state_dict()[key], tensor), key
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_conversion_proves_itself(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = write_family(tmp_path / "theirs", name)
+    assert main(f"--from hf --to megatronish --load {theirs} --save {tmp_path / 'ours'} --prove".split()) == 0
+    words = f"--from megatronish --to hf --load {tmp_path / 'ours'} --save {tmp_path / 'back'} --prove"
+    assert main(words.split()) == 0
+    output = capsys.readouterr().out
+    assert output.count("bit for bit") == output.count("proved: logits of 2 x 16 random tokens differ from those") == 2
+
+
+def test_a_wrong_rule_of_names_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up-projection exchanged: every bit comes back, and the logits are others."""
+    theirs = write_family(tmp_path / "theirs", "qwen3_moe")
+    compare_logits(theirs)
+    names = FAMILY_TENSORS["qwen3_moe"].experts
+    assert names is not None
+    swapped = _with_experts(names._replace(gate=names.up, up=names.gate))
+    monkeypatch.setitem(FAMILY_TENSORS, "qwen3_moe", swapped)
+    with pytest.raises(UserError, match="is not proved: logits of 2 x 16 random tokens differ"):
+        compare_logits(theirs)
