@@ -64,7 +64,13 @@ class SavedModel(NamedTuple):
 
     def with_tokenizer(self, path: Path) -> "SavedModel":
         """The same checkpoint with another tokenizer, from a file or folder; its end of document becomes `eod`."""
-        kind: TokenizerType = "huggingface" if path.is_dir() or path.suffix == ".json" else "sentencepiece"
+        kind: TokenizerType = "sentencepiece"
+        if path.is_dir() or path.name == "tokenizer.json":
+            kind = "huggingface"
+        elif path.suffix == ".tiktoken" or self.description.data.tokenizer_type == "tiktoken":
+            kind = "tiktoken"  # its other form is a .json, too
+        elif path.suffix == ".json":
+            kind = "huggingface"
         data = replace(
             self.description.data,
             mock_data=False,

@@ -1,4 +1,4 @@
-"""Tests of attention without ranks: head placement, masks, backends, and the tiles of ring attention."""
+"""Tests of attention without ranks: every backend computes what the definition says."""
 
 import math
 from collections.abc import Callable
@@ -8,154 +8,18 @@ from itertools import product
 
 import pytest
 import torch
+from documents import documents_of, sees
 from torch import Tensor
 
-from megatronish.attention import tile
 from megatronish.attention.alibi import alibi_slopes
-from megatronish.attention.all_to_all import num_repeats
 from megatronish.attention.core import ProbabilityDropout, attend_alone
 from megatronish.attention.mask import AttentionMask
-from megatronish.attention.operations import EFFICIENT, FLASH, Operation, TileMask
-from megatronish.attention.ring import tiles_of
-from megatronish.attention.zigzag import from_zigzag, places_of, to_zigzag
 from megatronish.config.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
 from megatronish.ops import softmax
 
 SIZES = [(12, 1), (12, 2), (12, 3), (24, 3), (32, 4), (70, 5)]  # S, cp
 WINDOWS = (None, 1, 2, 3, 5, 8, 11, 12, 13, 100)  # S is 12 below
-
-
-def documents_of(seq_length: int) -> Tensor:
-    """[2, S]: documents of growing length, and one that ends after a token."""
-    places = torch.arange(seq_length)
-    return torch.stack([places.double().sqrt().long(), (places > 0).long()])
-
-
-# Who holds what
-
-
-@pytest.mark.parametrize(("seq_length", "cp"), SIZES)
-def test_every_place_is_held_once_and_the_work_of_all_ranks_is_equal(seq_length: int, cp: int) -> None:
-    held = [places_of(seq_length, rank, cp) for rank in range(cp)]
-    assert torch.equal(torch.cat(held).sort().values, torch.arange(seq_length))
-    assert len({int((places + 1).sum()) for places in held}) == 1  # keys that its queries see
-    assert all(torch.equal(places, places.sort().values) for places in held)
-
-
-def test_one_rank_holds_all_in_order_whatever_their_number() -> None:
-    assert torch.equal(places_of(7, 0, 1), torch.arange(7))
-
-
-@pytest.mark.parametrize(("seq_length", "cp"), SIZES)
-def test_the_order_of_the_sequence_is_restored_and_undone(seq_length: int, cp: int) -> None:
-    held = torch.cat([places_of(seq_length, rank, cp) for rank in range(cp)])
-    values = torch.stack((held, -held), dim=1)
-    if cp > 1:
-        assert torch.equal(from_zigzag(values, cp)[:, 0], torch.arange(seq_length))
-        assert torch.equal(to_zigzag(from_zigzag(values, cp), cp), values)
-
-
-def test_kv_heads_are_repeated_as_little_as_will_do() -> None:
-    assert num_repeats(8, 8, 4) == 1
-    assert num_repeats(8, 2, 4) == 2
-    assert num_repeats(8, 1, 4) == 4
-    assert num_repeats(12, 2, 3) == 3
-    assert num_repeats(12, 4, 6) == 3
-    for cp in range(1, 7):
-        for kv_heads in range(1, 7):
-            for group in range(1, 13):
-                if kv_heads * group % cp == 0:
-                    times = num_repeats(kv_heads * group, kv_heads, cp)
-                    assert kv_heads * times % cp == 0
-                    assert group % times == 0
-
-
-# Who sees what
-
-
-def sees(query: int, key: int, *, window: int | None, documents: Tensor | None) -> bool:
-    """Token by token, from the definition."""
-    near = window is None or query - key < window
-    return key <= query and near and (documents is None or bool(documents[query] == documents[key]))
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_mask_says_of_any_positions_what_the_definition_says(window: int | None, packed: bool) -> None:
-    seq_length = 12
-    documents = documents_of(seq_length) if packed else None
-    mask = AttentionMask(seq_length, window, documents)
-    queries, keys = torch.tensor([11, 3, 4, 0, 7]), torch.tensor([0, 10, 3, 4])
-    dense = mask.dense(queries, keys)
-    assert dense.shape == (2 if packed else 1, 1, 5, 4)
-    for sample, rows in enumerate(dense[:, 0].tolist()):
-        ids = None if documents is None else documents[sample]
-        assert rows == [
-            [sees(query, key, window=window, documents=ids) for key in keys.tolist()] for query in queries.tolist()
-        ]
-    places = torch.arange(seq_length)
-    if mask.whole is None:
-        assert mask.is_causal
-        assert torch.equal(mask.dense(places, places)[0, 0], places[:, None] >= places)
-    else:
-        assert torch.equal(mask.whole, mask.dense(places, places))
-        assert mask.whole is mask.whole
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-def test_what_runs_see_of_each_other_is_what_their_mask_says(window: int | None) -> None:
-    mask = AttentionMask(8, window)
-    runs = [range(start, stop) for start in range(8) for stop in range(start + 1, 9)]
-    for queries in runs:
-        for keys in runs:
-            dense = mask.dense(torch.tensor(queries), torch.tensor(keys))[0, 0]
-            match mask.between(queries, keys):
-                case "nothing":
-                    assert not dense.any()
-                case "everything":
-                    assert dense.all()
-                case "causal":
-                    assert torch.equal(dense, torch.ones_like(dense).tril())
-                case "dense":
-                    assert not dense.all()
-    assert AttentionMask(8, window, documents_of(8)).between(range(4, 8), range(4)) in ("dense", "nothing")
-
-
-@pytest.mark.parametrize(("seq_length", "cp"), [size for size in SIZES if size[1] > 1])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("by_chunks", [False, True])
-def test_tiles_together_are_the_mask_and_each_token_comes_to_itself_first(
-    seq_length: int, cp: int, window: int | None, by_chunks: bool
-) -> None:
-    mask, places = AttentionMask(seq_length, window), torch.arange(seq_length)
-    found, computed = torch.zeros(seq_length, seq_length, dtype=torch.bool), []
-    for rank in range(cp):
-        mine, begun = places_of(seq_length, rank, cp), torch.zeros(seq_length, dtype=torch.bool)
-        for step in range(cp):
-            source = (rank - step) % cp
-            theirs = places_of(seq_length, source, cp)
-            area = 0
-            for each in tiles_of(rank, source, cp_size=cp, mask=mask, by_chunks=by_chunks):
-                queries, keys = mine[each.queries], theirs[each.keys]
-                seen = mask.dense(queries, keys)[0, 0]
-                assert seen.any()
-                assert each.block_mask != "everything" or seen.all()
-                assert each.block_mask != "causal" or torch.equal(seen, torch.ones_like(seen).tril())
-                assert not found[queries[:, None], keys].any()
-                found[queries[:, None], keys] = seen
-                new = queries[~begun[queries]]
-                assert torch.isin(new, keys).all()
-                begun[queries] = True
-                area += seen.numel()
-            computed.append(area)
-    assert torch.equal(found, mask.dense(places, places)[0, 0])
-    if mask.is_causal and not by_chunks:
-        square = (seq_length // cp) ** 2
-        assert computed == [square, *[square // 2] * (cp - 1)] * cp
-
-
-# Backends
 
 
 @dataclass(frozen=True)
@@ -362,113 +226,3 @@ def test_keys_and_values_are_not_copied_for_every_query_head() -> None:
             computed(case, backend)  # type: ignore[arg-type]
         scores, channels = 2 * 12 * case.seq_length**2, 2 * case.seq_length * (12 + 2 + 2) * case.size
         assert sum(storages.values()) == 4 * (scores + channels)
-
-
-# Tiles
-
-
-def tensors_of(
-    *, queries: int, keys: int, kv_heads: int, size: int, dtype: torch.dtype, device: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout with the strides that a ring gives them, 12 query heads."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((queries, 2, 12, size), *[(keys, 2, kv_heads, size)] * 2, (queries, 2, 12, size))
-    return tuple(  # type: ignore[return-value]
-        torch.randn(shape, generator=generator).to(device, dtype).permute(1, 2, 0, 3) for shape in shapes
-    )
-
-
-def mask_of(queries: int, keys: int) -> Tensor:
-    """Some of the keys, and for some of the queries none."""
-    mask = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(1)) < 0.5
-    mask[0, :, 3:6] = False
-    return mask
-
-
-def merged_by_definition(
-    q: Tensor, halves: list[tuple[Tensor, Tensor]], visible: Tensor, dout: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """float64: the output of all keys together and the gradients of q, of all keys and of all values."""
-    k, v = (torch.cat(parts, dim=2).double().requires_grad_() for parts in zip(*halves, strict=True))
-    q = q.double().requires_grad_()
-    many_k, many_v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q @ many_k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -torch.inf)
-    out = scores.softmax(-1) @ many_v
-    return out.detach(), list(torch.autograd.grad(out, (q, k, v), dout.double()))
-
-
-def check_two_tiles(
-    *, device: str, dtype: torch.dtype, kv_heads: int, size: int, masked: bool, explicit: bool, rtol: float
-) -> None:
-    """A causal square, then keys that with a mask some queries do not see at all: merged as a ring merges them."""
-    near, far = 33, 45
-    q, k, v, dout = tensors_of(queries=near, keys=near, kv_heads=kv_heads, size=size, dtype=dtype, device=device)
-    _, far_k, far_v, _ = tensors_of(queries=1, keys=far, kv_heads=kv_heads, size=size, dtype=dtype, device=device)
-    square = torch.ones(2, 1, near, near, dtype=torch.bool).tril().to(device)
-    rest = (mask_of(near, far) if masked else torch.ones(2, 1, near, far, dtype=torch.bool)).to(device)
-    if explicit:
-        tile_masks = [TileMask(dense=mask, drop=lambda probabilities: probabilities) for mask in (square, rest)]
-    else:
-        tile_masks = [TileMask(causal=True), TileMask(dense=rest if masked else None)]
-    tiles = [(k, v, tile_masks[0]), (far_k, far_v, tile_masks[1])]
-
-    outs, lses = zip(*(tile.forward(q, *kv, tile_mask=tile_mask) for *kv, tile_mask in tiles), strict=True)
-    lse = torch.logaddexp(*lses)
-    out = sum((part * (own - lse).exp().unsqueeze(-1) for part, own in zip(outs, lses, strict=True)), torch.zeros(()))
-    found = [tile.backward(dout, q, out.to(dtype), lse, *kv, tile_mask=tile_mask) for *kv, tile_mask in tiles]
-    dq, dk, dv = (
-        found[0].q.double() + found[1].q,
-        torch.cat((found[0].k, found[1].k), dim=2),
-        torch.cat((found[0].v, found[1].v), dim=2),
-    )
-    exact_out, exact = merged_by_definition(q, [(k, v), (far_k, far_v)], torch.cat((square, rest), dim=-1), dout)
-    for actual, expected in zip((out, dq, dk, dv), (exact_out, *exact), strict=True):
-        assert (actual.double() - expected).norm() <= rtol * expected.norm()
-
-
-PROBLEMS = [(kv_heads, size, masked) for kv_heads in (12, 3, 1) for size in (16, 10) for masked in (False, True)]
-
-
-@pytest.mark.parametrize(("kv_heads", "size", "masked"), PROBLEMS)
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("explicit", [False, True])
-def test_two_tiles_merged_are_attention_over_both(
-    explicit: bool, dtype: torch.dtype, rtol: float, kv_heads: int, size: int, masked: bool
-) -> None:
-    check_two_tiles(
-        device="cpu", dtype=dtype, kv_heads=kv_heads, size=size, masked=masked, explicit=explicit, rtol=rtol
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("explicit", [False, True])
-def test_two_tiles_merged_are_attention_over_both_on_a_gpu(explicit: bool, dtype: torch.dtype, rtol: float) -> None:
-    for kv_heads, size, masked in [*PROBLEMS, (3, 128, False), (3, 264, False)]:
-        check_two_tiles(
-            device="cuda", dtype=dtype, kv_heads=kv_heads, size=size, masked=masked, explicit=explicit, rtol=rtol
-        )
-
-
-@pytest.mark.parametrize(
-    ("operation", "dtype", "masked"),
-    [
-        (FLASH, torch.bfloat16, False),
-        (EFFICIENT, torch.float32, False),
-        (EFFICIENT, torch.bfloat16, True),
-        (EFFICIENT, torch.bfloat16, "alibi"),
-    ],
-    ids=["flash", "efficient", "efficient, masked", "efficient, alibi"],
-)
-@pytest.mark.parametrize(("kv_heads", "size"), [(12, 16), (3, 10)])
-def test_the_operations_of_a_gpu_accept_their_arguments(
-    operation: Operation, dtype: torch.dtype, masked: bool | str, kv_heads: int, size: int
-) -> None:
-    """On tensors without data: names, order, optional arguments and shapes. What they compute takes a GPU to see."""
-    q, k, v, dout = tensors_of(queries=33, keys=45, kv_heads=kv_heads, size=size, dtype=dtype, device="meta")
-    alibi = torch.empty(1, 12, 33, 45, device="meta") if masked == "alibi" else None
-    seen = TileMask(dense=mask_of(33, 45).to("meta") if masked else None, alibi=alibi)
-    out, lse = operation.forward(q, k, v, seen)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    grads = operation.backward(dout, q, k, v, out, lse.contiguous(), seen)
-    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,11 +47,15 @@ LLAMA = (
 )
 
 
+def bytes_in(folder: Path) -> Path:
+    """Prefix of a pair of random bytes."""
+    return write_tokens(folder / "bytes", vocab_size=257)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Flags that name random bytes."""
-    prefix = write_tokens(tmp_path_factory.mktemp("data") / "bytes", vocab_size=257)
-    return f"--tokenizer-type bytes --split 1,0,0 --data-path {prefix}"
+    return f"--tokenizer-type bytes --split 1,0,0 --data-path {bytes_in(tmp_path_factory.mktemp('data'))}"
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +407,22 @@ def test_a_checkpoint_without_a_tokenizer_takes_one_of_ones_own(
     ids = written(capsys, tmp_path / "run", prompt="1", **options)
     text = written(capsys, tmp_path / "run", prompt="w1", tokenizer_model=tmp_path / "tokenizer.json", **options)
     assert text.split() == [f"w{token}" for token in ids.split()]
+
+
+def test_a_checkpoint_with_a_tiktoken_file_takes_it_from_another_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ranks = [{"rank": byte, "token_bytes": b64encode(bytes([byte])).decode()} for byte in range(256)]
+    file = tmp_path / "vocab.json"
+    file.write_text(json.dumps(ranks))
+    flags = f"--tokenizer-type tiktoken --tokenizer-model {file} --tiktoken-num-special-tokens 8 --split 1,0,0"
+    train_on_ranks(
+        tiny(tmp_path / "run", "--train-iters 1 --vocab-size 264", data=f"{flags} --data-path {bytes_in(tmp_path)}")
+    )
+    options: dict[str, Any] = {"temperature": 0.0, "num_tokens": 4}
+    text = written(capsys, tmp_path / "run", **options)
+    moved = file.rename(tmp_path / "moved.json")
+    assert written(capsys, tmp_path / "run", tokenizer_model=moved, **options) == text
 
 
 def test_a_converted_model_begins_and_ends_as_it_was_trained(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from jobs import tiny
+from launchers import Starter, sum_of_ranks
 from paths import ROOT
-from test_launch import SLURM, TORCHRUN, Starter, sum_of_ranks
+from test_torchrun_and_srun import SLURM, TORCHRUN
 
 from megatronish.errors import UserError
 from megatronish.launch.local import launch
