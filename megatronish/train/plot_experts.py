@@ -72,8 +72,9 @@ def _draw_map(figure: Figure, axes: Axes, counts: Counts) -> None:
     num_layers, num_experts = counts.last.shape
     ratio = counts.last / np.maximum(counts.last.mean(1, keepdims=True), 1e-9)
     shade = np.log2(np.where(ratio > 0, ratio, np.nan))
-    edges = {"edgecolors": "white", "linewidth": 0.6} if num_experts <= 64 and num_layers <= 64 else {}
-    image = axes.pcolormesh(np.ma.masked_invalid(shade), cmap="RdBu_r", norm=Normalize(-2, 2), **edges)
+    image = axes.pcolormesh(np.ma.masked_invalid(shade), cmap="RdBu_r", norm=Normalize(-2, 2))
+    if max(num_experts, num_layers) <= 64:
+        image.set(edgecolor="white", linewidth=0.6)
     axes.set_facecolor(IDLE)
     bar = figure.colorbar(image, ax=axes, extend="both", ticks=list(TICKS), pad=0.02, aspect=25, extendfrac=0.04)
     bar.ax.set_yticklabels(list(TICKS.values()), fontsize="small")
@@ -86,8 +87,8 @@ def _draw_map(figure: Figure, axes: Axes, counts: Counts) -> None:
             axes.text(expert + 0.5, layer + 0.5, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=7)
     axes.set(xlabel="expert", ylabel="layer")
     every, row = -(-num_experts // 32), -(-num_layers // 24)
-    axes.set_xticks(np.arange(0, num_experts, every) + 0.5, list(range(0, num_experts, every)))
-    axes.set_yticks(np.arange(0, num_layers, row) + 0.5, counts.layers[::row])
+    axes.set_xticks(np.arange(0, num_experts, every) + 0.5, list(map(str, range(0, num_experts, every))))
+    axes.set_yticks(np.arange(0, num_layers, row) + 0.5, list(map(str, counts.layers[::row])))
     axes.invert_yaxis()
     axes.tick_params(length=0, labelsize="small")
     axes.spines[:].set_visible(False)

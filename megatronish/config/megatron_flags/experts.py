@@ -48,10 +48,16 @@ EXPERTS: dict[str, Known] = {
     ),
     "moe-grad-scale-func": idle("the loss scale of the run reaches the balancing losses, too", 1),
     **dict.fromkeys(
-        ("moe-router-force-load-balancing", "moe-router-force-biased", "moe-apply-probs-on-input"),
-        refused("it is not there; leave it out"),
+        ("moe-apply-probs-on-input",),
+        refused("the weights of experts are applied to their outputs, as all published models do; leave it out"),
     ),
-    **dict.fromkeys(("moe-input-jitter-eps", "moe-latent-size"), refused("it is not there yet; leave it out", 1)),
+    "moe-router-force-biased": refused(
+        "biased random routing is not there; use --moe-router-force-load-balancing, random and even",
+        1,
+    ),
+    "moe-latent-size": refused(
+        "experts compute on whole tokens: a projection before the dispatch is not there yet; leave it out", 1
+    ),
     "moe-use-upcycling": refused("starting experts from a dense checkpoint is not there yet; leave it out"),
     "moe-upcycling-granularity": idle("it belongs to --moe-use-upcycling, which is not there yet", 1),
     "topk": renamed("moe_router_topk"),
