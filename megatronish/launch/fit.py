@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def fitted_experts(parallel: Mapping[str, Any], layout: Layout) -> list[str]:
 def config_of(config_file: Path, argv: Sequence[str]) -> Path:
     """The file that the last --config of the flags names, or `config_file`."""
     given = [str(config_file)]
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in pairwise([*argv, ""]):
         name, _, value = word.partition("=")
         if name.lstrip("-") == "config" and name.startswith("-"):
             given.append(value or after)
