@@ -1,4 +1,4 @@
-"""How tokens travel through experts, drawn from random choices: python docs/pictures/draw_experts.py"""
+"""How tokens are sent through experts, drawn from random choices: python docs/pictures/draw_experts.py"""
 
 from pathlib import Path
 
