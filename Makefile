@@ -8,6 +8,7 @@ PRETRAIN_FLAGS ?=
 WORKERS ?= 2
 PART ?= 1/1
 
+DEMO = $(if $(findstring --config,$(PRETRAIN_FLAGS)),,--config configs/demo.toml)
 RUN = $(VENV)/bin/python
 READY = $(VENV)/.megatronish-requirements
 PEERS_READY = $(PEERS_VENV)/.megatronish-requirements
@@ -19,7 +20,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
 pretrain: demo/python_text_document.idx ## the main job: from Python's own library to a trained GPT, on 8 local ranks (or all GPUs)
-	$(RUN) pretrain_gpt.py --config configs/demo.toml $$($(RUN) -m megatronish.launch.fit configs/demo.toml $(PRETRAIN_FLAGS)) $(PRETRAIN_FLAGS)
+	$(RUN) pretrain_gpt.py $(DEMO) $$($(RUN) -m megatronish.launch.fit configs/demo.toml $(PRETRAIN_FLAGS)) $(PRETRAIN_FLAGS)
 
 quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
 	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)

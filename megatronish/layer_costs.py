@@ -16,7 +16,8 @@ DeviceType = Literal["cpu", "cuda"]
 class Count:
     """Elements or bytes, apart for those that tensor parallelism splits and those that every rank holds whole.
 
-    `experts` are those of routed experts, which ep and etp split.
+    `experts` are those of routed experts: parameters, which ep and etp split, or rows of tokens on their way through
+    experts, which tp splits as far as its ranks hold different experts (tp / etp).
     """
 
     split: int = 0
@@ -93,14 +94,18 @@ class LinearShape:
     @property
     def inputs(self) -> Count:
         """Elements a token that come in, which its weight gradient needs."""
-        size = self.used * self.in_features
-        return Count(split=size) if self.cut == "row" else Count(whole=size)
+        return self._elements(self.in_features, is_split=self.cut == "row")
 
     @property
     def outputs(self) -> Count:
         """Elements a token that go out, whose gradient its weight gradient needs."""
-        size = self.used * self.out_features
-        return Count(split=size) if self.cut == "column" else Count(whole=size)
+        return self._elements(self.out_features, is_split=self.cut == "column")
+
+    def _elements(self, features: int, *, is_split: bool) -> Count:
+        size = self.used * features
+        if is_split:
+            return Count(split=size)
+        return Count(experts=size) if self.copies > 1 else Count(whole=size)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,10 @@ class ExpertsSpec:
     shared_gate: bool = False
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """Router, experts and shared experts; the rows that come back are kept, too."""
+        """Router, experts and shared experts; the rows that come back are kept, too.
+
+        A rank has as many rows as its tokens make where the load is even.
+        """
         copies, used, size = self.num_experts, self.num_chosen, self.expert.ffn_size
         features = sum(self.expert.sections)
         kept = features + (size if self.expert.activation == "swiglu" and self.expert.is_plain else 0)
@@ -139,7 +142,7 @@ class ExpertsSpec:
                 LinearShape(model.hidden_size, features, "column", copies=copies, used=used),
                 LinearShape(size, model.hidden_size, "row", copies=copies, used=used),
             ),
-            kept=Count(split=used * kept, whole=used * model.hidden_size),
+            kept=Count(split=used * kept, experts=used * model.hidden_size),
         )
         if self.shared_gate:
             cost += LayerCost(linears=(LinearShape(model.hidden_size, 1, "none"),))

@@ -30,6 +30,11 @@ class ExpertLayout(NamedTuple):
     ep: int = 1
     etp: int = 1
 
+    def line(self, layout: "Layout") -> str:
+        """The grid on the ranks of a stage, as first lines have it."""
+        edp = layout.dp * layout.cp * layout.tp // (self.ep * self.etp)
+        return f"ep {self.ep} x etp {self.etp} x edp {edp}"
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -88,7 +88,18 @@ def _two_keys(*names: str | int) -> tuple[int, int]:
 
 
 def keep_mask(*names: str | int, places: Sequence[Tensor], columns: Tensor, rate: float) -> Tensor:
-    """Dropout mask, [*broadcast(places), columns] bool: False with probability `rate`.
+    """Dropout mask, [*broadcast(places), columns] bool: False with probability `rate`; for the rest see `_hashes`."""
+    # A threshold at `rate` of the range of the hashes drops an element with that probability.
+    return _hashes(*names, places=places, columns=columns) >= round(rate * 2**32) - 2**31
+
+
+def uniform(*names: str | int, places: Sequence[Tensor], columns: Tensor) -> Tensor:
+    """Uniform values of -1 to 1, [*broadcast(places), columns] fp32; for the rest see `_hashes`."""
+    return _hashes(*names, places=places, columns=columns) / 2.0**31
+
+
+def _hashes(*names: str | int, places: Sequence[Tensor], columns: Tensor) -> Tensor:
+    """Uniform integers in [-2^31, 2^31), [*broadcast(places), columns] int32.
 
     `places` are integer tensors that broadcast against each other: the global coordinates of each row (sample, head,
     position), each below 2^31. `columns` [columns] are the global coordinates on the last dim: channels, or the keys of
@@ -103,7 +114,6 @@ def keep_mask(*names: str | int, places: Sequence[Tensor], columns: Tensor, rate
     for place in places:
         rows = _mix(rows ^ place.to(torch.int32))
     rows = _mix(rows ^ key_b)
-    # One hash per element: the column, times an odd constant near 2^32 / golden ratio, is added to the row's hash. The
-    # hash is uniform in [-2^31, 2^31), so a threshold at `rate` of that range drops an element with that probability.
+    # One hash per element: the column, times an odd constant near 2^32 / golden ratio, is added to the row's hash.
     spread = columns.to(torch.int32) * (0x9E3779B9 - 2**32)
-    return _mix(rows.unsqueeze(-1) + spread) >= round(rate * 2**32) - 2**31
+    return _mix(rows.unsqueeze(-1) + spread)

@@ -29,9 +29,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 VOCABULARIES = {
     "quick": 257,
     "demo": 4096,
+    "demo-moe": 4096,
     "gpt2-124m-1gpu": 50257,
     "llama-1b-1gpu": 128256,
     "llama-8b-8gpu": 128256,
+    "qwen3-30b-a3b": 151936,
 }
 """The configs of the README's table with the vocabularies of their tokenizers."""
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from megatronish.commands.inference_flags import EvaluateArguments
 from megatronish.config.config import Config
+from megatronish.config.derive import smallest_dp
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.training import TrainingConfig
@@ -67,7 +68,9 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
             f"--data-path {arguments.data_path} has no document of two tokens, of which the second could be predicted; "
             "leave --per-document out"
         )
-    windows = windows.narrowed(multiple_of=sequence_pieces(config.parallel))
+    windows = windows.narrowed(
+        multiple_of=sequence_pieces(config.parallel, has_experts=config.model.num_experts is not None)
+    )
     training = replace(
         config.training,
         seq_length=windows.seq_length,
@@ -99,10 +102,13 @@ def unwritable(path: Path, error: OSError) -> UserError:
     return UserError(f"--output {path} cannot be written: {error.strerror}; choose another")
 
 
-def sequence_pieces(parallel: ParallelConfig) -> int:
-    """Divisor of the window length in a layout: cp cuts windows into 2 cp chunks, sequence parallelism over tp."""
+def sequence_pieces(parallel: ParallelConfig, *, has_experts: bool) -> int:
+    """Divisor of the window length in a layout: cp cuts windows into 2 cp chunks, sequence parallelism over tp.
+
+    The tokens of a router are cut over tp, too.
+    """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    return math.lcm(2 * cp if cp > 1 else 1, cp * tp if parallel.sequence_parallel else 1)
+    return math.lcm(2 * cp if cp > 1 else 1, cp * tp if parallel.sequence_parallel or has_experts else 1)
 
 
 def sections(
@@ -114,12 +120,16 @@ def sections(
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         context_parallel_size=arguments.context_parallel_size,
         data_parallel_size=arguments.data_parallel_size,
+        expert_model_parallel_size=arguments.expert_model_parallel_size,
+        expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
         zero_stage=arguments.zero_stage,
         device=arguments.device,
     )
-    if parallel.data_parallel_size is None and place is not None:
-        parallel = replace(parallel, data_parallel_size=max(1, place.world_size // parallel.model_parallel_size))
+    if parallel.data_parallel_size is None:
+        fewest = smallest_dp(Config(model=found.description.model, parallel=parallel))
+        copies = fewest if place is None else max(1, place.world_size // parallel.model_parallel_size)
+        parallel = replace(parallel, data_parallel_size=copies)
     seq_length = arguments.seq_length or min(found.description.seq_length, MAX_DERIVED_SEQ_LENGTH)
     training = TrainingConfig(seq_length=seq_length, micro_batch_size=arguments.micro_batch_size, bf16=arguments.bf16)
     return parallel, training

@@ -85,6 +85,8 @@ def prepare(arguments: GenerateArguments) -> Generation:
             tensor_model_parallel_size=arguments.tensor_model_parallel_size,
             pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
             data_parallel_size=1,
+            expert_model_parallel_size=arguments.expert_model_parallel_size,
+            expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
             device=arguments.device,
         ),
         TrainingConfig(

@@ -48,6 +48,10 @@ class GenerateArguments:
     """tp: ranks that share every layer."""
     pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
     """pp: stages that the layers are cut into."""
+    expert_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--ep"])] = 1
+    """ep: ranks that share the experts of a layer out. They are taken from the ranks of tp."""
+    expert_tensor_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--etp"])] = None
+    """etp: ranks that share every expert. Derived: tp."""
     bf16: bool = False
     """Compute in bf16 instead of fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -86,6 +90,10 @@ class EvaluateArguments:
     """cp: ranks that share one sequence."""
     data_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--dp"])] = None
     """dp: copies of the model. Derived: all ranks / (tp pp cp), or 1 on a plain start."""
+    expert_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--ep"])] = 1
+    """ep: ranks that share the experts of a layer out. They are taken from the ranks of dp, cp and tp."""
+    expert_tensor_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--etp"])] = None
+    """etp: ranks that share every expert. Derived: tp."""
     sequence_parallel: bool = False
     """Norms and the residual stream hold 1/tp of the sequence."""
     zero_stage: Literal[0, 3] = 0

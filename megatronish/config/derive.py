@@ -36,7 +36,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         problem = _world_size_complaint(config.parallel, world_size)
         problems += [problem] if problem else []
         model = config.parallel.model_parallel_size
-        derived = _smallest_dp(config) if world_size is None else max(1, world_size // model)
+        derived = smallest_dp(config) if world_size is None else max(1, world_size // model)
         config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = with_fields(config, sequence_parallel=False)
@@ -73,7 +73,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     return Derived(config, notes, problems)
 
 
-def _smallest_dp(config: Config) -> int:
+def smallest_dp(config: Config) -> int:
     """Fewest copies of the model on a plain start: 1, or as many as hybrid sharding or the grid of experts needs."""
     parallel = config.parallel
     groups = parallel.num_distributed_optimizer_instances if parallel.zero else 1

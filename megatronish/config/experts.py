@@ -37,6 +37,10 @@ class ExpertOptions:
     """Groups that a token chooses from."""
     moe_router_topk_scaling_factor: Annotated[float | None, greater_than(0)] = None
     """Factor of the weights of the chosen experts."""
+    moe_input_jitter_eps: Annotated[float, at_least(0), at_most(1), TRAINING_ONLY] = 0.0
+    """The input of routers is multiplied by random values of 1 - eps to 1 + eps in training; 0: it is not."""
+    moe_router_force_load_balancing: Annotated[bool, TRAINING_ONLY] = False
+    """For benchmarks alone: tokens go to random experts in training, with the router's weights."""
     moe_expert_capacity_factor: Annotated[float | None, greater_than(0)] = None
     """Most tokens of a sequence that an expert takes, times the mean; later ones are dropped. Derived: no limit."""
     moe_router_enable_expert_bias: bool = False

@@ -9,7 +9,13 @@ from megatronish.config.fields import ALIASES, FIELDS
 from megatronish.config.megatron_flags.families import FAMILIES
 from megatronish.config.megatron_flags.known import GIVEN, Known, Pairs, Status
 from megatronish.config.megatron_flags.table import known_flag
-from megatronish.config.megatron_flags.values import NOTED_VALUES, SEVERAL_SETTINGS, VALUES
+from megatronish.config.megatron_flags.values import (
+    NOTED_VALUES,
+    REFUSED_LISTS,
+    REFUSED_VALUES,
+    SEVERAL_SETTINGS,
+    VALUES,
+)
 from megatronish.config.suggest import unknown
 
 VERBATIM = ("sample_prompt",)
@@ -135,6 +141,13 @@ def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled:
             found.invalid.add(field)
             return
         values = window
+    refusals = [REFUSED_VALUES[field, value] for value in values if (field, value) in REFUSED_VALUES]
+    if len(values) > 1 and field in REFUSED_LISTS:
+        refusals.append(REFUSED_LISTS[field])
+    if refusals:
+        found.problems.append(f"{spelled} is refused: {'; '.join(refusals)}")
+        found.invalid.add(field)
+        return
     several = SEVERAL_SETTINGS.get((field, " ".join(values)), ())
     if several:
         found.settings.extend(Setting(name, (value,), spelled, typed) for name, value in several)

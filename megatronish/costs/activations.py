@@ -62,6 +62,7 @@ class Activations(NamedTuple):
     embedding_bytes: int = 0  # of the input of a norm after the embedding
     bias_bytes: int = 0  # of ALiBi's biases
     shares_bias: bool = True  # all micro-batches have the same
+    routed_over: int = 1  # tp / etp: ranks of tp that share out the rows of experts
 
     def peak(self, stage: StageLoad, costs: Sequence[LayerCost], *, padded_vocab_size: int) -> tuple[int, int]:
         """(activations, logits) in bytes a token, at the instant of a step that holds most; `costs` of all layers."""
@@ -106,13 +107,13 @@ class Activations(NamedTuple):
             score_bytes=self.score_bytes if scores else 0,
             device=self.device,
         )
-        return saved.per_rank(self.tp, sequence_parallel=self.sequence_parallel)
+        return saved.per_rank(self.tp, sequence_parallel=self.sequence_parallel, experts=self.routed_over)
 
     def deferred(self, cost: LayerCost) -> int:
         """Bytes that one layer keeps for its weight gradients: input and output gradient of its linear layers."""
         inputs, gradients = cost.deferred_inputs * self.element_bytes, cost.deferred_gradients * self.element_bytes
         # Inputs are kept in parts under sequence parallelism; whole output gradients have been gathered.
-        split = (inputs.split + gradients.split) // self.tp
+        split = (inputs.split + gradients.split) // self.tp + (inputs.experts + gradients.experts) // self.routed_over
         return split + inputs.whole // (self.tp if self.sequence_parallel else 1) + gradients.whole
 
     @property

@@ -3,13 +3,14 @@
 Model state is exact except for padding of what is shared: in fp32 a parameter takes 4 bytes, its gradient 4 and Adam
 8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4, master weight and Adam 12, 18 in all. What ZeRO shares is
 divided by the ranks that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is
-called temporary. Activations are those of activations.py. Not counted: buffers of communication, what one operation
-needs while it runs (with dropout of attention, several times the scores of one layer), and what the allocator and the
-device's own libraries keep (on CUDA, 1 to 2 GiB).
+called temporary. Activations are those of activations.py, with an even load of all experts. Not counted: buffers of
+communication, what one operation needs while it runs (with dropout of attention, several times the scores of one
+layer), and what the allocator and the device's own libraries keep (on CUDA, 1 to 2 GiB).
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
 from megatronish.costs.parameters import parameters_of_stage
-from megatronish.layer_costs import Count, DeviceType, LayerCost, NormShape, sum_counts
+from megatronish.layer_costs import DeviceType, LayerCost, NormShape, sum_counts
 from megatronish.layer_specs import layer_specs
 from megatronish.layout import Layout
 
@@ -112,7 +113,7 @@ def expected_memory(
         in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
         table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
         temporary = _temporary(
-            of_layers, zero, count=count, table=table, tp=layout.tp, element_bytes=activations.element_bytes
+            of_layers, zero, count=count, table=table, cut=(layout.tp, grid), element_bytes=activations.element_bytes
         )
         expected.append(
             state._replace(activations=tokens * in_activations, logits=tokens * in_logits, temporary=temporary)
@@ -136,7 +137,21 @@ def _activations(config: Config, device: DeviceType) -> Activations:
         embedding_bytes=_embedding_bytes(config.model, element_bytes, device),
         bias_bytes=0 if is_ring else _bias_bytes(config, element_bytes),
         shares_bias=not config.data.reset_attention_mask,
+        routed_over=layout.tp // parallel.expert_layout.etp,
     )
+
+
+def bytes_of_uneven_load(
+    config: Config, stages: Sequence[StageLoad], *, vocab_size: int, device: DeviceType = "cuda"
+) -> int:
+    """Bytes that the fullest device adds for a load of its experts of once more the mean: `expected_memory` has one.
+
+    A device may receive all rows of its ep group, ep times the mean, as no token is dropped.
+    """
+    model = config.model
+    twice = replace(config, model=replace(model, moe_router_topk=2 * model.moe_router_topk))
+    even, uneven = (expected_memory(each, stages, vocab_size=vocab_size, device=device) for each in (config, twice))
+    return max(b.activations - a.activations for a, b in zip(even, uneven, strict=True))
 
 
 def _embedding_bytes(model: ModelConfig, element_bytes: int, device: DeviceType) -> int:
@@ -179,19 +194,29 @@ BUCKETS_AT_ONCE = 3  # of ZeRO-2: two are exchanged while one fills
 
 
 def _temporary(
-    costs: Sequence[LayerCost], zero: ZeroSettings, *, count: int, table: int, tp: int, element_bytes: int
+    costs: Sequence[LayerCost],
+    zero: ZeroSettings,
+    *,
+    count: int,
+    table: int,
+    cut: tuple[int, int],
+    element_bytes: int,
 ) -> int:
-    """Bytes that are whole for a part of a step, on a rank of `count` parameters; `table` are those of an embedding."""
+    """Bytes that are whole for a part of a step, on a rank of `count` parameters; `table` are those of an embedding.
+
+    `cut` are the ranks that cut a layer (tp) and its experts (ep x etp).
+    """
+    tp, grid = cut
     if zero.stage == 2:
         if not zero.overlap:
             return 4 * count
-        largest = max((cost.largest_matrix for cost in costs), key=lambda matrix: matrix.per_rank(tp), default=Count())
-        bucket = max(zero.bucket_size, largest.per_rank(tp))  # a matrix is never cut
+        largest = max((cost.largest_matrix.per_rank(tp, experts=grid) for cost in costs), default=0)
+        bucket = max(zero.bucket_size, largest)  # a matrix is never cut
         return 4 * min(count, (BUCKETS_AT_ONCE - 1) * bucket + max(bucket, table))
     if zero.stage == 3:
         # The layer at work, the next one, which is gathered meanwhile, and what is left of the stage around them; of
         # the gradients except the next one's.
-        sizes = [cost.parameters.per_rank(tp) for cost in costs]
+        sizes = [cost.parameters.per_rank(tp, experts=grid) for cost in costs]
         rest = count - sum(sizes)
         at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))
         return element_bytes * (rest + rest + at_work)

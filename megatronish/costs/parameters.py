@@ -13,6 +13,13 @@ def num_parameters(model: ModelConfig, *, vocab_size: int, seq_length: int) -> i
     return parameters_of_stage(model, layer_specs(model), **sizes, is_first=True, is_last=True).total
 
 
+def num_active_parameters(model: ModelConfig, *, vocab_size: int, seq_length: int) -> int:
+    """Parameters that one token passes: of experts the chosen ones alone, embedding and head whole."""
+    costs = [layer.cost(model) for layer in layer_specs(model)]
+    idle = sum(cost.parameters.total - cost.active_parameters for cost in costs)
+    return num_parameters(model, vocab_size=vocab_size, seq_length=seq_length) - idle
+
+
 def parameters_of_stage(
     model: ModelConfig,
     layers: Sequence[LayerSpec],

@@ -47,6 +47,9 @@ class SavedModel(NamedTuple):
     def config(self, parallel: ParallelConfig, training: TrainingConfig) -> Config:
         """Config of this model in a new layout and sequence length; UserError if one does not fit the model."""
         model, rows = self.description.model, self.description.num_positions
+        if model.num_experts is None and parallel.expert_model_parallel_size > 1:
+            ep = parallel.expert_model_parallel_size
+            raise UserError(f"--expert-model-parallel-size {ep} is for a model with experts, which this is not; use 1")
         if model.position_embedding_type == "learned_absolute":
             if complaint := too_few_positions(rows, seq_length=training.seq_length):
                 raise UserError(complaint)
@@ -109,7 +112,9 @@ def load_model(
     load: Path, *, step: int | None = None, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
 ) -> LoadedModel:
     """Model for generation: this rank's share over tp and pp, without `mesh` the whole model. A collective call."""
-    found, mesh = find_trained(load, step=step), mesh or Mesh.start(experts=ExpertLayout(1, 1))
+    found = find_trained(load, step=step)
+    if mesh is None:
+        mesh = Mesh.start(experts=None if found.description.model.num_experts is None else ExpertLayout())
     assert mesh.data.size == 1, "generation has no dp and no cp: their ranks would hold copies"
     description = found.description
     parallel = ParallelConfig(

@@ -2,15 +2,19 @@
 
 It prints flags for pretrain_gpt.py. `make pretrain` uses it, so that the demo runs on the GPUs of any machine. There is
 nothing to print without a GPU (the CPU takes any number of ranks), where the GPUs suffice, and where FLAGS choose a
-layout or a device.
+layout or a device. A --config among the FLAGS takes the place of CONFIG.toml, as it does for pretrain_gpt.py.
 """
 
+import math
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from megatronish.config.shipped import config_path
 from megatronish.launch.device import visible_devices
 from megatronish.layout import Layout
 
@@ -20,7 +24,8 @@ SIZES = {
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
 }
-CHOSEN_BY = {"config", "device", *SIZES, *(name.replace("_", "-") for name in SIZES.values())}
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+CHOSEN_BY = {"device", *SIZES, "ep", "etp", *(name.replace("_", "-") for name in (*SIZES.values(), EP, ETP))}
 
 
 def fitted(layout: Layout, num_devices: int) -> Layout:
@@ -35,9 +40,34 @@ def fitted(layout: Layout, num_devices: int) -> Layout:
     return layout
 
 
+def fitted_experts(parallel: Mapping[str, Any], layout: Layout) -> list[str]:
+    """Flags of the grid of experts of a config on the ranks of another layout: sizes become common divisors."""
+    found = []
+    width = layout.dp * layout.cp * layout.tp
+    if ETP in parallel:
+        etp = math.gcd(parallel[ETP], layout.tp)
+        found += ["--etp", str(etp)]
+    else:
+        etp = layout.tp
+    return [*found, "--ep", str(math.gcd(parallel[EP], width // etp))] if EP in parallel else found
+
+
+def config_of(config_file: Path, argv: Sequence[str]) -> Path:
+    """The file that the last --config of the flags names, or `config_file`."""
+    given = [str(config_file)]
+    for word, after in pairwise([*argv, ""]):
+        name, _, value = word.partition("=")
+        if name.lstrip("-") == "config" and name.startswith("-"):
+            given.append(value or after)
+    return config_path(given[-1])
+
+
 def flags_for(config_file: Path, argv: Sequence[str], *, num_devices: int) -> list[str]:
     """Flags that make a config fit on this machine's GPUs."""
     if num_devices == 0 or {word.partition("=")[0].lstrip("-").replace("_", "-") for word in argv} & CHOSEN_BY:
+        return []
+    config_file = config_of(config_file, argv)
+    if not config_file.is_file():  # pretrain_gpt.py says so
         return []
     parallel = tomllib.loads(config_file.read_text(encoding="utf-8")).get("parallel", {})
     layout = Layout(**{axis: parallel.get(name, 1) for axis, name in SIZES.items()})
@@ -46,7 +76,8 @@ def flags_for(config_file: Path, argv: Sequence[str], *, num_devices: int) -> li
         return []
     gpus = "1 GPU" if num_devices == 1 else f"{num_devices} GPUs"
     print(f"{gpus}: {fits} instead of {layout} of {config_file}", file=sys.stderr)
-    return [word for axis in SIZES for word in (f"--{axis}", str(getattr(fits, axis)))]
+    sizes = [word for axis in SIZES for word in (f"--{axis}", str(getattr(fits, axis)))]
+    return sizes + fitted_experts(parallel, fits)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Dropout whose masks are a hash of each element's global position: the same on every rank."""
+"""Random values of a forward, hashes of each element's global position: dropout, and what routers draw."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatronish.streams import keep_mask
+from megatronish.streams import keep_mask, uniform
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout masks of one forward pass. They depend neither on the layout nor on what was drawn before."""
+    """Dropout masks and routers' random values of one forward pass, whatever the layout and what was drawn before."""
 
     seed: int
     step: int
@@ -43,6 +43,11 @@ class Dropout:
         places = (self.sample_ids[:, None, None], heads[:, None], queries)
         keep = keep_mask(*self._names(layer, "attention"), places=places, columns=keys, rate=rate)
         return probabilities * keep * (1.0 / (1.0 - rate))
+
+    def of_router(self, *, layer: int, site: str, positions: Tensor, num_columns: int) -> Tensor:
+        """Uniform values of -1 to 1, [s, B, num_columns] fp32, for the tokens at `positions` [s]."""
+        columns = torch.arange(num_columns, device=positions.device)
+        return uniform(*self._names(layer, site), places=(self.sample_ids, positions.unsqueeze(-1)), columns=columns)
 
     def _names(self, layer: int, site: str) -> tuple[str | int, ...]:
         return (self.seed, "dropout", self.step, layer, site)

@@ -78,6 +78,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.spec, self.layer, self.tp, std = spec, layer, tp, config.init_method_std
         self.capacity_factor = config.moe_expert_capacity_factor
+        self.jitter, self.is_forced = config.moe_input_jitter_eps, config.moe_router_force_load_balancing
         self.router = Router(config.hidden_size, router_settings(config, spec), init_std=std)
         self.experts = Experts(
             spec.num_experts,
@@ -102,7 +103,7 @@ class MixtureOfExperts(nn.Module):
 
         # 2. Choices: new ones, or those of the first forward where this is a recomputation.
         recorded, parallel = context.routing.routings.get(self.layer), self.tp.experts
-        routing = self.router(tokens, None if recorded is None else recorded.choices.long())
+        routing = self.routing(own, context, None if recorded is None else recorded.choices.long())
         kept = self.kept(routing, context) if recorded is None else recorded.kept
         choices = routing.choices if kept is None else routing.choices.masked_fill(~kept, self.spec.num_experts)
         choices = comm.start_all_gather(choices, parallel.etp).wait()
@@ -137,9 +138,27 @@ class MixtureOfExperts(nn.Module):
         """[s], the positions along the whole sequence of the tokens that this rank routes."""
         return context.positions if self.tp.cuts_sequence else comm.piece_of(context.positions, self.tp.axis)
 
+    def routing(self, own: Tensor, context: Context, chosen: Tensor | None) -> Routing:
+        """Routing of this rank's own tokens [s, B, D]; `chosen` [T, K] replays choices.
+
+        What is random in training (the jitter of the input, forced choices) is a function of the step, the layer and
+        the token.
+        """
+        if context.dropout is not None and (self.jitter or self.is_forced):
+            draw = partial(context.dropout.of_router, layer=self.layer, positions=self.own_positions(context))
+            if self.jitter:
+                own = own.float() * (1 + self.jitter * draw(site="jitter", num_columns=own.shape[-1]))
+            if self.is_forced and chosen is None:
+                order = draw(site="forced choice", num_columns=self.spec.num_experts)
+                chosen = order.flatten(0, 1).topk(self.spec.num_chosen, dim=-1).indices
+        return self.router(own.flatten(0, 1), chosen)
+
     def kept(self, routing: Routing, context: Context) -> Tensor | None:
-        """bool [T, K], whether each choice is within the capacity of its expert; None without a limit."""
-        if self.capacity_factor is None:
+        """bool [T, K], whether each choice is within the capacity of its expert; None without a limit.
+
+        There is none in generation: a text's end is not known, and what came before is not in the forward.
+        """
+        if self.capacity_factor is None or context.cache is not None:
             return None
         positions, spec, cp = self.own_positions(context), self.spec, context.routing.cp
         capacity = Capacity.of(

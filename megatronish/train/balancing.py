@@ -25,15 +25,34 @@ class ExpertLoad(NamedTuple):
     layers: tuple[int, ...]
 
     @property
+    def rows(self) -> Tensor:
+        """int64 [layers with experts, E]."""
+        return self.tokens[list(self.layers)]
+
+    @property
+    def largest_of_layers(self) -> list[float]:
+        """Largest load of an expert over the mean of its layer, for each layer with experts."""
+        rows = self.rows.double()
+        return (rows.amax(1) / rows.mean(1).clamp(min=1e-9)).tolist()
+
+    @property
+    def idle_of_layers(self) -> list[int]:
+        """Experts without a token, for each layer with experts."""
+        return (self.rows == 0).sum(1).tolist()
+
+    @property
     def largest(self) -> float:
-        """Largest load of an expert over the mean of its layer, of the layer where it is largest."""
-        rows = self.tokens[list(self.layers)].double()
-        return float((rows.amax(1) / rows.mean(1).clamp(min=1e-9)).amax())
+        """Largest load over the mean, of the layer where it is largest."""
+        return max(self.largest_of_layers)
 
     @property
     def num_idle(self) -> int:
-        """Experts without a token."""
-        return int((self.tokens[list(self.layers)] == 0).sum())
+        """Experts without a token, over all layers."""
+        return sum(self.idle_of_layers)
+
+    def by_layer(self) -> dict[str, list[int]]:
+        """{layer: choices of each expert}, as JSON has it."""
+        return {str(layer): row for layer, row in zip(self.layers, self.rows.tolist(), strict=True)}
 
 
 @dataclass

@@ -101,6 +101,7 @@ def compact_parts(values: Mapping[str, Value], num_steps: int) -> list[Part]:
         Part("step", f"{found['step']:{width}d}/{num_steps}"),
         Part("loss", f"{loss:6.4f}", "bold" if math.isfinite(loss) else "red"),
         *(Part(metric_of(name).tag or name, f"{found[name]:.4g}", rank=1) for name in own),
+        *_experts(found),
         Part("grad", f"{found['grad_norm']:<5.3g}", rank=2),
         Part("lr", f"{found['learning_rate']:.1e}".replace("e-0", "e-").replace("e+0", "e+"), rank=3),
         Part("", "{}{} tok/s".format(*with_prefix(found["tokens_per_second"]))),
@@ -116,6 +117,16 @@ def _computing(found: Mapping[str, float]) -> Part:
     if "mfu" in found:
         return Part("MFU", f"{found['mfu']:5.1%}", rank=4)
     return Part("", "{} {}FLOP/s".format(*with_prefix(1e12 * found["model_tflops_per_device"])), rank=4)
+
+
+def _experts(found: Mapping[str, float]) -> list[Part]:
+    """Of a model with experts the largest load, over the mean; idle experts and dropped choices where there are any."""
+    parts = [Part("load", f"{found['largest_expert_load']:.2f}x", rank=2)] if "largest_expert_load" in found else []
+    if count := found.get("num_idle_experts"):
+        parts.append(Part("idle", f"{count:.0f}", "yellow", rank=1))
+    if share := found.get("dropped_share"):
+        parts.append(Part("dropped", f"{share:.1%}", rank=1))
+    return parts
 
 
 def _troubles(found: Mapping[str, float]) -> list[Part]:

@@ -38,6 +38,11 @@ def _tflops(value: float) -> str:
     return f"throughput per GPU (TFLOP/s/GPU): {value:.{1 if value >= 1 else 4}f}"
 
 
+def _loss(tag: str) -> Callable[[float], str]:
+    """Part of the log line of a further loss, as Megatron-LM writes it."""
+    return lambda value: f"{tag}: {value:.6E}"
+
+
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
@@ -51,6 +56,23 @@ METRICS: dict[str, Metric] = {
             "decoupled-learning-rate",
             lambda value: f"decoupled learning rate: {value:.6E}",
         ),
+        # Of models with experts; docs/EXPERTS.md explains them.
+        Metric("load_balancing_loss", "1 where the load is even", "load_balancing_loss", _loss("load_balancing_loss")),
+        Metric(
+            "global_load_balancing_loss",
+            "1 where the load is even",
+            "global_load_balancing_loss",
+            _loss("global_load_balancing_loss"),
+        ),
+        Metric("z_loss", "", "z_loss", _loss("z_loss")),
+        Metric("dropped_share", "fraction", "dropped-share", lambda value: f"dropped: {100 * value:.1f}%"),
+        Metric(
+            "largest_expert_load",
+            "times the mean",
+            "largest-expert-load",
+            lambda value: f"largest expert load: {value:.2f}",
+        ),
+        Metric("num_idle_experts", "", "idle-experts", lambda value: f"idle experts: {int(value)}"),
         Metric("loss_scale", "", "loss-scale", lambda value: f"loss scale: {value:.1f}"),
         Metric("skipped_iterations", "steps so far"),
         Metric("tokens", "tokens so far"),
@@ -100,6 +122,12 @@ _BEFORE = (
     "loss",
 )
 _AFTER = (
+    "load_balancing_loss",
+    "global_load_balancing_loss",
+    "z_loss",
+    "dropped_share",
+    "largest_expert_load",
+    "num_idle_experts",
     "loss_scale",
     "grad_norm",
     "num_zeros",

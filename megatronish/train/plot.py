@@ -53,8 +53,12 @@ def plot_run(run_dir: Path) -> Path:
     # Above the learning rate, with a background that lets it through.
     axes.set_zorder(1)
     axes.patch.set_visible(False)
-    path = run_dir / "loss.png"
-    aside = path.with_name(f".loss.{os.getpid()}.png")
+    return write_figure(figure, run_dir / "loss.png")
+
+
+def write_figure(figure: Figure, path: Path) -> Path:
+    """Write a PNG that is whole or absent; returns its path."""
+    aside = path.with_name(f".{path.stem}.{os.getpid()}.png")
     figure.savefig(aside, dpi=120)
     aside.replace(path)
     return path

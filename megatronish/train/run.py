@@ -24,6 +24,7 @@ from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.evaluate import Evaluate
+from megatronish.train.hooks.experts import LogExperts
 from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
@@ -118,7 +119,9 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     if mesh.is_main:
         # matplotlib takes a second to import: the others, and the start, need not wait for it.
         from megatronish.train.plot import plot_run
+        from megatronish.train.plot_experts import plot_experts
 
+        plot_experts(config.run_dir)
         plot_run(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
@@ -173,6 +176,8 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
             extras=extras,
         ),
     ]
+    if config.model.num_experts is not None:
+        hooks.append(LogExperts(config=log, folder=folder, trackers=trackers))
     if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
         hooks.append(ProgressBar())
     if log.profile_schedule:

@@ -1,18 +1,20 @@
 """First lines of a run: layout, device, model, FLOPs and expected memory, printed before anything is allocated."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatronish.config.config import Config
 from megatronish.costs.flops import model_flops_per_token
-from megatronish.costs.memory import expected_memory, memory_table
-from megatronish.costs.parameters import num_parameters, parameters_of_stage
+from megatronish.costs.memory import bytes_of_uneven_load, expected_memory, format_bytes, memory_table
+from megatronish.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
 from megatronish.formats.fill import open_hf
 from megatronish.launch.device import choose_device
 from megatronish.launch.place import Place, place_from_environment
+from megatronish.layer_costs import DeviceType
 from megatronish.layer_specs import layer_specs
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
@@ -51,8 +53,11 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     on_cpu = device == "cpu" or parallel.optimizer_cpu_offload or parallel.param_cpu_offload
     masters_on = torch.device("cpu" if on_cpu else "cuda")
+    loads = stages.loads(num_microbatches)
+    device_type: DeviceType = "cpu" if device == "cpu" else "cuda"
     lines = [
         f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
+        + (f", experts {parallel.expert_layout.line(layout)}" if model.num_experts is not None else "")
         + (", sequence parallel" if parallel.sequence_parallel else "")
         + (
             f", {parallel.schedule} with {num_microbatches} micro-batches"
@@ -62,24 +67,43 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
         f"attention: {_attention(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
-        kernels_line("cpu" if device == "cpu" else "cuda") + _activation(config),
+        kernels_line(device_type) + _activation(config),
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
+        + _active(config, vocab_size)
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
         f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
         f"{flops:.3g} model FLOPs",
         "memory expected on a device:",
-        memory_table(
-            expected_memory(
-                config,
-                stages.loads(num_microbatches),
-                vocab_size=vocab_size,
-                device="cpu" if device == "cpu" else "cuda",
-            )
-        ),
+        memory_table(expected_memory(config, loads, vocab_size=vocab_size, device=device_type)),
+        *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
         *(f"note: {note}" for note in notes),
     ]
     return "\n".join(lines)
+
+
+def _active(config: Config, vocab_size: int) -> str:
+    """Parameters that a token passes, in a model with experts."""
+    if config.model.num_experts is None:
+        return ""
+    active = num_active_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
+    return f", of which a token passes {active:,}"
+
+
+def _experts(config: Config, uneven: Callable[[], int]) -> list[str]:
+    """Experts, where they are, and the rows that an even and the most uneven load sends to a device."""
+    model, layout, (ep, etp) = config.model, config.layout, config.parallel.expert_layout
+    if model.num_experts is None:
+        return []
+    sequences = config.training.micro_batch_size * config.training.seq_length // layout.cp
+    rows = sequences * etp // layout.tp * model.moe_router_topk
+    more = f"for each mean load more, {format_bytes(uneven())}"
+    return [
+        f"experts: {model.num_experts} in {sum(model.expert_layers)} of {model.num_layers} layers, "
+        f"{model.num_experts // ep} on a device, {model.moe_router_topk} a token; of a micro-batch a device computes "
+        f"{rows:,} rows a layer where the load is even, as the memory above, and at most {ep * rows:,}"
+        + (f" ({more})" if ep > 1 else "")
+    ]
 
 
 def _attention(config: Config) -> str:

@@ -402,3 +402,72 @@ def test_the_table_of_tried_scripts_is_current() -> None:
 def test_the_page_of_flags_is_current() -> None:
     assert (ROOT / "docs" / "FLAGS.md").read_text() == flags_markdown()
     assert set(DIFFERENCES) <= set(FIELDS)
+
+
+MEGATRONS = {
+    # What becomes of the flags of Megatron-LM: "" works, a text is in a note or in a refusal.
+    **dict.fromkeys(
+        (
+            "--expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 1",
+            "--moe-layer-freq 2",
+            "--moe-layer-freq ([0]*1+[1]*3)",
+            "--moe-ffn-hidden-size 8",
+            "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate",
+            "--moe-router-topk 3",
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3",
+            "--moe-router-pre-softmax",
+            "--moe-router-topk-scaling-factor 2.5",
+            "--moe-router-num-groups 4 --moe-router-group-topk 2",
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2",
+            "--moe-router-load-balancing-type global_aux_loss",
+            "--moe-router-load-balancing-type none",
+            "--moe-z-loss-coeff 1e-3",
+            "--moe-input-jitter-eps 0.1",
+            "--moe-expert-capacity-factor 1.0",
+            "--moe-router-force-load-balancing",
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        (
+            *("--moe-shared-expert-overlap", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"),
+            *("--moe-token-dispatcher-type alltoall", "--moe-flex-dispatcher-backend deepep", "--moe-enable-deepep"),
+            *("--overlap-moe-expert-parallel-comm", "--moe-paged-stash", "--moe-pad-expert-input-to-capacity"),
+        ),
+        "idle: it changes the speed of experts alone",
+    ),
+    "--moe-per-layer-logging": "idle: the tokens of each expert",
+    "--delay-wgrad-compute": "zb-h1 or zb-v computes weight gradients later",
+    "--moe-router-dtype fp32": "idle: it asks for what is done anyway",
+    "--moe-router-dtype fp64": "NOT AS ASKED: --moe-router-dtype fp64: the router computes in fp32",
+    "--moe-router-load-balancing-type aux_loss": "is computed as seq_aux_loss: NOT AS ASKED",
+    "--moe-token-drop-policy position": "idle: it asks for what is done anyway",
+    "--moe-token-drop-policy probs": "refused: a layout that cuts sequences cannot compare scores of other ranks",
+    "--moe-router-score-function sqrtsoftplus": "refused: these scores are not there yet; use sigmoid or softmax",
+    "--moe-router-load-balancing-type sinkhorn": "refused: it balances the tokens of one rank",
+    "--moe-router-load-balancing-type quantile_balancing": "refused: its quantiles are those of one rank",
+    "--moe-router-load-balancing-type seq_aux_loss global_aux_loss": "refused: one loss balances the load at a time",
+    "--moe-aux-loss-coeff 0.1 0.2": "refused: one loss balances the load at a time",
+    "--moe-router-quantile-balancing-ema 0.1": "refused: use --moe-router-load-balancing-type seq_aux_loss",
+    "--moe-router-topk-limited-devices 2": "refused: use --moe-router-num-groups with --moe-router-group-topk",
+    "--moe-apply-probs-on-input": "refused: the weights of experts are applied to their outputs",
+    "--moe-layer-recompute": "refused: use --recompute-granularity full",
+    "--moe-use-upcycling": "refused: starting experts from a dense checkpoint is not there yet",
+    "--moe-upcycling-granularity 2": "idle: it belongs to --moe-use-upcycling",
+    "--moe-router-force-biased 0.5": "refused: biased random routing is not there",
+    "--moe-latent-size 12": "refused: experts compute on whole tokens",
+    "--moe-expert-rank-capacity-factor 1.0": "refused: a limit of each rank is another model in every layout",
+}
+
+
+@pytest.mark.parametrize("flags", MEGATRONS)
+def test_every_flag_of_megatrons_experts_works_or_says_why_not(flags: str) -> None:
+    words, told = [*BASE, *["--num-experts", "8", "--num-layers", "4"], *flags.split()], MEGATRONS[flags]
+    try:
+        answers = [note for note in read_config(words).notes if "moe" in note or "wgrad" in note]
+        assert "refused" not in told
+    except ConfigError as error:
+        answers = error.problems
+        assert "refused" in told
+    assert len(answers) == bool(told) and all(told in answer for answer in answers), answers

@@ -35,10 +35,20 @@ def test_a_config_is_found_by_name_and_a_file_of_that_name_comes_first(
     assert config_path("elsewhere/demo.toml") == Path("elsewhere/demo.toml")
 
 
+def test_the_demo_with_experts_is_found_by_name_and_asks_for_the_data_of_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = read_config(["--config", "demo-moe", "--mock-data"]).config
+    assert (config.model.num_experts, config.layout.world_size, config.log.run_dir) == (8, 8, "runs/demo-moe")
+    with pytest.raises(ConfigError, match="make them in this folder with: megatronish collect-corpus"):
+        read_config(["--config", "demo-moe"])
+
+
 def test_an_unknown_name_is_refused_with_those_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"--config demmo does not exist; there are own.toml, demo, gpt2-124m-1gpu, "):
+    with pytest.raises(ConfigError, match=r"--config demmo does not exist; there are own.toml, demo-moe, demo, gpt2-"):
         read_config(["--config", "demmo"])
 
 

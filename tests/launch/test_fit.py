@@ -1,10 +1,12 @@
 """Tests of the layout that `make pretrain` takes on a machine with GPUs."""
 
+import subprocess
+
 import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.launch.fit import fitted, flags_for
+from megatronish.launch.fit import fitted, fitted_experts, flags_for
 from megatronish.layout import Layout
 
 DEMO = ROOT / "configs" / "demo.toml"
@@ -32,9 +34,7 @@ def test_the_demo_runs_on_any_number_of_gpus(num_devices: int) -> None:
     assert (flags == []) == (num_devices in (0, 8, 9))
 
 
-@pytest.mark.parametrize(
-    "argv", [["--tp", "4"], ["--data-parallel-size=1"], ["--device", "cpu"], ["--config", "x.toml"]]
-)
+@pytest.mark.parametrize("argv", [["--tp", "4"], ["--data-parallel-size=1"], ["--device", "cpu"], ["--ep", "1"]])
 def test_a_layout_or_device_that_is_asked_for_stays(argv: list[str]) -> None:
     assert flags_for(DEMO, ["--train-iters", "20", *argv], num_devices=1) == []
     assert flags_for(DEMO, ["--train-iters", "20"], num_devices=1) != []
@@ -46,7 +46,39 @@ def test_what_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_make_pretrain_takes_it() -> None:
-    recipe = (ROOT / "Makefile").read_text().partition("\npretrain:")[2].partition("\n\n")[0]
-    assert (
-        "--config configs/demo.toml $$($(RUN) -m megatronish.launch.fit configs/demo.toml $(PRETRAIN_FLAGS))" in recipe
-    )
+    def recipe(flags: str) -> str:
+        words = [
+            "make",
+            "-n",
+            "-o",
+            "demo/python_text_document.idx",
+            "pretrain",
+            "RUN=python",
+            f"PRETRAIN_FLAGS={flags}",
+        ]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+
+    fit = "$(python -m megatronish.launch.fit configs/demo.toml"
+    assert recipe("--lr 1") == f"python pretrain_gpt.py --config configs/demo.toml {fit} --lr 1) --lr 1"
+    other = "--config configs/demo-moe.toml"
+    assert recipe(other) == f"python pretrain_gpt.py  {fit} {other}) {other}"
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 6, 7])
+def test_another_config_takes_the_place_of_the_demo_and_its_experts_fit_too(num_devices: int) -> None:
+    path = str(ROOT / "configs" / "demo-moe.toml")
+    for words in (["--config", path], [f"--config={path}"], ["--config", "demo-moe"]):
+        flags = flags_for(DEMO, words, num_devices=num_devices)
+        config = read_config([*words, "--mock-data", *flags]).config
+        assert config.layout.world_size <= num_devices and config.model.num_experts == 8
+    assert flags_for(DEMO, ["--config", "no-such-file"], num_devices=1) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep", "etp"),
+    [(Layout(), 1, 1), (Layout(tp=2), 1, 2), (Layout(dp=2, tp=2), 2, 2), (Layout(dp=4), 2, 1), (Layout(dp=3), 1, 1)],
+)
+def test_a_grid_of_experts_becomes_one_that_divides_the_ranks(layout: Layout, ep: int, etp: int) -> None:
+    parallel = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    assert fitted_experts(parallel, layout) == ["--etp", str(etp), "--ep", str(ep)]
+    assert fitted_experts({}, layout) == []

@@ -1,5 +1,6 @@
 """Tests of the first lines of a run: which attention and which activation run, and why."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,23 @@ def lines_of(flags: str) -> str:
 )
 def test_the_attention_that_runs_is_told_with_its_reason(flags: str, told: str) -> None:
     assert f"\nattention: {told}; optimizer: " in lines_of(flags)
+
+
+EXPERTS = f"{NO_DROPOUT} --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-layer-freq [0,1]"
+
+
+def test_the_first_lines_know_experts() -> None:
+    lines = lines_of(f"{EXPERTS} --dp 2 --tp 2 --ep 2 --etp 1 --micro-batch-size 2").splitlines()
+    assert lines[0] == "megatronish on 4 ranks: dp 2 x tp 2 x pp 1, experts ep 2 x etp 1 x edp 2"
+    (parameters,) = [line for line in lines if line.startswith("parameters: ")]
+    total, active = (int(word.replace(",", "")) for word in re.findall(r"[\d,]{4,}\d", parameters)[:2])
+    assert total - active == 6 * 2 * 24 * 24
+    (experts,) = [line for line in lines if line.startswith("experts: ")]
+    assert experts.startswith(
+        "experts: 8 in 1 of 2 layers, 4 on a device, 2 a token; of a micro-batch a device computes 32 rows a layer "
+        "where the load is even, as the memory above, and at most 64 (for each mean load more, "
+    )
+    assert "expert" not in lines_of("").partition("\nnote")[0]
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,16 @@ EXPERTS: dict[str, Known] = {
         ("0", "0.0"),
     ),
     "moe-grad-scale-func": idle("the loss scale of the run reaches the balancing losses, too", 1),
-    **dict.fromkeys(
-        ("moe-router-force-load-balancing", "moe-router-force-biased", "moe-apply-probs-on-input"),
-        refused("it is not there; leave it out"),
+    "moe-apply-probs-on-input": refused(
+        "the weights of experts are applied to their outputs, as all published models do; leave it out"
     ),
-    **dict.fromkeys(("moe-input-jitter-eps", "moe-latent-size"), refused("it is not there yet; leave it out", 1)),
+    "moe-router-force-biased": refused(
+        "biased random routing is not there; use --moe-router-force-load-balancing, random and even",
+        1,
+    ),
+    "moe-latent-size": refused(
+        "experts compute on whole tokens: a projection before the dispatch is not there yet; leave it out", 1
+    ),
     "moe-upcycling-granularity": refused("each expert is a copy of the whole MLP; use 1, or leave it out", 1, ("1",)),
     "topk": renamed("moe_router_topk"),
     "create-moe-param-group": idle("experts have a reduction domain of their own in any case"),
