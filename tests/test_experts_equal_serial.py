@@ -3,7 +3,7 @@
 Features of dense models meet four kinds of experts and every grid (ep, etp) over the ranks of a stage, as a seeded
 pairwise array deals them. Besides what is compared of dense models, the balancing losses are near, and the choices of
 each expert and the states of routers are equal. Seeds for which a choice of the serial run hangs on rounding are left
-out. `pytest --all-layouts` takes the product of experts, grids, schedules, recomputation and ZeRO in every layout.
+out. `pytest --all-layouts` takes the product of experts, grids, schedules, cp and ZeRO in every layout.
 """
 
 import pytest

@@ -2,8 +2,8 @@
 
 The options of `ModelConfig` cover GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings), Llama (RoPE,
 RMSNorm, SwiGLU, no biases, grouped queries, untied), Mistral and Qwen (windows, qkv bias, qk-norm), BLOOM (ALiBi, a
-norm after the embedding) and the dense parts of gpt-oss (sinks, windows in some layers, quick GEGLU). Parameters carry
-the names they have in the whole model, whatever chunk they are in.
+norm after the embedding), the dense parts of gpt-oss (sinks, windows in some layers, quick GEGLU), and experts
+(Mixtral, Qwen-MoE, OLMoE). Parameters carry the names they have in the whole model, whatever chunk they are in.
 """
 
 from collections.abc import Sequence

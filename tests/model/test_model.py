@@ -62,6 +62,7 @@ VARIANTS = {
     "rope on half of a head": replace(LLAMA, rotary_percent=0.5),
     "mistral": replace(LLAMA, window_size=6),
     "qwen": replace(LLAMA, add_qkv_bias=True, qk_layernorm=True),
+    "olmoe": replace(LLAMA, qk_layernorm=True, qk_layernorm_across_heads=True, clip_qkv=0.4),
     "bloom": replace(GPT2, position_embedding_type="alibi", embed_layernorm=True, openai_gelu=True),
     "alibi in a window": replace(LLAMA, position_embedding_type="alibi", window_size=6),
     "gpt-oss": replace(
@@ -189,12 +190,20 @@ def _plain_attention(
     config: ModelConfig, w: dict[str, Tensor], x: Tensor, positions: Tensor, documents: Tensor
 ) -> Tensor:
     heads, kv_heads, size = config.num_attention_heads, config.num_kv_heads, config.head_size
-    qkv = _plain_linear(w, "attention.qkv", x).view(S, heads + 2 * kv_heads, size)
+    qkv = _plain_linear(w, "attention.qkv", x)
+    if config.qk_layernorm_across_heads:
+        sections = [number * size for number in (heads, kv_heads, kv_heads)]
+        q, k, v = qkv.split(sections, dim=-1)
+        q, k = (_plain_norm(config, w, f"attention.{name}", part) for name, part in (("q_norm", q), ("k_norm", k)))
+        qkv = torch.cat([q, k, v], dim=-1)
+    if config.clip_qkv is not None:
+        qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
+    qkv = qkv.view(S, heads + 2 * kv_heads, size)
     outputs = []
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
         q, k, v = qkv[:, head], qkv[:, heads + kv_head], qkv[:, heads + kv_heads + kv_head]
-        if config.qk_layernorm:
+        if config.qk_layernorm and not config.qk_layernorm_across_heads:
             q, k = (_plain_norm(config, w, f"attention.{name}", part) for name, part in (("q_norm", q), ("k_norm", k)))
         if config.position_embedding_type == "rope":
             q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)

@@ -125,7 +125,7 @@ def expert_spread(layout: Layout, chosen: Chosen) -> Spread:
 
 def all_expert_cases() -> list[tuple[Layout, Chosen]]:
     """Every layout with the product of what experts are and of what they meet; the others as they were dealt."""
-    features = (*OWN, "sequence_parallel", "schedule", "recompute", "cp_comm_type", "zero")
+    features = (*OWN, "sequence_parallel", "schedule", "cp_comm_type", "zero")
     every = [choices_of_experts(layout) for layout in LAYOUTS]
     return [
         (layout, dealt | dict(zip(features, values, strict=True)))
