@@ -189,7 +189,7 @@ class MixtureOfExperts(nn.Module):
             loss = global_loss(routing, self.router.on_device("load", weights.device), seq_length=balance.seq_length)
             losses["global_load_balancing_loss"] = loss, balance.global_coefficient
         if balance.z_coefficient:
-            losses["z_loss"] = z_loss(routing) / balance.seq_length, balance.z_coefficient
+            losses["router_z_loss"] = z_loss(routing) / balance.seq_length, balance.z_coefficient
         for name, (loss, coefficient) in losses.items():
             weights = attach_loss(weights, loss, gradient=balance.gradient * coefficient)
             if is_first:

@@ -71,7 +71,7 @@ class Balancing:
             self.losses = {
                 "load_balancing_loss": coefficient if kind == "seq_aux_loss" else 0.0,
                 "global_load_balancing_loss": coefficient if kind == "global_aux_loss" else 0.0,
-                "z_loss": config.moe_z_loss_coeff,
+                "router_z_loss": config.moe_z_loss_coeff,
             }
         self.losses = {name: value for name, value in self.losses.items() if value}
 
@@ -101,7 +101,7 @@ class Balancing:
                 seq_length,
                 losses.get("load_balancing_loss", 0.0),
                 losses.get("global_load_balancing_loss", 0.0),
-                losses.get("z_loss", 0.0),
+                losses.get("router_z_loss", 0.0),
             )
         try:
             yield

@@ -64,7 +64,7 @@ METRICS: dict[str, Metric] = {
             "global_load_balancing_loss",
             _loss("global_load_balancing_loss"),
         ),
-        Metric("z_loss", "", "z_loss", _loss("z_loss")),
+        Metric("router_z_loss", "", "z_loss", _loss("z_loss")),
         Metric("dropped_share", "fraction", "dropped-share", lambda value: f"dropped: {100 * value:.1f}%"),
         Metric(
             "largest_expert_load",
@@ -124,7 +124,7 @@ _BEFORE = (
 _AFTER = (
     "load_balancing_loss",
     "global_load_balancing_loss",
-    "z_loss",
+    "router_z_loss",
     "dropped_share",
     "largest_expert_load",
     "num_idle_experts",

@@ -23,7 +23,7 @@ MODEL = (
     "--optimizer sgd --lr 1e-2 --train-iters 4"
 )
 EVALUATES = "--eval-interval 2 --eval-iters 2"
-SEEN = ("load_balancing_loss", "z_loss", "largest_expert_load", "num_idle_experts", "dropped_share")
+SEEN = ("load_balancing_loss", "router_z_loss", "largest_expert_load", "num_idle_experts", "dropped_share")
 
 
 def run(folder: Path, flags: str) -> Path:
@@ -96,7 +96,7 @@ VALUES = {
 
 
 def test_the_log_line_has_the_largest_load_and_idle_experts_only_where_there_are_any() -> None:
-    even = VALUES | {"largest_expert_load": 1.5, "num_idle_experts": 0.0, "dropped_share": 0.0, "z_loss": 4.0}
+    even = VALUES | {"largest_expert_load": 1.5, "num_idle_experts": 0.0, "dropped_share": 0.0, "router_z_loss": 4.0}
     assert "load 1.50x" in [part.text for part in compact_parts(even, 10)]
     assert not {"idle", "dropped"} & {part.label for part in compact_parts(even, 10)}
     uneven = even | {"num_idle_experts": 3.0, "dropped_share": 0.25}
