@@ -7,7 +7,8 @@ place (64 experts, 8 chosen). Scores follow the field's formulas:
     softmax, before the choice    w = the K chosen of softmax(logits)                     (OLMoE, Qwen2-MoE)
     sigmoid                      s = sigmoid(logits), chosen by s + bias, w = s / sum s (DeepSeek-V3, arXiv:2412.19437)
 
-With groups, the experts of a token come from the `group_topk` groups whose K / group_topk best scores add up to most.
+With groups, the experts of a token come from the `group_topk` groups whose K / group_topk best scores add up to most;
+with a softmax after the choice, whose logits do, as in Megatron-LM.
 
 Every number that balances the load is a sum over tokens or sequences, divided by a count that is known before the step,
 so no layout changes it (the field's per-micro-batch and per-rank means are changed by it):
@@ -100,7 +101,9 @@ class Router(nn.Module):
         logits = x.float() @ self.weight.float().t()
         scores = logits.sigmoid() if settings.score_function == "sigmoid" else logits.softmax(-1)
         if chosen is None:
-            chosen = self.choose(scores.detach())
+            # Groups are compared by what their experts are chosen by: before a softmax over the chosen, by logits.
+            after_choice = settings.score_function == "softmax" and not settings.before_choice
+            chosen = self.choose((logits if after_choice else scores).detach())
         if settings.score_function == "sigmoid":
             weights = scores.gather(1, chosen)
             if settings.num_chosen > 1:
@@ -115,7 +118,7 @@ class Router(nn.Module):
         return Routing(chosen, weights * settings.scaling_factor, logits, scores)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """[T, E] -> [T, K]: the experts of the highest scores, the bias added, in the order of their scores."""
+        """[T, E] scores or logits -> [T, K]: the experts with the highest, the bias added, in falling order."""
         settings = self.settings
         if "bias" in self.state:
             scores = scores + self.on_device("bias", scores.device)

@@ -25,14 +25,11 @@ peer: Any = pytest.importorskip(
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
-from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
-from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from peer_on_cpu import core_on_cpu  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from megatronish.attention.mask import AttentionMask  # noqa: E402
 from megatronish.config.model import ModelConfig  # noqa: E402
@@ -52,6 +49,7 @@ SIGMOID: dict[str, Any] = SHAPE | {
 GROUPS: dict[str, Any] = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "softmax after the choice": SHAPE,
+    "softmax after the choice, of groups": SHAPE | GROUPS,
     "softmax before the choice": SHAPE | {"moe_router_pre_softmax": True},
     "softmax before the choice, of groups": SHAPE | {"moe_router_pre_softmax": True} | GROUPS,
     "one expert": SHAPE | {"moe_router_pre_softmax": True, "moe_router_topk": 1},
@@ -63,33 +61,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class _OnCpu(TorchFunctionMode):
-    """What megatron-core puts on a GPU whatever it is told."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """megatron-core in a process group of one process, without a GPU."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    patch.setattr(Tensor, "cuda", lambda self, *_args, **_kwargs: self)
-    patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # asked for, and undefined without the engine
-    parallel_state.initialize_model_parallel()
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    try:
-        with _OnCpu():
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        patch.undo()
+    with core_on_cpu(1, 1):
+        yield
 
 
 def their_layer(options: dict[str, Any], dispatcher: str = "allgather", *, grouped: bool = False) -> Any:
