@@ -37,6 +37,10 @@ class ConvertArguments:
     """Megatron-LM: cut every layer into so many parts. Derived: 1."""
     target_pipeline_parallel_size: int | None = None
     """Megatron-LM: cut the layers into so many stages. Derived: 1."""
+    target_expert_parallel_size: int | None = None
+    """Megatron-LM: deal the experts of a layer to so many ranks. Derived: 1."""
+    target_expert_tensor_parallel_size: int | None = None
+    """Megatron-LM: cut every expert into so many parts. Derived: --target-tensor-parallel-size."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Megatron-LM: write the names that this implementation of it has. Derived: transformer_engine."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -68,6 +72,8 @@ def run(arguments: ConvertArguments) -> int:
     writing = {
         "tensor_parallel_size": arguments.target_tensor_parallel_size,
         "pipeline_parallel_size": arguments.target_pipeline_parallel_size,
+        "expert_parallel_size": arguments.target_expert_parallel_size,
+        "expert_tensor_parallel_size": arguments.target_expert_tensor_parallel_size,
         "transformer_impl": arguments.transformer_impl,
         "max_shard_bytes": arguments.max_shard_bytes,
     }

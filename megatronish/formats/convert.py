@@ -21,7 +21,15 @@ from megatronish.formats.complete import check_source, check_target
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.safetensors import nbytes_of
-from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule, from_ours, to_ours
+from megatronish.formats.weights import (
+    Description,
+    LazyTensor,
+    Model,
+    TensorRule,
+    from_ours,
+    is_bias,
+    to_ours,
+)
 
 
 class Format(NamedTuple):
@@ -45,6 +53,8 @@ FORMATS = {
         writes={
             "tensor_parallel_size": "--target-tensor-parallel-size",
             "pipeline_parallel_size": "--target-pipeline-parallel-size",
+            "expert_parallel_size": "--target-expert-parallel-size",
+            "expert_tensor_parallel_size": "--target-expert-tensor-parallel-size",
             "transformer_impl": "--transformer-impl",
         },
     ),
@@ -105,7 +115,11 @@ def convert(
     # Target: the same tensors under its names, in the dtype that is asked for. All are still lazy.
     converted = from_ours(ours.tensors, FORMATS[target].rules(description))
     check_target(target, converted, allow_unmatched=allow_unmatched)
-    tensors = {name: _in_dtype(name, tensor, dtype or tensor.dtype) for name, tensor in converted.tensors.items()}
+    kept = {name for rule in FORMATS[target].rules(description) if is_bias(rule.ours) for name in rule.theirs}
+    tensors = {
+        name: tensor if dtype is None or name in kept else _in_dtype(name, tensor, dtype)
+        for name, tensor in converted.tensors.items()
+    }
     num_bytes = sum(map(nbytes_of, tensors.values()))
     # The writer reads each tensor when its bytes are due, and the bar counts these reads.
     with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None, desc="converting") as bar:

@@ -58,6 +58,11 @@ class LazyTensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
+def is_bias(name: str) -> bool:
+    """Whether our tensor is the bias of a router, which stays in fp32 whatever the precision of a model."""
+    return name.endswith(".router.bias")
+
+
 @dataclass(frozen=True)
 class Description:
     """All that describes a model except its weights.
@@ -81,7 +86,10 @@ class Description:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def shardings(self) -> dict[str, Sharding]:
-        """Shardings of all parameters, by our names: their global shapes without padding, and how they are cut."""
+        """Shardings of all parameters, by our names: their global shapes without padding, and how they are cut.
+
+        The biases of routers are among them: no gradient changes them, and what a router chooses depends on them.
+        """
         stages = Stages.of(ParallelConfig(), self.model, vocab_size=self.vocab_size, seq_length=self.seq_length)
         stage = build_stage(
             self.model,
@@ -91,7 +99,8 @@ class Description:
             num_positions=self.num_positions,
             device=torch.device("meta"),
         )
-        return stage.shardings
+        biases = {name: Sharding(tuple(state.shape)) for name, state in stage.model.state().items() if is_bias(name)}
+        return stage.shardings | biases
 
     @property
     def stops(self) -> frozenset[int]:

@@ -3,7 +3,8 @@
 A token that has chosen K experts is sent as K rows. Rows are sorted by expert, so they are sorted by ep rank too:
 expert e is on ep rank e // (E / ep). What arrives is sorted by source and then by expert; a second sort brings the rows
 of each local expert together. The way back undoes both sorts. Sorting, copying and adding are gathers by a permutation,
-forward and backward: no atomic additions, so the same layout gives the same bits.
+forward and backward: no atomic additions, so the same layout gives the same bits. Rows are gathered by `index_select`,
+which copies whole rows: on a CPU four times as fast as indexing by a tensor.
 
 Counts are sent first, and the host reads both split sizes at once: the one synchronisation of a layer.
 """
@@ -94,8 +95,7 @@ def combine(rows: Tensor, weights: Tensor, route: TokenRoute, *, ep: Axis) -> Te
     rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.received, received=route.sizes.sent)
     if num_dropped := weights.numel() - rows.shape[0]:
         rows = torch.cat([rows, rows.new_zeros(num_dropped, rows.shape[1])])
-    rows = _Permute.apply(rows, route.inverse, route.order).view(*weights.shape, rows.shape[-1])
-    return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
+    return _WeightedSum.apply(rows, weights, route.order, route.inverse)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class _TakeTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, num_choices: int, num_rows: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.num_choices = num_choices
-        return x[order[:num_rows] // num_choices]
+        return x.index_select(0, order[:num_rows] // num_choices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -119,7 +119,7 @@ class _TakeTokens(torch.autograd.Function):
         dy = grads[0]
         if num_dropped := inverse.numel() - dy.shape[0]:
             dy = torch.cat([dy, dy.new_zeros(num_dropped, dy.shape[1])])
-        dy, tokens = dy[inverse], inverse.numel() // ctx.num_choices
+        dy, tokens = dy.index_select(0, inverse), inverse.numel() // ctx.num_choices
         return dy.view(tokens, ctx.num_choices, dy.shape[-1]).sum(1), None, None, None, None
 
 
@@ -129,9 +129,32 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return x[order]
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (inverse,) = ctx.saved_tensors
-        return grads[0][inverse], None, None
+        return grads[0].index_select(0, inverse), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """[T K, D] rows sorted by expert, [T, K] -> [T, D]: the weighted rows of each token, in the order it chose.
+
+    The gathered rows are weighted in place, and the backward gathers from dy [T, D] straight into the sorted order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, inverse)
+        y = rows.index_select(0, inverse).view(*weights.shape, rows.shape[-1])
+        return y.mul_(weights.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, weights, order, inverse = ctx.saved_tensors
+        drows = grads[0].index_select(0, order // weights.shape[1])  # [T K, D]
+        dweights = None
+        if ctx.needs_input_grad[1]:
+            dweights = (rows * drows).sum(-1, dtype=weights.dtype).index_select(0, inverse).view_as(weights)
+        drows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1).to(drows.dtype))
+        return drows, dweights, None, None

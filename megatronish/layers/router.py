@@ -7,7 +7,8 @@ place (64 experts, 8 chosen). Scores follow the field's formulas:
     softmax, before the choice    w = the K chosen of softmax(logits)                     (OLMoE, Qwen2-MoE)
     sigmoid                      s = sigmoid(logits), chosen by s + bias, w = s / sum s (DeepSeek-V3, arXiv:2412.19437)
 
-With groups, the experts of a token come from the `group_topk` groups whose K / group_topk best scores add up to most.
+With groups, the experts of a token come from the `group_topk` groups whose K / group_topk best scores add up to most;
+with a softmax after the choice, whose logits do, as in Megatron-LM.
 
 Every number that balances the load is a sum over tokens or sequences, divided by a count that is known before the step,
 so no layout changes it (the field's per-micro-batch and per-rank means are changed by it):
@@ -100,7 +101,7 @@ class Router(nn.Module):
         logits = self.logits(x)
         scores = self.scores(logits)
         if chosen is None:
-            chosen = self.choose(scores.detach())
+            chosen = self.choose(self.compared(logits).detach())
         if settings.score_function == "sigmoid":
             weights = scores.gather(1, chosen)
             if settings.num_chosen > 1:
@@ -122,27 +123,33 @@ class Router(nn.Module):
         """[T, E] -> [T, E]: scores of the experts; those of the softmax sum to 1 for each token."""
         return logits.sigmoid() if self.settings.score_function == "sigmoid" else logits.softmax(-1)
 
+    def compared(self, logits: Tensor) -> Tensor:
+        """[T, E] -> [T, E]: what the choice compares, of experts and of groups: scores with the bias added.
+
+        A softmax that comes after the choice leaves it logits.
+        """
+        after_choice = self.settings.score_function == "softmax" and not self.settings.before_choice
+        scores = logits if after_choice else self.scores(logits)
+        return scores + self.on_device("bias", scores.device) if "bias" in self.state else scores
+
     def choose(self, scores: Tensor) -> Tensor:
-        """[T, E] -> [T, K]: the experts of the highest scores, the bias added, in the order of their scores."""
-        settings, scores = self.settings, self._biased(scores)
+        """[T, E] as `compared` -> [T, K]: the experts with the highest, in falling order."""
+        settings = self.settings
         if settings.num_groups is not None and settings.group_topk is not None:
             scores = scores.masked_fill(~_in_best_groups(scores, settings), -torch.inf)
         return scores.topk(settings.num_chosen, dim=-1).indices
 
     def margins(self, scores: Tensor) -> Tensor:
-        """[T, E] -> [T]: by how much the scores of the last choice and of the first one left out differ.
+        """[T, E] as `compared` -> [T]: by how much the scores of the last choice and of the first one left out differ.
 
         With groups the margin of the choice of groups counts, too. Noise below half a margin changes no choice.
         """
-        settings, scores = self.settings, self._biased(scores)
+        settings = self.settings
         margins = torch.full_like(scores[:, 0], torch.inf)
         if settings.num_groups is not None and settings.group_topk is not None:
             margins = _last_margin(_group_scores(scores, settings), settings.group_topk)
             scores = scores.masked_fill(~_in_best_groups(scores, settings), -torch.inf)
         return margins.minimum(_last_margin(scores, settings.num_chosen))
-
-    def _biased(self, scores: Tensor) -> Tensor:
-        return scores + self.on_device("bias", scores.device) if "bias" in self.state else scores
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """[E] of the state, on the device of the tokens from its first use on."""

@@ -60,7 +60,7 @@ class RoutingRecorder:
         if chosen is not None:
             return None
         positions, samples = module.own_positions(self._context), self._context.batch.sample_ids.tolist()
-        scores = router.scores(router.logits(tokens))
+        scores = router.compared(router.logits(tokens))
         shape = (len(positions), len(samples))
         experts, margins = router.choose(scores).unflatten(0, shape), router.margins(scores).unflatten(0, shape)
         keys = [f"{self.step}/{module.layer}/{sample}" for sample in samples]

@@ -40,13 +40,12 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from peer_on_cpu import core_on_cpu  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from megatronish.formats.megatron import read as megatron  # noqa: E402
 from megatronish.formats.megatron.arguments import model_of  # noqa: E402
@@ -110,6 +109,14 @@ DEFAULTS: dict[str, Any] = {
     "exit_signal": signal.SIGTERM,
     "save": Path("/checkpoints"),
 }
+EXPERTS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "moe_router_load_balancing_type": "none",
+}
 TYPED: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "exact gelu": {"bias_gelu_fusion": False},
@@ -165,6 +172,30 @@ TYPED: dict[str, dict[str, Any]] = {
         "window_attn_skip_freq": [1, 0, 0, 1],
         "no_rope_freq": [0, 1, 0, 1],
     },
+    "mixtral": EXPERTS | {"num_experts": 4, "moe_router_dtype": "fp32"},
+    "deepseek": EXPERTS
+    | {
+        "num_experts": 8,
+        "moe_router_dtype": "fp32",
+        "moe_layer_freq": [0, 1, 0, 1],
+        "moe_ffn_hidden_size": 12,
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 20,
+    },
+    "qwen2-moe": EXPERTS
+    | {
+        "num_experts": 4,
+        "moe_router_dtype": "fp32",
+        "moe_layer_freq": 2,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_shared_expert_gate": True,
+    },
     "nemotron": {
         "kv_channels": 8,
         "position_embedding_type": "rope",
@@ -179,31 +210,11 @@ TYPED: dict[str, dict[str, Any]] = {
 }
 
 
-class _OnCpu(TorchFunctionMode):
-    """What megatron-core puts on a GPU whatever it is told."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def the_peer(tp_size: int, pp_size: int) -> Iterator[None]:
-    """megatron-core in a process group, without a GPU."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    patch.setattr(Tensor, "cuda", lambda self, *_args, **_kwargs: self)
-    parallel_state.initialize_model_parallel(tp_size, pp_size)
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # the others ask CUDA for its generator
-    try:
-        with _OnCpu(), torch.no_grad():
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        patch.undo()
+    """megatron-core in a process group, without a GPU and without gradients."""
+    with core_on_cpu(tp_size, pp_size), torch.no_grad():
+        yield
 
 
 @pytest.fixture
@@ -243,9 +254,15 @@ def their_model(args: Namespace) -> Any:
         config |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     elif args.squared_relu:
         config["activation_func"] = squared_relu
+    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    if args.num_experts is not None:  # the dispatcher that runs on a CPU
+        config |= {"num_moe_experts": args.num_experts, "moe_token_dispatcher_type": "allgather"}
+        spec = get_gpt_decoder_block_spec(
+            TransformerConfig(**config), use_transformer_engine=False, normalization=args.normalization
+        )
     model = GPTModel(
         TransformerConfig(**config),
-        get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
+        spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -286,6 +303,8 @@ def their_logits(model: Any, args: Namespace) -> Tensor | None:
 def our_logits(description: Description, tensors: Mapping[str, LazyTensor]) -> Tensor:
     """Logits [B, S, V] of our model."""
     gpt = GPT(description.model, vocab_size=description.vocab_size, num_positions=description.num_positions).eval()
+    for name, state in gpt.state().items():
+        state.copy_(tensors[name].read())
     for name, parameter in gpt.named_parameters():
         values = tensors[name].read()
         parameter.data.zero_()

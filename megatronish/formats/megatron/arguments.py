@@ -11,11 +11,12 @@ default, and linear layers have biases; `openai_gelu` has an effect only in mode
 """
 
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from megatronish.config.layer_pattern import LONGEST
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
+from megatronish.formats.megatron.expert_arguments import check_experts, expert_fields, refused_of_experts
+from megatronish.formats.megatron.values import is_on, pattern_of, quote, value_of
 
 # Arguments that have the name and the meaning of a field of ModelConfig.
 SAME = (
@@ -58,13 +59,11 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "attention_output_gate": (),
     "experimental_attention_variant": (),
-    "expert_model_parallel_size": (1,),
     "heterogeneous_layers_config_path": (),
     "hybrid_layer_pattern": (),
     "hybrid_override_pattern": (),
     "mtp_num_layers": (),
     "multi_latent_attention": (),
-    "num_experts": (),
     "onnx_safe": (),
     "qk_l2_norm": (),
 }
@@ -77,24 +76,25 @@ def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
     """
     _check(args)
     # Fields of the same name; an argument that is absent keeps the default of ModelConfig.
-    fields: dict[str, Any] = {name: _value(args, name) for name in SAME if args.get(name) is not None}
-    if _is(args, "group_query_attention"):
-        fields["num_query_groups"] = _value(args, "num_query_groups")
+    fields: dict[str, Any] = {name: value_of(args, name) for name in SAME if args.get(name) is not None}
+    if is_on(args, "group_query_attention"):
+        fields["num_query_groups"] = value_of(args, "num_query_groups")
     # Fields under other names.
     epsilon = "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon"
     if epsilon in args:
-        fields["norm_epsilon"] = _value({"norm_epsilon": args[epsilon]}, "norm_epsilon")
-    bias = _is(args, "add_bias_linear", default=not _is(args, "disable_bias_linear"))
+        fields["norm_epsilon"] = value_of({"norm_epsilon": args[epsilon]}, "norm_epsilon")
+    bias = is_on(args, "add_bias_linear", default=not is_on(args, "disable_bias_linear"))
     fields["disable_bias_linear"] = not bias
     if not any(fields.get(name) for name in ("swiglu", "quick_geglu", "squared_relu")):
-        fused = _is(args, "bias_gelu_fusion", default=True) and bias
-        fields["openai_gelu"] = fused or (before_core and _is(args, "openai_gelu"))
-    if fields.get("swiglu") and _is(args, "bias_swiglu_fusion", default=True):  # which knows no clamp
+        fused = is_on(args, "bias_gelu_fusion", default=True) and bias
+        fields["openai_gelu"] = fused or (before_core and is_on(args, "openai_gelu"))
+    if fields.get("swiglu") and is_on(args, "bias_swiglu_fusion", default=True):  # which knows no clamp
         fields.pop("activation_func_clamp_value", None)
     fields["window_size"] = _window(args)
-    fields |= {name: _pattern(args, name) for name in PATTERNS}
+    fields |= {name: pattern_of(args, name) for name in PATTERNS} | expert_fields(args)
     model = ModelConfig(**fields | _positions(args))
     _check_patterns(model)
+    check_experts(model)
     # Numbers that are valid one by one, and together no model: unequal groups, tensors beyond any memory.
     if model.num_attention_heads % model.num_kv_heads:
         raise UserError(f"its {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads")
@@ -114,42 +114,13 @@ def seq_length_of(args: Mapping[str, Any]) -> int:
     return length
 
 
-def quote(value: Any) -> str:
-    """Value of an argument as text for an error: a pickle may hold anything, of any length."""
-    items = value if isinstance(value, list | tuple) and len(value) <= 4 else [value]
-    if not all(item is None or isinstance(item, bool | int | float | str) for item in items):
-        return "no number or word"
-    if any(isinstance(item, int) and abs(item) >= 2**63 for item in items):
-        return "beyond 64 bits"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
 def _check(args: Mapping[str, Any]) -> None:
     if absent := [name for name in REQUIRED if args.get(name) is None]:
         raise UserError(f"its arguments lack {', '.join(absent)}, so it is not known which model it holds")
-    for name, harmless in REFUSED.items():
+    for name, harmless in {**REFUSED, **refused_of_experts(args)}.items():
         value = args.get(name)
         if value and value not in harmless:
             raise UserError(f"it was trained with {name} ({quote(value)}), which our model does not have")
-
-
-def _value(args: Mapping[str, Any], name: str) -> Any:
-    """Value of an argument in the type of our field; UserError for another type or a number out of range."""
-    value: Any = args.get(name)
-    hint = get_type_hints(ModelConfig)[name]
-    kinds = get_args(hint) or (hint,)
-    if float in kinds and type(value) is int and abs(value) < 2**63:
-        return float(value)
-    if value is None or (type(value) not in kinds and value not in kinds):
-        raise UserError(f"its argument {name} is {quote(value)}, which is not possible")
-    if int in kinds and not 0 < value < 2**63:
-        raise UserError(f"its argument {name} is {quote(value)}, and must be at least 1, in 64 bits")
-    return value
-
-
-def _is(args: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    return bool(args.get(name, default))
 
 
 def _window(args: Mapping[str, Any]) -> int | None:
@@ -164,17 +135,6 @@ def _window(args: Mapping[str, Any]) -> int | None:
     raise UserError(f"its argument window_size is {quote(window)}; of a window, (tokens before, 0) is supported")
 
 
-def _pattern(args: Mapping[str, Any], name: str) -> str | None:
-    """Pattern of layers: a number or a list there, a text here."""
-    value = args.get(name)
-    if not value:  # 0 is none, too
-        return None
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if len(numbers) > LONGEST or any(type(number) not in (int, bool) for number in numbers):
-        raise UserError(f"its argument {name} is {quote(value)}; a number or a list of 0 and 1 is known here")
-    return str([int(number) for number in numbers]) if isinstance(value, list | tuple) else str(value)
-
-
 def _check_patterns(model: ModelConfig) -> None:
     """Read both patterns once; UserError for one that does not fit the number of layers."""
     assert len(model.windowed_layers) == len(model.rotated_layers)
@@ -182,9 +142,9 @@ def _check_patterns(model: ModelConfig) -> None:
 
 def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     kind = args.get("position_embedding_type", "learned_absolute")
-    if _is(args, "use_rotary_position_embeddings"):
+    if is_on(args, "use_rotary_position_embeddings"):
         kind = "rope"
-    elif kind == "learned_absolute" and not _is(args, "add_position_embedding", default=True):
+    elif kind == "learned_absolute" and not is_on(args, "add_position_embedding", default=True):
         kind = "none"
     if kind not in POSITIONS:
         raise UserError(f"its argument position_embedding_type is {quote(kind)}; supported are {', '.join(POSITIONS)}")
@@ -192,15 +152,15 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     stretch = args.get(LINEAR_SCALING)
     if kind != "rope":
         return fields
-    if _is(args, "use_rope_scaling"):
+    if is_on(args, "use_rope_scaling"):
         if stretch not in (None, 1):
             raise UserError(
                 f"its arguments have both use_rope_scaling and {LINEAR_SCALING}; only one of them is supported"
             )
-        factor = _value({"rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}, "rope_scaling_factor")
+        factor = value_of({"rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}, "rope_scaling_factor")
         fields |= {"rope_scaling_type": "llama3", "rope_scaling_factor": factor} | LLAMA3
     elif stretch not in (None, 1):
-        factor = _value({"rope_scaling_factor": stretch}, "rope_scaling_factor")
+        factor = value_of({"rope_scaling_factor": stretch}, "rope_scaling_factor")
         fields |= {"rope_scaling_type": "linear", "rope_scaling_factor": factor}
     return fields
 

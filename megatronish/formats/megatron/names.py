@@ -4,6 +4,7 @@
     iter_0000100/ or release/
         mp_rank_TT/model_optim_rng.pt              of tensor rank TT, without pipeline
         mp_rank_TT_PPP/model_optim_rng.pt          of tensor rank TT and stage PPP
+        mp_rank_TT_PPP_EEE/model_optim_rng.pt      of expert rank EEE, too, where experts are cut (grid.py)
 
 The names here are those of megatron-core's layers on Transformer Engine, Megatron-LM's default, with global layer
 numbers: the norms before attention and MLP belong to the linear layers that follow them. Megatron-core's own layers
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatronish.config.model import ModelConfig
+from megatronish.formats.megatron.experts import SEQUENTIAL, expert_rules, expert_sharding
 from megatronish.formats.megatron.our_arguments import check_counterpart
 from megatronish.formats.weights import Description, TensorRule
 from megatronish.sharding import Cut, Piece, Sharding
@@ -63,7 +65,7 @@ RENAMED_IN_A_LAYER = {
     r"(self_)?attention\.([qk])_(layer)?norm\.": r"self_attention.\2_layernorm.",
     r"mlp\.dense_h_to_4h\.": "mlp.linear_fc1.",
     r"mlp\.dense_4h_to_h\.": "mlp.linear_fc2.",
-}
+} | SEQUENTIAL
 RENAMED = {
     r"language_model\.(encoder|transformer)\.layers\.": "decoder.layers.",
     r"language_model\.(encoder|transformer)\.(final_layernorm|final_norm)\.": "decoder.final_layernorm.",
@@ -74,11 +76,6 @@ LOCAL = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-
-
-def rank_folder(tp: int, pp: int, pp_size: int) -> str:
-    """Name of the folder with a rank's file."""
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "")
 
 
 def canonical_name(name: str) -> str:
@@ -107,7 +104,7 @@ def local_name(name: str) -> str:
 
 
 def megatron_name(name: str) -> str:
-    """Megatron-LM's name of our parameter."""
+    """Megatron-LM's name of our parameter, outside of expert layers."""
     module, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
         return f"decoder.layers.{match[1]}." + IN_A_LAYER[match[2]].format(kind)
@@ -117,7 +114,16 @@ def megatron_name(name: str) -> str:
 def rules(description: Description) -> list[TensorRule]:
     """Rules for all tensors of a model. UserError for a model that Megatron-LM cannot have."""
     check_counterpart(description.model)
-    return [_rule(name, description.model) for name in description.shardings()]
+    found: list[TensorRule] = []
+    for name, sharding in description.shardings().items():
+        found += _of_experts(name, sharding) or [_rule(name, description.model)]
+    return found
+
+
+def _of_experts(name: str, sharding: Sharding) -> list[TensorRule]:
+    """Rules of a tensor of an expert layer; none where it is that of a dense layer."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return [] if match is None else list(expert_rules(match[2], int(match[1]), sharding.shape))
 
 
 def _rule(name: str, model: ModelConfig) -> TensorRule:
@@ -146,8 +152,12 @@ def groups_of(whole: Tensor, *, model: ModelConfig) -> tuple[Tensor]:
 
 def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Sharding]:
     """Shardings of their tensors, by their names: shapes without padding, and the cuts of tensor parallelism."""
-    shardings = {}
+    shardings: dict[str, Sharding] = {}
     for name, sharding in description.shardings().items():
+        if of_experts := _of_experts(name, sharding):
+            one = expert_sharding(sharding) if len(sharding.shape) > 2 else sharding
+            shardings |= {theirs: one for rule in of_experts for theirs in rule.theirs}
+            continue
         theirs = megatron_name(name)
         if theirs in (EMBEDDING, HEAD):
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp", (padded_vocab_size,)),))

@@ -8,6 +8,8 @@ import torch
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.formats.megatron.arguments import LINEAR_SCALING, LLAMA3, PATTERNS, SAME
+from megatronish.formats.megatron.expert_arguments import arguments_of_experts, expert_flags, without_counterpart
+from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.weights import Description
 
 
@@ -31,6 +33,8 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
     if model.rope_scaling == "yarn":
         raise refuse("rope_scaling_type=yarn")
+    if what := without_counterpart(model):
+        raise refuse(what)
     if model.rope_scaling == "llama3":
         for name, value in LLAMA3.items():
             if getattr(model, name) != value:
@@ -40,56 +44,59 @@ def check_counterpart(model: ModelConfig) -> None:
 
 
 def arguments_of(
-    description: Description,
-    *,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    transformer_impl: str,
-    dtype: torch.dtype,
+    description: Description, layout: RankGrid, *, transformer_impl: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Arguments under which Megatron-LM builds this model in this layout, with all those that it checks at loading."""
     model = description.model
     grouped = model.num_kv_heads != model.num_attention_heads
     scaling = model.rope_scaling
     tanh_gelu = model.activation == "gelu_tanh"
-    return {name: _plain(getattr(model, name)) for name in SAME} | {
-        "ffn_hidden_size": model.ffn_size,
-        "kv_channels": model.head_size,
-        "group_query_attention": grouped,
-        "num_query_groups": model.num_kv_heads if grouped else 1,  # Megatron-LM's default, idle
-        "seq_length": description.seq_length,
-        "max_position_embeddings": description.num_positions,
-        "position_embedding_type": model.position_embedding_type,
-        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
-        "add_position_embedding": True,  # an old flag, which contradicts nothing where it is on
-        "use_rope_scaling": scaling == "llama3",
-        "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
-        LINEAR_SCALING: int(model.rope_scaling_factor) if scaling == "linear" else None,
-        "norm_epsilon": model.norm_epsilon,
-        "layernorm_epsilon": model.norm_epsilon,
-        "squared_relu": model.activation == "squared_relu",
-        "window_attn_skip_freq": _marks(model.windowed_layers),
-        "no_rope_freq": _marks(tuple(not rotated for rotated in model.rotated_layers)),
-        "add_bias_linear": model.linear_bias,
-        "bias_swiglu_fusion": model.glu_linear_offset == 0 and model.activation_func_clamp_value is None,
-        "bias_gelu_fusion": tanh_gelu,
-        "openai_gelu": tanh_gelu,
-        "window_size": None if model.window_size is None else (model.window_size - 1, 0),
-        "vocab_size": description.vocab_size,
-        "padded_vocab_size": model.padded_vocab_size(description.vocab_size, tensor_parallel_size),
-        "tokenizer_type": None,
-        "tensor_model_parallel_size": tensor_parallel_size,
-        "pipeline_model_parallel_size": pipeline_parallel_size,
-        "virtual_pipeline_model_parallel_size": None,
-        "num_layers_per_virtual_pipeline_stage": None,
-        "transformer_impl": transformer_impl,
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "iteration": 0,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-    }
+    of_experts = arguments_of_experts(
+        model, ep=layout.ep, etp=layout.etp, is_grouped=transformer_impl == "transformer_engine"
+    )
+    return (
+        {name: _plain(getattr(model, name)) for name in SAME}
+        | of_experts
+        | {
+            "ffn_hidden_size": model.ffn_size,
+            "kv_channels": model.head_size,
+            "group_query_attention": grouped,
+            "num_query_groups": model.num_kv_heads if grouped else 1,  # Megatron-LM's default, idle
+            "seq_length": description.seq_length,
+            "max_position_embeddings": description.num_positions,
+            "position_embedding_type": model.position_embedding_type,
+            "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+            "add_position_embedding": True,  # an old flag, which contradicts nothing where it is on
+            "use_rope_scaling": scaling == "llama3",
+            "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
+            LINEAR_SCALING: int(model.rope_scaling_factor) if scaling == "linear" else None,
+            "norm_epsilon": model.norm_epsilon,
+            "layernorm_epsilon": model.norm_epsilon,
+            "squared_relu": model.activation == "squared_relu",
+            "window_attn_skip_freq": _marks(model.windowed_layers),
+            "no_rope_freq": _marks(tuple(not rotated for rotated in model.rotated_layers)),
+            "add_bias_linear": model.linear_bias,
+            "bias_swiglu_fusion": model.glu_linear_offset == 0 and model.activation_func_clamp_value is None,
+            "bias_gelu_fusion": tanh_gelu,
+            "openai_gelu": tanh_gelu,
+            "window_size": None if model.window_size is None else (model.window_size - 1, 0),
+            "vocab_size": description.vocab_size,
+            "padded_vocab_size": model.padded_vocab_size(description.vocab_size, layout.tp),
+            "tokenizer_type": None,
+            "tensor_model_parallel_size": layout.tp,
+            "sequence_parallel": layout.tp > 1 and model.num_experts is not None,  # experts demand it
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": None,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "transformer_impl": transformer_impl,
+            "params_dtype": dtype,
+            "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+        }
+    )
 
 
 def _marks(layers: tuple[bool, ...]) -> list[int] | None:
@@ -121,7 +128,7 @@ def flags_to_type(args: Mapping[str, Any]) -> list[str]:
     flags += [f"--{name.replace('_', '-')} '{args[name]}'" for name in PATTERNS if args[name] is not None]
     if args["quick_geglu"] or (args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]):
         flags.append("--no-bias-gelu-fusion")
-    return flags
+    return flags + expert_flags(args)
 
 
 def _plain(value: Any) -> Any:

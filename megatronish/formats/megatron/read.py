@@ -4,44 +4,38 @@ A rank's file has arguments (arguments.py), `model`, or with interleaving `model
 run, which is not read. Tensors are the rank's parts, and layers are numbered from 0 in each chunk.
 
 Reading has three phases. The pickles of all ranks give names and shapes of their tensors, which are lazy
-(`_read_ranks`). Parts are collected by global name, with layers numbered over all chunks (`_by_global_name`). Parts of
+(`read_ranks`). Parts are collected by global name, with layers numbered over all chunks (`_by_global_name`). Parts of
 one tensor are merged when it is used, one part in memory in addition to the whole (`_merged`).
 """
 
 import logging
-import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
-from megatronish.formats.megatron.arguments import model_of, quote, seq_length_of, true_vocab_size
+from megatronish.formats.megatron.arguments import model_of, seq_length_of, true_vocab_size
+from megatronish.formats.megatron.experts import by_expert
 from megatronish.formats.megatron.names import (
     BEFORE_CORE,
     EMBEDDING,
-    FILE,
     HEAD,
-    LATEST,
     LAYER,
-    NO_WEIGHTS,
-    RELEASE,
     canonical_name,
     cuts,
     local_shape,
     place,
-    rank_folder,
     rules,
 )
+from megatronish.formats.megatron.ranks import RankFile, first_file, folder_of, read_rank, read_ranks
 from megatronish.formats.megatron.write import write
-from megatronish.formats.torch_file.archive import TorchFile, memory_of
-from megatronish.formats.torch_file.unpickler import Arguments, Stored
+from megatronish.formats.torch_file.archive import memory_of
 from megatronish.formats.weights import Description, LazyTensor, Model
 from megatronish.mesh import Axis
 from megatronish.sharding import Sharding
@@ -49,31 +43,14 @@ from megatronish.sharding import Sharding
 __all__ = ["read", "rules", "write"]
 logger = logging.getLogger(__name__)
 
-OLDEST_VERSION = 2.0  # before it, the rows of query_key_value had other orders
-ITERATION = re.compile(r"[0-9]{1,18}")
-CHUNK = re.compile(r"model(\d*)")
-DEPTH = 8  # levels of nested dicts in models older than megatron-core
-
-
-class _Rank(NamedTuple):
-    """File of a rank: its arguments, and its model chunks by number, each with lazy tensors by name.
-
-    `others` are the names in it that are no weights.
-    """
-
-    path: Path
-    args: Mapping[str, Any]
-    chunks: dict[int, dict[str, LazyTensor]]
-    others: tuple[str, ...] = ()
-
 
 def read(load: Path, *, vocab_size: int | None = None) -> Model:
     """Model of a folder that Megatron-LM saved into, or of one iteration's folder in it; tensors are lazy.
 
     The vocabulary without padding is `vocab_size`, else that of the arguments, else, with a warning, the padded one.
     """
-    folder = _folder_of(load)
-    first = _read_rank(_first_file(folder))
+    folder = folder_of(load)
+    first = read_rank(first_file(folder))
     before_core = any(name.startswith(BEFORE_CORE) for chunk in first.chunks.values() for name in chunk)
     # Phase 1: the model from the first rank's arguments, and the tensors of all ranks, unread.
     try:
@@ -81,7 +58,8 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     except UserError as error:
         raise UserError(f"{first.path} cannot be converted: {error}") from error
     # Phase 2: parts of each tensor in the order of the tensor ranks, by its global name.
-    parts = _by_global_name(_read_ranks(folder, first), folder, model)
+    grid, ranks = read_ranks(folder, first)
+    parts = by_expert(_by_global_name(ranks, folder, model), grid, model.num_experts, folder=folder)
     if EMBEDDING not in parts:
         raise UserError(f"{folder} holds no {EMBEDDING}, so it holds no GPT; name another")
     # The padded vocabulary is the sum of the ranks' rows [V_padded / tp, D] of the embedding.
@@ -100,92 +78,8 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     return Model(replace(description, left_out=left_out), tensors)
 
 
-def _folder_of(load: Path) -> Path:
-    """Folder with the ranks' folders: `load` itself, or that of the iteration which its LATEST file names."""
-    latest = load / LATEST
-    if latest.is_file():
-        text = latest.read_text(encoding="utf-8", errors="replace").strip()
-        if text != RELEASE and not ITERATION.fullmatch(text):
-            raise UserError(
-                f"{latest} says {quote(text)} and must say a number or {RELEASE}; name one iteration's folder"
-            )
-        load = load / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    if (load / ".metadata").is_file():
-        raise UserError(
-            f"{load} is in Megatron-LM's format torch_dist, and only its format torch is supported; let Megatron-LM "
-            "convert it, with --ckpt-convert-format torch --ckpt-convert-save DIR"
-        )
-    return load
-
-
-def _first_file(folder: Path) -> Path:
-    found = sorted(folder.glob("mp_rank_*")) if folder.is_dir() else []
-    if not found:
-        raise UserError(f"{folder} holds no mp_rank_* folder; name a folder with {LATEST}, or one iteration's in it")
-    return found[0] / FILE
-
-
-def _read_ranks(folder: Path, first: _Rank) -> list[list[_Rank]]:
-    """Files of all ranks, by stage and tensor rank; UserError, with the path, if one is missing."""
-    tp_size: Any = first.args.get("tensor_model_parallel_size", first.args.get("model_parallel_size", 1))
-    pp_size: Any = first.args.get("pipeline_model_parallel_size", 1)
-    if not all(type(size) is int and size > 0 for size in (tp_size, pp_size)):
-        raise UserError(
-            f"{first.path} says tensor parallel size {quote(tp_size)} and pipeline parallel size {quote(pp_size)}, "
-            "which is not possible; fetch it again"
-        )
-    paths: list[list[Path]] = []
-    for pp in range(pp_size):
-        paths.append([])
-        for tp in range(tp_size):
-            path = folder / rank_folder(tp, pp, pp_size) / FILE
-            if not path.is_file():  # at once: absurd sizes would make a list of billions of paths
-                raise UserError(
-                    f"{path} is missing: {first.path} says tensor parallel size {quote(tp_size)} and pipeline parallel "
-                    f"size {quote(pp_size)}; bring the files of all ranks together"
-                )
-            paths[-1].append(path)
-    return [[first if path == first.path else _read_rank(path) for path in stage] for stage in paths]
-
-
-def _read_rank(path: Path) -> _Rank:
-    file = TorchFile(path)
-    content = file.content if isinstance(file.content, dict) else {}
-    args, version = content.get("args"), content.get("checkpoint_version", 0)
-    trees = {int(match[1] or 0): content[key] for key in content if (match := CHUNK.fullmatch(str(key)))}
-    if not trees or not isinstance(args, Arguments):
-        lacking = "arguments" if trees else "model"
-        raise UserError(f"{path} holds no {lacking}, so it is no checkpoint of Megatron-LM in its torch format")
-    if not isinstance(version, int | float) or version < OLDEST_VERSION:
-        raise UserError(
-            f"{path} has checkpoint_version {quote(version)}, whose queries, keys and values lie in another order; "
-            "load it into a later Megatron-LM and save it again"
-        )
-    others: list[str] = []
-    return _Rank(path, args.values, {n: dict(_flat(file, tree, others)) for n, tree in trees.items()}, tuple(others))
-
-
-def _flat(
-    file: TorchFile, tree: Any, others: list[str], prefix: str = "", depth: int = 0
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Weights in nested dicts of tensors, by their keys joined with dots; UserError if `tree` is no such dict.
-
-    Names of what is no weight are added to `others`.
-    """
-    if not isinstance(tree, dict) or depth > DEPTH:
-        raise UserError(f"{file.path} holds no tensors where {prefix or 'its model'} should be; fetch it again")
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Stored) and not name.endswith(NO_WEIGHTS):
-            yield name, file.tensor(value)
-        elif isinstance(value, dict):
-            yield from _flat(file, value, others, f"{name}.", depth + 1)
-        else:
-            others.append(name)
-
-
-def _by_global_name(ranks: list[list[_Rank]], folder: Path, model: ModelConfig) -> dict[str, list[LazyTensor]]:
-    """Parts of every tensor in the order of the tensor ranks, by global name.
+def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfig) -> dict[str, list[LazyTensor]]:
+    """Parts of every tensor in the order of the ranks of a stage, by global name; of experts, by their number there.
 
     Layers are numbered through chunk 0 of all stages, then chunk 1 of all stages, ..., the order of interleaving.
     UserError if layers are missing.
@@ -215,7 +109,7 @@ def _by_global_name(ranks: list[list[_Rank]], folder: Path, model: ModelConfig) 
     return by_name
 
 
-def _chunk(stage: list[_Rank], chunk: int) -> dict[str, list[LazyTensor]]:
+def _chunk(stage: list[RankFile], chunk: int) -> dict[str, list[LazyTensor]]:
     """Tensors of a chunk by name, a part for each tensor rank; UserError if names, shapes or dtypes differ."""
     for rank in stage:
         if chunk not in rank.chunks:
@@ -236,7 +130,7 @@ def _chunk(stage: list[_Rank], chunk: int) -> dict[str, list[LazyTensor]]:
     return {canonical_name(name): [rank.chunks[chunk][name] for rank in stage] for name in first.chunks[chunk]}
 
 
-def _vocab_size(asked: int | None, first: _Rank, padded: int) -> int:
+def _vocab_size(asked: int | None, first: RankFile, padded: int) -> int:
     if asked is not None and not 0 < asked <= padded:
         raise UserError(f"vocab_size={asked} does not fit the {padded} rows of the embedding; give the true vocabulary")
     given = true_vocab_size(first.args)
@@ -267,10 +161,10 @@ def _merge(parts: Sequence[LazyTensor], cut: Sharding) -> Tensor:
     if len(parts) == 1 or not cut.cuts:
         return parts[0].read()[: cut.shape[0]]  # without the padding of the vocabulary
     # Cut: each rank's pieces go to their places in the global tensor. Padding has no piece, so it is left out.
-    whole = torch.empty(cut.shape, dtype=parts[0].dtype)
+    (axis,), whole = cut.cut_axes, torch.empty(cut.shape, dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
         values = part.read()
-        for piece in cut.pieces({"tp": Axis("tp", len(parts), rank)}):
+        for piece in cut.pieces({axis: Axis(axis, len(parts), rank)}):
             place(piece, whole).copy_(piece.view(values))
         del values  # before the next is read
     return whole

@@ -1,16 +1,16 @@
 """Writer of Megatron-LM's `torch` format in any layout, one tensor in memory at a time.
 
-The files of a stage's tensor ranks are open together: each global tensor is read once, cut, and its parts are written
+The files of a stage's ranks are open together: each global tensor is read once, cut, and its parts are written
 to all of them. Stages are written one after the other.
 """
 
 import logging
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from megatronish.config.fields import one_of
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
+from megatronish.formats.megatron.experts import EXPERT, name_in_file
+from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.megatron.names import (
     EMBEDDING,
     FILE,
@@ -29,7 +31,6 @@ from megatronish.formats.megatron.names import (
     local_name,
     local_shape,
     place,
-    rank_folder,
 )
 from megatronish.formats.megatron.our_arguments import arguments_of, flags_to_type
 from megatronish.formats.torch_file.archive import TorchFileWriter
@@ -40,6 +41,7 @@ from megatronish.sharding import Sharding
 logger = logging.getLogger(__name__)
 
 VERSION = 3.0
+TransformerImpl = Literal["transformer_engine", "local"]
 
 
 def write(
@@ -48,101 +50,130 @@ def write(
     *,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
-    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine",
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    transformer_impl: TransformerImpl = "transformer_engine",
 ) -> None:
     """Write a folder that Megatron-LM loads as a `release`, with the tensor names of its `--transformer-impl`.
 
     UserError for a layout that the model cannot be cut into, RunError if the disk is full or fails.
     """
     description, tensors = model
-    _check_layout(description.model, tp_size=tensor_parallel_size, pp_size=pipeline_parallel_size)
-    padded = description.model.padded_vocab_size(description.vocab_size, tensor_parallel_size)
+    etp = tensor_parallel_size if expert_tensor_parallel_size is None else expert_tensor_parallel_size
+    grid = RankGrid(tensor_parallel_size, pipeline_parallel_size, expert_parallel_size, etp)
+    _check_layout(description.model, grid)
+    padded = description.model.padded_vocab_size(description.vocab_size, grid.tp)
     wanted = cuts(description, padded_vocab_size=padded)
-    args = arguments_of(
-        description,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        transformer_impl=transformer_impl,
-        dtype=tensors[EMBEDDING].dtype,
-    )
+    args = arguments_of(description, grid, transformer_impl=transformer_impl, dtype=tensors[EMBEDDING].dtype)
     with new_folder(save, decisive=LATEST) as folder:
-        for pp in range(pipeline_parallel_size):
-            names = _stage(wanted, description.model, pp, pipeline_parallel_size)
-            if transformer_impl == "local":
-                names = {local_name(name): global_name for name, global_name in names.items()}
-            paths = [
-                folder / RELEASE / rank_folder(tp, pp, pipeline_parallel_size) / FILE
-                for tp in range(tensor_parallel_size)
-            ]
-            _write_stage(paths, names, tensors, wanted, args)
+        for pp in range(grid.pp):
+            stage = _Stage(description.model, grid, pp, transformer_impl)
+            _write_stage(folder / RELEASE, stage, tensors, wanted, args)
         (folder / LATEST).write_text(RELEASE)
     if flags := flags_to_type(args):
         logger.warning("Megatron-LM's --use-checkpoint-args leaves out %s; type that too", " ".join(flags))
 
 
-def _check_layout(model: ModelConfig, *, tp_size: int, pp_size: int) -> None:
+def _check_layout(model: ModelConfig, grid: RankGrid) -> None:
+    has_dense = not all(model.expert_layers)
+    of_experts = (
+        ()
+        if model.num_experts is None
+        else (
+            ("experts", model.num_experts, "expert", grid.ep),
+            ("features of an expert", model.expert_ffn_size, "expert tensor", grid.etp),
+            ("tensor parallel ranks", grid.tp, "expert tensor", grid.etp),
+            ("features of the shared experts", model.moe_shared_expert_intermediate_size or 0, "tensor", grid.tp),
+        )
+    )
+    if model.num_experts is None and grid.ep > 1:
+        raise UserError(f"a model without experts cannot be cut by an expert parallel size of {grid.ep}; leave it out")
     for what, number, axis, size in (
-        ("key/value heads", model.num_kv_heads, "tensor", tp_size),
-        ("heads", model.num_attention_heads, "tensor", tp_size),
-        ("features of the MLP", model.ffn_size, "tensor", tp_size),
-        ("layers", model.num_layers, "pipeline", pp_size),
+        ("key/value heads", model.num_kv_heads, "tensor", grid.tp),
+        ("heads", model.num_attention_heads, "tensor", grid.tp),
+        ("features of the MLP", model.ffn_size if has_dense else 0, "tensor", grid.tp),
+        ("layers", model.num_layers, "pipeline", grid.pp),
+        *of_experts,
     ):
         if size < 1 or number % size:
             fitting = [n for n in range(1, min(number, 64) + 1) if number % n == 0]
-            raise UserError(f"{number} {what} cannot be cut by a {axis} parallel size of {size}; use {one_of(fitting)}")
+            article = "an" if axis.startswith("expert") else "a"
+            raise UserError(
+                f"{number} {what} cannot be cut by {article} {axis} parallel size of {size}; use {one_of(fitting)}"
+            )
 
 
-def _stage(names: Mapping[str, Sharding], model: ModelConfig, pp: int, pp_size: int) -> dict[str, str]:
-    """Names of a stage's tensors on that stage, with the global names of the same tensors."""
-    per_stage = model.num_layers // pp_size
-    stage = {}
-    for name in names:
-        if match := LAYER.fullmatch(name):
-            layer = int(match[1]) - pp * per_stage
-            if 0 <= layer < per_stage:
-                stage[f"decoder.layers.{layer}.{match[2]}"] = name
-        elif pp == (0 if name.startswith("embedding.") else pp_size - 1):
-            stage[name] = name
-    if model.tied and pp_size > 1 and pp == pp_size - 1:
-        stage[HEAD] = EMBEDDING
-    return stage
+class _Stage(NamedTuple):
+    """Stage of a pipeline, and which tensors its ranks have under which names."""
+
+    model: ModelConfig
+    grid: RankGrid
+    pp: int
+    transformer_impl: TransformerImpl
+
+    def names(self, names: Iterable[str]) -> Iterator[tuple[str, str, int | None]]:
+        """(name in a file, global name, expert rank) of every tensor of the stage; without a rank, all have it."""
+        model, is_grouped = self.model, self.transformer_impl == "transformer_engine"
+        per_stage, last = model.num_layers // self.grid.pp, self.grid.pp - 1
+        for name in names:
+            if match := LAYER.fullmatch(name):
+                layer, rest, ep = int(match[1]), match[2], None
+                if expert := EXPERT.fullmatch(name):
+                    assert model.num_experts is not None
+                    ep, number = divmod(int(expert[2]), model.num_experts // self.grid.ep)
+                    rest = f"{rest.removesuffix(expert[2])}{number}"
+                if model.expert_layers[layer]:
+                    rest = name_in_file(rest, is_grouped=is_grouped)
+                if layer // per_stage == self.pp:
+                    here = f"decoder.layers.{layer % per_stage}.{rest}"
+                    yield here if is_grouped else local_name(here), name, ep
+            elif self.pp == (0 if name.startswith("embedding.") else last):
+                yield name, name, None
+        if model.tied and 0 < last == self.pp:
+            yield HEAD, EMBEDDING, None
 
 
 def _write_stage(
-    paths: Sequence[Path],
-    names: Mapping[str, str],
+    folder: Path,
+    stage: _Stage,
     tensors: Mapping[str, LazyTensor],
     wanted: Mapping[str, Sharding],
     args: Mapping[str, Any],
 ) -> None:
-    """Write the files of a stage's tensor ranks together: each tensor is read once and cut."""
-    # Every rank's pickle describes its parts by shape and dtype alone.
-    parts = {
-        name: LazyTensor(
-            local_shape(wanted[global_name], len(paths)), tensors[global_name].dtype, tensors[global_name].read
-        )
-        for name, global_name in names.items()
-    }
-    content = {
-        "args": Namespace(**args),
-        "checkpoint_version": VERSION,
-        "iteration": 0,
-        "model": OrderedDict(parts),
-    }
+    """Write the files of a stage's ranks together: each tensor is read once and cut."""
+    grid, names = stage.grid, list(stage.names(wanted))
     with ExitStack() as stack:
         writers = []
-        for path in paths:
+        for tp, ep in grid.ranks():
+            # Every rank's pickle describes its parts by shape and dtype alone.
+            parts = OrderedDict(
+                (name, _part(tensors[global_name], wanted[global_name], _axis(grid, global_name, tp)))
+                for name, global_name, holder in names
+                if holder in (None, ep)
+            )
+            content = {"args": Namespace(**args), "checkpoint_version": VERSION, "iteration": 0, "model": parts}
+            path = folder / grid.folder(tp, stage.pp, ep) / FILE
             path.parent.mkdir(parents=True)
-            writers.append(stack.enter_context(TorchFileWriter(path, content)))
-        for global_name in names.values():
+            writers.append((tp, ep, stack.enter_context(TorchFileWriter(path, content))))
+        for _, global_name, holder in names:
             whole = tensors[global_name].read()
-            for rank, writer in enumerate(writers):
-                writer.add(_rows(whole, wanted[global_name], Axis("tp", len(paths), rank)))
+            for tp, ep, writer in writers:
+                if holder in (None, ep):
+                    writer.add(_rows(whole, wanted[global_name], _axis(grid, global_name, tp)))
             del whole  # before the next is read
 
 
-def _rows(whole: Tensor, cut: Sharding, tp: Axis) -> list[Tensor]:
+def _axis(grid: RankGrid, name: str, tp: int) -> Axis:
+    """Axis that cuts a tensor, at a tensor rank."""
+    return grid.expert_axis(tp) if EXPERT.fullmatch(name) else grid.dense_axis(tp)
+
+
+def _part(whole: LazyTensor, cut: Sharding, axis: Axis) -> LazyTensor:
+    return LazyTensor(local_shape(cut, axis.size), whole.dtype, whole.read)
+
+
+def _rows(whole: Tensor, cut: Sharding, axis: Axis) -> list[Tensor]:
     """A rank's part of a global tensor, as pieces of dim 0 in order; padding is zero."""
-    pieces = [place(piece, whole) for piece in cut.pieces({"tp": tp})]
-    missing = local_shape(cut, tp.size)[0] - sum(len(rows) for rows in pieces)
+    pieces = [place(piece, whole) for piece in cut.pieces({axis.name: axis})]
+    missing = local_shape(cut, axis.size)[0] - sum(len(rows) for rows in pieces)
     return [*pieces, whole.new_zeros(missing, *whole.shape[1:])] if missing else pieces

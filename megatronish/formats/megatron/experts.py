@@ -1,0 +1,109 @@
+"""Tensors of expert layers in Megatron-LM: their names and cuts, and the rules to our stacked weights.
+
+    mlp.router.weight, mlp.router.expert_bias
+    mlp.experts.linear_fc1.weight{i}, mlp.experts.linear_fc2.weight{i}            grouped (Transformer Engine)
+    mlp.experts.local_experts.{i}.linear_fc1.weight, ....linear_fc2.weight        one expert after the other
+    mlp.shared_experts.linear_fc1.weight, ....linear_fc2.weight, ....gate_weight
+
+In a rank's file {i} counts the experts of that rank; here, where no rank is meant, those of the layer. fc1 of a gated
+expert has the gate's rows before the up-projection's. Ours are stacks, [E, 2, F, D] and [E, D, F]. The norm before an
+expert layer is no part of a linear layer: pre_mlp_layernorm in every implementation.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatronish.errors import UserError
+from megatronish.formats.megatron.grid import RankGrid
+from megatronish.formats.weights import LazyTensor, TensorRule
+from megatronish.sharding import Cut, Sharding
+
+NAMES = {
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.expert_bias",
+    "mlp.shared.fc1.weight": "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared.fc2.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
+}
+STACKS = {"mlp.experts.gate_up.weight": "linear_fc1", "mlp.experts.down.weight": "linear_fc2"}
+EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.linear_fc[12]\.weight)(\d{1,9})")
+SEQUENTIAL = {r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$": r"mlp.experts.\2.weight\1"}
+PACKED = re.compile(r".*\.mlp\.experts\.weight[12]")
+NORM = "pre_mlp_layernorm."
+
+
+def expert_rules(ours: str, layer: int, shape: tuple[int, ...]) -> Iterator[TensorRule]:
+    """Rules of a tensor of our expert layers, `layers.{layer}.{ours}`; none where it is that of a dense layer."""
+    name, prefix = f"layers.{layer}.{ours}", f"decoder.layers.{layer}."
+    if ours in NAMES:
+        yield TensorRule(name, (prefix + NAMES[ours],))
+    elif ours in STACKS:
+        theirs = tuple(f"{prefix}mlp.experts.{STACKS[ours]}.weight{expert}" for expert in range(shape[0]))
+        yield TensorRule(name, theirs, partial(_stack, shape=shape), _unstack)
+
+
+def _stack(parts: Sequence[Tensor], *, shape: tuple[int, ...]) -> Tensor:
+    """Of each expert [out, in] -> [E, ..., out, in], our shape."""
+    return torch.stack(tuple(parts)).view(shape)
+
+
+def _unstack(whole: Tensor) -> Sequence[Tensor]:
+    """Inverse of `_stack`: [E, ..., out, in] -> a matrix [out, in] of each expert."""
+    return whole.flatten(1, -2).unbind(0)
+
+
+def expert_sharding(sharding: Sharding) -> Sharding:
+    """Sharding of one expert's matrix, from that of our stack: cut over etp by the features of the expert."""
+    _, *sections, out_size, in_size = sharding.shape
+    if not sections:  # down-projection [D, F]
+        return Sharding((out_size, in_size), (Cut(1, "etp"),))
+    return Sharding((sections[0] * out_size, in_size), (Cut(0, "etp", (out_size,) * sections[0]),))
+
+
+def name_in_file(rest: str, *, is_grouped: bool) -> str:
+    """Name of a tensor of an expert layer in a file, after `decoder.layers.N.`; the expert's number is the rank's."""
+    rest = rest.replace("mlp.linear_fc1.layer_norm_", NORM)
+    if is_grouped:
+        return rest
+    return re.sub(
+        r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", r"mlp.experts.local_experts.\2.\1.weight", rest, count=1
+    )
+
+
+def by_expert(
+    parts: Mapping[str, Sequence[LazyTensor]], grid: RankGrid, num_experts: int | None, *, folder: Path
+) -> dict[str, list[LazyTensor]]:
+    """Parts of each tensor over its own axis, from one part of every rank of a stage, in the order of the grid.
+
+    A dense tensor has one for each tensor rank. Expert i of expert rank e is number e E/ep + i of the layer, and has
+    one part for each expert tensor rank. UserError for experts that the arguments do not know.
+    """
+    ranks = list(grid.ranks())
+    found: dict[str, list[LazyTensor]] = {}
+    for name, of_ranks in parts.items():
+        if PACKED.fullmatch(name):
+            raise UserError(
+                f"{folder} holds {name}, all experts of a rank in one tensor; load it into Megatron-LM without "
+                "--moe-use-legacy-grouped-gemm and save it again"
+            )
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = [of_ranks[ranks.index(pair)] for pair in _first_of(ranks, grid.tp)]
+            continue
+        number, here = int(match[2]), (num_experts or 0) // grid.ep
+        if number >= here:
+            raise UserError(f"{folder} holds {name}, and its arguments say {here} experts a rank; it is of two models")
+        for ep in range(grid.ep):
+            pairs = [next(p for p in ranks if p[1] == ep and p[0] % grid.etp == etp) for etp in range(grid.etp)]
+            found[f"{match[1]}{ep * here + number}"] = [of_ranks[ranks.index(pair)] for pair in pairs]
+    return found
+
+
+def _first_of(ranks: Sequence[tuple[int, int]], tp_size: int) -> Iterator[tuple[int, int]]:
+    for tp in range(tp_size):
+        yield next(pair for pair in ranks if pair[0] == tp)

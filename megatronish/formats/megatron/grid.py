@@ -1,0 +1,41 @@
+"""Ranks of Megatron-LM that save a model, by stage: which (tensor rank, expert rank) there are, and their folders.
+
+Rank r of a stage has tensor rank r % tp, expert tensor rank r % etp and expert rank r // etp % ep. Where etp is tp, as
+by default, a stage has a file for every pair; where etp is smaller, only for the pairs that occur.
+"""
+
+from collections.abc import Iterator
+from math import lcm
+from typing import NamedTuple
+
+from megatronish.mesh import Axis
+
+
+class RankGrid(NamedTuple):
+    """Sizes of tensor, pipeline, expert and expert tensor parallelism; `etp` divides `tp`."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def ranks(self) -> Iterator[tuple[int, int]]:
+        """(tensor rank, expert rank) of every file of a stage, lazily and each once."""
+        seen = set()
+        for rank in range(lcm(self.tp, self.etp * self.ep)):
+            pair = rank % self.tp, rank // self.etp % self.ep
+            if pair not in seen:
+                seen.add(pair)
+                yield pair
+
+    def folder(self, tp: int, pp: int, ep: int) -> str:
+        """Name of the folder with a rank's file: mp_rank_TT, with _PPP where pp > 1, with _EEE where ep > 1."""
+        return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp > 1 else "") + (f"_{ep:03d}" if self.ep > 1 else "")
+
+    def dense_axis(self, tp: int) -> Axis:
+        """Axis that cuts a tensor outside of experts, at a tensor rank."""
+        return Axis("tp", self.tp, tp)
+
+    def expert_axis(self, tp: int) -> Axis:
+        """Axis that cuts a tensor of an expert, at a tensor rank."""
+        return Axis("etp", self.etp, tp % self.etp)
