@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatronish.commands.bad_lines import BadLines
 from megatronish.commands.inference_flags import EvaluateArguments
 from megatronish.config.config import Config
 from megatronish.config.derive import smallest_dp
@@ -29,7 +30,6 @@ from megatronish.mesh import leave
 from megatronish.tokenizer import build_tokenizer
 from megatronish.train.run import start_mesh
 
-MAX_BAD_LINES_TOLD = 20
 MAX_DERIVED_SEQ_LENGTH = 4096  # windows of 131072 tokens, as some models allow, cost much memory and time
 
 
@@ -213,9 +213,8 @@ def run(arguments: EvaluateArguments, place: Place | None = None) -> int:
     """Evaluation on all ranks, and the exit status."""
     task = prepare(arguments, place)
     if place is None or place.rank == 0:
-        for message in task.text.bad_lines[:MAX_BAD_LINES_TOLD]:
-            print(f"bad line {message}", file=sys.stderr)
-        if len(task.text.bad_lines) > MAX_BAD_LINES_TOLD:
-            print("more bad lines are counted without telling", file=sys.stderr)
+        bad_lines = BadLines(partial(print, file=sys.stderr))
+        for message in task.text.bad_lines:
+            bad_lines.tell(message)
         tell_of_short_windows(task)
     return launch(partial(be_rank, task), world_size=task.config.layout.world_size)

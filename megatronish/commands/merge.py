@@ -45,6 +45,8 @@ def merge(arguments: MergeArguments) -> int:
     """Write the pair, and report what was done; the exit status."""
     output = arguments.output_prefix
     prefixes = [prefix for given in arguments.input for prefix in prefixes_of(given, output=output)]
+    if not prefixes:
+        raise UserError("--input is empty; name a folder of pairs, or their prefixes")
     # Every pair is checked before anything is written; the check reads the .idx alone.
     pairs = [checked(prefix) for prefix in prefixes]
     if absolute(output) in map(absolute, prefixes):

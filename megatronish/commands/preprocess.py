@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from megatronish.commands.bad_lines import BadLines
 from megatronish.commands.ending import exit_status
 from megatronish.commands.plugin_flag import PluginNames
 from megatronish.commands.preprocess_flags import without_megatron_flags
@@ -28,8 +29,6 @@ from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.inputs import input_files, listed, same_names
 from megatronish.data.preprocess import Summary, preprocess
 from megatronish.tokenizer import Tokenizer, build_tokenizer
-
-MAX_BAD_LINES_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,7 @@ class PreprocessProgress:
     def __init__(self, *, num_bytes: int, log_interval: int) -> None:
         self._bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc="tokenizing", disable=None)
         self._log_interval = log_interval
-        self._bad_lines = 0
         self._told = 0
-
-    def bad_line(self, message: str) -> None:
-        """Tell the first few."""
-        self._bad_lines += 1
-        if self._bad_lines <= MAX_BAD_LINES_TOLD:
-            tqdm.write(f"bad line {message}", file=sys.stderr)
-        elif self._bad_lines == MAX_BAD_LINES_TOLD + 1:
-            tqdm.write("more bad lines are counted without telling", file=sys.stderr)
 
     def advance(self, summary: Summary, num_bytes: int) -> None:
         """Show the progress after each batch of documents."""
@@ -133,7 +123,7 @@ def run(arguments: PreprocessArguments) -> int:
             workers=arguments.workers,
             strict=arguments.strict,
             max_bad_fraction=arguments.max_bad_fraction,
-            on_bad_line=progress.bad_line,
+            on_bad_line=BadLines(partial(tqdm.write, file=sys.stderr)).tell,
             on_progress=progress.advance,
         )
     finally:

@@ -67,6 +67,8 @@ def input_files(names: Sequence[str | Path]) -> list[Path]:
 
     What a folder or a pattern names is sorted. UserError for a name that names no file.
     """
+    if not names:
+        raise UserError("--input is empty; name files, folders or patterns")
     return [path for name in names for path in _files_of(str(name))]
 
 

@@ -59,6 +59,11 @@ def test_a_folder_of_pairs_becomes_what_one_call_of_preprocessing_writes(
     assert not same(tmp_path / "reversed", tmp_path / "merged")
 
 
+def test_an_empty_list_of_pairs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--input", "--output-prefix", "x"]) == 2
+    assert "--input is empty; name a folder of pairs, or their prefixes" in capsys.readouterr().err
+
+
 def test_what_an_earlier_call_wrote_into_the_folder_is_no_input(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     shards(folder)

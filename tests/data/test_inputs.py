@@ -204,6 +204,11 @@ def test_what_a_file_without_a_good_line_seems_to_be(head: bytes, what: str | No
     assert found is None if what is None else found is not None and found.startswith(what)
 
 
+def test_an_empty_list_of_inputs_is_refused() -> None:
+    with pytest.raises(UserError, match="--input is empty; name files, folders or patterns"):
+        input_files([])
+
+
 def test_files_that_may_hold_the_same_texts_are_found(tmp_path: Path) -> None:
     names = ("a.jsonl", "a.jsonl.gz", "b.jsonl", "c.parquet", "c.json.zst", "d/a.jsonl", "v1.2.jsonl", "v1.3.jsonl")
     files = [tmp_path / name for name in names]
