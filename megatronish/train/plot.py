@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,19 @@ MOST_BINS = 1000  # a curve of more than twice as many points is drawn by the lo
 LOG_FROM = 6.0  # ratio of the highest to the lowest loss from which on the axis is logarithmic
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
     """Objects of a file of JSON lines, without the line that a killed run left unfinished; no file has no objects."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All objects of a file of JSON lines."""
+    return list(each_line(path))
 
 
 def plot_run(run_dir: Path) -> Path:

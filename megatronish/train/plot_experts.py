@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from megatronish.train.hooks.experts import FILE
-from megatronish.train.plot import read_lines, thinned, write_figure
+from megatronish.train.plot import each_line, thinned, write_figure
 
 MOST_LINES = 100  # of which the map shows the sum: a single step is noise
 IDLE = "0.25"
@@ -31,20 +31,27 @@ class Counts(NamedTuple):
 
 
 def read_counts(path: Path) -> Counts | None:
-    """Counts of a run; of a step that was repeated the last line counts. None without a line."""
-    lines = {line["step"]: line["tokens_per_expert"] for line in read_lines(path)}
-    if not lines:
+    """Counts of a run; of a step that was repeated the last line counts. None without a line.
+
+    The file is read line by line: that of a long run may be larger than the memory.
+    """
+    largest: dict[int, np.ndarray] = {}
+    newest = deque[tuple[int, np.ndarray]](maxlen=MOST_LINES)
+    layers: tuple[int, ...] = ()
+    for line in each_line(path):
+        step, counts = line["step"], line["tokens_per_expert"]
+        layers, rows = tuple(map(int, counts)), np.array(list(counts.values()), dtype=np.float64)
+        largest[step] = rows.max(1) / np.maximum(rows.mean(1), 1e-9)
+        while newest and newest[-1][0] >= step:  # the run went back
+            newest.pop()
+        newest.append((step, rows))
+    if not newest:
         return None
-    steps = sorted(lines)
-    layers = tuple(map(int, lines[steps[-1]]))
-    largest, last = [], deque[np.ndarray](maxlen=min(MOST_LINES, -(-len(steps) // 10)))
-    for step in steps:
-        rows = np.array([lines[step][str(layer)] for layer in layers], dtype=np.float64)
-        largest.append(rows.max(1) / np.maximum(rows.mean(1), 1e-9))
-        last.append(rows)
-    return Counts(
-        layers, np.array(steps), np.array(largest), sum(last, start=np.zeros(1)), (steps[-len(last)], steps[-1])
-    )
+    steps = sorted(step for step in largest if step <= newest[-1][0])
+    shown = list(newest)[-max(1, round(len(steps) / 10)) :]
+    sums = np.sum([rows for _, rows in shown], axis=0)
+    curves = np.array([largest[step] for step in steps])
+    return Counts(layers, np.array(steps), curves, sums, (shown[0][0], shown[-1][0]))
 
 
 def plot_experts(run_dir: Path) -> Path | None:

@@ -130,6 +130,7 @@ def test_the_map_shows_shares_of_the_mean_idle_experts_and_the_last_line_of_a_re
     counts = read_counts(tmp_path / "experts.jsonl")
     assert counts is not None and counts.layers == (1, 3) and counts.last_steps == (3, 3)
     assert counts.largest[:, 0] == pytest.approx([1.0, 8 / 6, 2.0])
+    assert counts.last.tolist() == [[12, 0], [5, 5]]
     plot_experts(tmp_path)
     above, below = found[0].axes[:2]
     assert [label.get_text() for label in above.get_yticklabels()] == ["1", "3"]
