@@ -405,5 +405,7 @@ def test_all_options_of_experts_have_a_place() -> None:
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
         "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+        "moe_router_force_load_balancing",
     }
     assert {field.name for field in fields(ExpertOptions)} == {*SAME_OF_EXPERTS, *others}
