@@ -97,7 +97,10 @@ def resume(
     check(state)
     if with_optimizer:
         _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
-    load_tensors(checkpoint, tensors_of(engine, with_optimizer=with_optimizer), mesh=mesh)
+    tensors = tensors_of(engine, with_optimizer=with_optimizer)
+    if weights_only:  # a run counts the choices of its routers anew, and converted weights have no counts
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(native.LOAD)}
+    load_tensors(checkpoint, tensors, mesh=mesh)
     engine.data_parallel.gather_parameters(frozen=True)
     if weights_only:
         return Progress()
@@ -143,7 +146,9 @@ def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
 
 
 def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
-    into = tensors_of(engine, with_optimizer=False)
+    # Parameters alone: Hugging Face's models have no state of routers.
+    held = tensors_of(engine, with_optimizer=False).items()
+    into = {name: tensor for name, tensor in held if name.removeprefix(native.PREFIX) in engine.stage.shardings}
 
     def read() -> Begun:
         description, tensors = open_hf(load)

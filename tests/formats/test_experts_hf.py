@@ -9,7 +9,7 @@ import torch
 from conversions import to_hf, to_ours
 from engines import world_size_of
 from expert_models import CONFIGS, E, F, packed, tensors_of_family, write_family
-from jobs import call_main, tiny, train_on_ranks
+from jobs import call_main, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_bad_input import assert_told
@@ -268,3 +268,17 @@ def test_a_choice_of_experts_that_no_family_has_is_named_alone(fields: dict[str,
 )
 def test_a_norm_over_all_heads_that_is_not_there_is_refused(tmp_path: Path, flags: str, told: str) -> None:
     assert_told(call_main(tiny(tmp_path / "run", flags)), told)
+
+
+def test_a_loss_of_the_step_before_starts_without_counts(tmp_path: Path) -> None:
+    """No family has the counts of --moe-router-load-balancing-type global_aux_loss, and no run takes them over."""
+    folder = write_family(tmp_path / "theirs", "mixtral")
+    to_ours(folder, tmp_path / "ours")
+    loss = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 --optimizer sgd --mock-data"
+    steps = f"{loss} --train-iters 2 --lr 1e-2 --micro-batch-size 1 --global-batch-size 4 --device cpu --eval-iters 0"
+    for name, source in (("hf", f"--load-hf {folder}"), ("own", f"--load {tmp_path / 'ours'} --use-checkpoint-args")):
+        train_on_ranks([*f"{steps} {source} --run-dir {tmp_path / name}".split()])
+    assert steps_of(tmp_path / "hf") == steps_of(tmp_path / "own")
+    report = to_hf(tmp_path / "hf", tmp_path / "back")
+    assert report.left_out["model.layers.0.mlp.router.load"].startswith("choices of experts in the last step")
+    assert report.unmatched_in == ()
