@@ -74,7 +74,10 @@ def add_grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Gr
 
 
 def _fits(rows: Tensor, other: Tensor) -> bool:
-    """Whether torch's operator takes both: their last dims are multiples of 16 bytes, and the dtype is allowed."""
+    """Whether torch's operator takes both, which are contiguous: dtype, last dims and addresses, multiples of 16 bytes.
+
+    Storages begin at such addresses; a view of a flat buffer may begin anywhere in it.
+    """
     if rows.shape[0] == 0 or rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     if rows.device.type == "cuda" and (
@@ -83,4 +86,5 @@ def _fits(rows: Tensor, other: Tensor) -> bool:
         return False
     element = rows.element_size()
     sizes = (rows.shape[-1], *other.shape[-2:]) if other.dim() == 3 else (rows.shape[-1], other.shape[-1])
-    return all(size * element % 16 == 0 for size in sizes)
+    offsets = (rows.storage_offset(), other.storage_offset())
+    return all(number * element % 16 == 0 for number in (*sizes, *offsets))
