@@ -28,7 +28,9 @@ def _read_mixtral(config: ConfigJson) -> dict[str, Any]:
 
 
 def _write_mixtral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    is_derived = model.head_size == model.hidden_size // model.num_attention_heads
     return MISTRAL.write(model, seq_length) | {
+        "head_dim": None if is_derived else model.head_size,
         "intermediate_size": model.expert_ffn_size,
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,
