@@ -9,8 +9,9 @@ import pytest
 import torch
 from comparison import serial, with_margin
 from expert_cases import EXPERTS
+from problem import SGD, Problem, Spread
 from ranks import run_ranks
-from theorem import SGD, Problem, Record, Samples, Spread, build, states_of, train
+from theorem import Record, Samples, build, states_of, train
 from theorem_cases import RECOMPUTE
 
 from megatronish.config.model import ModelConfig

@@ -12,8 +12,9 @@ import pytest
 import torch
 from comparison import aspects_that_differ, assert_same_training, serial, with_margin
 from expert_cases import EXPERTS
+from problem import Problem, Spread
 from ranks import run_ranks
-from theorem import Problem, Record, Spread, train
+from theorem import Record, train
 
 from megatronish.config.model import ModelConfig
 from megatronish.launch.place import Place

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 from comparison import assert_equal_to_serial, assert_near_in_half_precision
 from pairwise import Chosen, covered_pairs, possible_pairs
-from theorem import CHUNKS
+from problem import CHUNKS
 from theorem_cases import CASES, CHOICES, DEALT, LAYOUTS, all_cases, choices, name_of, problem_of, spread_of
 
 from megatronish.layout import Layout

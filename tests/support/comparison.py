@@ -6,8 +6,9 @@ from functools import cache, partial
 
 import pytest
 import torch
+from problem import CLIP, Problem, Spread
 from ranks import run_ranks
-from theorem import CLIP, Parts, Problem, Record, Spread, train
+from theorem import Parts, Record, train
 from torch import Tensor
 
 from megatronish.launch.place import Place

@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from pairwise import Chosen, Pair, pairwise, possible_pairs
-from theorem import Problem, Spread
+from problem import Problem, Spread
 from theorem_cases import LAYOUTS, choices, problem_of, spread_of
 
 from megatronish.config.model import ModelConfig

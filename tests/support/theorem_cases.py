@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 
 from pairwise import Chosen, pairwise
-from theorem import CHUNKS, Problem, Spread
+from problem import CHUNKS, Problem, Spread
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.recompute import RecomputeConfig

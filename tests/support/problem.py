@@ -1,0 +1,94 @@
+"""A problem of the theorem, and how it is spread over ranks and over time."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatronish.config.model import ModelConfig
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.training import AttentionBackend
+from megatronish.layout import Layout
+
+SEED = 7
+VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
+EOD = 0
+NUM_STEPS = 3
+SGD_STEPS = 2
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+CLIP = 0.5  # below every gradient norm here, so that clipping acts
+# Large steps for matrices alone: Adam makes whole steps of noise in embeddings, which at 20 times this rate shows.
+OPTIMIZERS = {
+    "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
+    "muon": OptimizerConfig(optimizer="muon", lr=1e-3, muon_nesterov=True, muon_extra_scale_factor=4.0, clip_grad=CLIP),
+}
+
+SGD = OptimizerConfig(optimizer="sgd", clip_grad=CLIP)
+DECOUPLED: dict[str, Any] = {"decoupled_lr": 3e-3, "apply_wd_to_qk_layernorm": True}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained. No layout shows in it, but for sizes that every layout of the test could divide."""
+
+    model: ModelConfig
+    seq_length: int
+    global_batch_size: int
+    eod_mask_loss: bool = False
+    documents: bool = False
+    optimizer: str = "adam"
+    decoupled: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    seed: int = SEED
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How it is spread over ranks and over time."""
+
+    layout: Layout
+    micro_batch_size: int
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    num_chunks: int | None = None
+    split: str = "even"
+    overlap: bool = True
+    cp_comm_type: str = "p2p"
+    attention_backend: AttentionBackend = "auto"
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    zero: int = 0
+    copies: int = 1
+    offload: str = "none"
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """As a user would write it.
+
+        `uneven`: the number of layers of the first stage is given; `ends`: embedding and head count as layers.
+        """
+        return ParallelConfig(
+            tensor_model_parallel_size=self.layout.tp,
+            pipeline_model_parallel_size=self.layout.pp,
+            data_parallel_size=self.layout.dp,
+            context_parallel_size=self.layout.cp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
+            cp_comm_type=self.cp_comm_type,  # type: ignore[arg-type]
+            sequence_parallel=self.sequence_parallel,
+            pipeline_schedule=self.schedule,  # type: ignore[arg-type]
+            num_virtual_stages_per_pipeline_rank=self.num_chunks,
+            pipeline_split="auto" if self.split == "auto" else "even",
+            account_for_embedding_in_pipeline_split=self.split == "ends",
+            account_for_loss_in_pipeline_split=self.split == "ends",
+            decoder_first_pipeline_num_layers=CHUNKS[self.schedule] + 1 if self.split == "uneven" else None,
+            overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap,
+            ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
+            zero_stage=self.zero,  # type: ignore[arg-type]
+            num_distributed_optimizer_instances=self.copies,
+            optimizer_cpu_offload=self.offload == "optimizer",
+            param_cpu_offload=self.offload == "parameters",
+        )
