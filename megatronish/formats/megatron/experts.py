@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatronish.errors import UserError
@@ -43,18 +42,19 @@ def expert_rules(ours: str, layer: int, shape: tuple[int, ...]) -> Iterator[Tens
     if ours in NAMES:
         yield TensorRule(name, (prefix + NAMES[ours],))
     elif ours in STACKS:
-        theirs = tuple(f"{prefix}mlp.experts.{STACKS[ours]}.weight{expert}" for expert in range(shape[0]))
-        yield TensorRule(name, theirs, partial(_stack, shape=shape), _unstack)
+        for expert in range(shape[0]):  # one at a time: a stack need never be whole in memory
+            theirs = f"{prefix}mlp.experts.{STACKS[ours]}.weight{expert}"
+            yield TensorRule(name, (theirs,), partial(_row, shape=shape[1:]), _matrix, expert)
 
 
-def _stack(parts: Sequence[Tensor], *, shape: tuple[int, ...]) -> Tensor:
-    """Of each expert [out, in] -> [E, ..., out, in], our shape."""
-    return torch.stack(tuple(parts)).view(shape)
+def _row(parts: Sequence[Tensor], *, shape: tuple[int, ...]) -> Tensor:
+    """[out, in] of an expert -> [..., out, in], its row of our stack."""
+    return parts[0].view(shape)
 
 
-def _unstack(whole: Tensor) -> Sequence[Tensor]:
-    """Inverse of `_stack`: [E, ..., out, in] -> a matrix [out, in] of each expert."""
-    return whole.flatten(1, -2).unbind(0)
+def _matrix(row: Tensor) -> Sequence[Tensor]:
+    """Inverse of `_row`: [..., out, in] -> [out, in]."""
+    return (row.flatten(0, -2),)
 
 
 def expert_sharding(sharding: Sharding) -> Sharding:
