@@ -30,7 +30,8 @@ EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24"
         ("--moe-token-drop-policy probs", "--moe-token-drop-policy probs is refused: .* use position"),
         ("--moe-expert-rank-capacity-factor 2", "a limit of each rank is another model in every layout; leave it out"),
         ("--moe-expert-capacity-factor 0", "moe_expert_capacity_factor=0.0 must be greater than 0"),
-        ("--moe-router-load-balancing-type sinkhorn", "must be one of none, seq_aux_loss or global_aux_loss"),
+        ("--moe-router-load-balancing-type sinkhorn", "every layout would choose otherwise; use seq_aux_loss, or none"),
+        ("--moe-router-load-balancing-type even", "must be one of none, seq_aux_loss or global_aux_loss"),
         ("--moe-router-topk 7", "moe_router_topk=7 must be at most num_experts=6; choose fewer"),
     ],
 )
