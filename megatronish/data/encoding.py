@@ -137,6 +137,7 @@ def encode_all(batches: Iterator[Batch], job: EncodingJob, tokenizer: Encoder, *
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,)) as pool:
         under_way: deque[Future[Encoded]] = deque()
+        is_done = False
         try:
             for batch in batches:
                 with signals_held():  # it may start a worker, which prints a traceback if that is interrupted
@@ -145,13 +146,15 @@ def encode_all(batches: Iterator[Batch], job: EncodingJob, tokenizer: Encoder, *
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()
+            is_done = True
         except BrokenProcessPool as error:
             raise WorkerDiedError(
                 "a tokenizing worker died (killed, or out of memory); nothing was written; "
                 "start again, with fewer --workers if memory is short"
             ) from error
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Idle workers are waited for: where this process ends at once, their last message could be lost on the way.
+            pool.shutdown(wait=is_done, cancel_futures=True)
 
 
 @contextmanager
