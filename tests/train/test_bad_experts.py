@@ -32,6 +32,10 @@ EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24"
         ("--moe-expert-capacity-factor 0", "moe_expert_capacity_factor=0.0 must be greater than 0"),
         ("--moe-router-load-balancing-type sinkhorn", "every layout would choose otherwise; use seq_aux_loss, or none"),
         ("--moe-router-load-balancing-type even", "must be one of none, seq_aux_loss or global_aux_loss"),
+        (
+            "--tp 2 --moe-shared-expert-intermediate-size 25",
+            "moe_shared_expert_intermediate_size=25 must be divisible by tensor_model_parallel_size=2; use .* 25",
+        ),
         ("--moe-router-topk 7", "moe_router_topk=7 must be at most num_experts=6; choose fewer"),
     ],
 )

@@ -13,8 +13,8 @@ from test_load_hf import LLAMA, llama_tensors, run_of, write_model
 from megatronish.formats.convert import convert
 
 DENSE = f"--swiglu --disable-bias-linear --ffn-hidden-size 32 --normalization RMSNorm {NO_DROPOUT}"
-MIXTURE = "--num-experts 4 --moe-router-topk 2"
-UPCYCLED = f"{MIXTURE} --moe-use-upcycling --optimizer sgd --train-iters 2"
+MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+UPCYCLED = f"{MIXTURE} --moe-use-upcycling --train-iters 6"
 LAYOUTS = [
     ("--dp 2 --ep 2", 2),
     ("--dp 2 --tp 2 --ep 4 --etp 1 --zero-stage 1", 4),
@@ -82,6 +82,8 @@ def test_an_upcycled_run_goes_on_with_its_own_checkpoints_and_to_hugging_face(tm
         (f"{UPCYCLED} --load DENSE --no-disable-bias-linear", "cannot keep the biases of an MLP"),
         (f"{UPCYCLED} --load DENSE --moe-shared-expert-intermediate-size 8", "would be experts without weights"),
         (f"{UPCYCLED} --load DENSE --norm-epsilon 1e-3", "computes something else: norm_epsilon=1e-05 there"),
+        (f"{UPCYCLED} --load DENSE --moe-aux-loss-coeff 0", "a router would follow rounding alone; add --moe-aux-loss"),
+        (f"{UPCYCLED} --load DENSE --moe-router-load-balancing-type global_aux_loss", "would follow rounding alone"),
         (f"{UPCYCLED} --load DENSE --moe-upcycling-granularity 2", "each expert is a copy of the whole MLP; use 1"),
     ],
 )
@@ -92,5 +94,5 @@ def test_what_cannot_be_upcycled_is_told(tmp_path: Path, dense: Path, flags: str
 
 def test_a_model_that_has_experts_is_not_upcycled(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "mixtral", "mixtral")
-    argv = run_of(tmp_path / "run", f"--load-hf {folder} --num-experts 4 --moe-use-upcycling")
+    argv = run_of(tmp_path / "run", f"--load-hf {folder} {MIXTURE} --moe-use-upcycling")
     assert_told(call_main(argv), "has num_experts=4, and --moe-use-upcycling makes experts of a dense model")

@@ -150,6 +150,32 @@ def _upcycling(config: Config) -> str | None:
     return None
 
 
+def _alike(config: Config) -> str | None:
+    """Complaint about experts that start alike, of which nothing tells the router to choose one.
+
+    Where the weights of a token sum to 1, the output is the same for every choice: the router's gradient is zero but
+    for rounding, which Adam makes whole steps of, in each layout others. The global loss is zero in the first step.
+    """
+    model, is_balanced = config.model, config.model.moe_z_loss_coeff > 0
+    if model.moe_router_load_balancing_type == "seq_aux_loss":
+        is_balanced = is_balanced or model.moe_aux_loss_coeff > 0
+    sums_to_one = not model.moe_router_pre_softmax or model.moe_router_norm_topk_prob
+    if not config.checkpoint.moe_use_upcycling or model.num_experts is None or is_balanced or not sums_to_one:
+        return None
+    return (
+        "moe_use_upcycling makes experts that are alike, and without a balancing loss from the first step on a router "
+        "would follow rounding alone; add --moe-aux-loss-coeff 0.01 with seq_aux_loss, or --moe-z-loss-coeff 0.001"
+    )
+
+
+def _shared_over_tp(config: Config) -> str | None:
+    """Complaint about shared experts that tp cannot cut."""
+    shared, tp = config.model.moe_shared_expert_intermediate_size, config.parallel.tensor_model_parallel_size
+    if config.model.num_experts is None or shared is None:
+        return None
+    return divide("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
+
+
 _FFN = ("ffn_hidden_size", "hidden_size", "swiglu", "quick_geglu")
 _ROUTER = (
     "moe_router_enable_expert_bias",
@@ -176,6 +202,17 @@ RULES = (
             *("moe_shared_expert_intermediate_size", *_FFN),
         ),
         _upcycling,
+    ),
+    ConfigRule(
+        (
+            *("moe_use_upcycling", "num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+            *("moe_z_loss_coeff", "moe_router_pre_softmax", "moe_router_norm_topk_prob"),
+        ),
+        _alike,
+    ),
+    ConfigRule(
+        ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", "num_experts"),
+        _shared_over_tp,
     ),
     ConfigRule(
         (*_ROUTER, "num_experts", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
