@@ -1,5 +1,6 @@
 """Comparison of what the ranks of a layout saw with what one process saw."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -16,6 +17,7 @@ from megatronish.layout import Layout
 
 RTOL = 1e-5
 SMALLEST_MARGIN = 1e-5  # of scores, whose rounding noise is about 1e-7
+SMALLEST_DISTANCE = 1e-6  # of a value from the limit of a clamp, where the gradient jumps; noise as that of scores
 NUM_SEEDS = 10
 
 
@@ -145,12 +147,16 @@ ASPECTS: dict[str, Callable[[Sequence[Record], Record], None]] = {
 
 
 def with_margin(problem: Problem) -> Problem:
-    """The problem with the first seed for which no choice of an expert hangs on rounding."""
+    """The problem with the first seed for which no choice of an expert and no clamp hangs on rounding."""
     for seed in range(problem.seed, problem.seed + NUM_SEEDS):
         seeded = replace(problem, seed=seed)
-        if serial(seeded).routed.margin >= SMALLEST_MARGIN:
+        record = serial(seeded)
+        if record.routed.margin >= SMALLEST_MARGIN and min(record.clamps, default=math.inf) >= SMALLEST_DISTANCE:
             return seeded
-    raise AssertionError(f"seeds {problem.seed} to {seed} have margins below {SMALLEST_MARGIN:.0e}; name another seed")
+    raise AssertionError(
+        f"seeds {problem.seed} to {seed} have choices within {SMALLEST_MARGIN:.0e}, or values within "
+        f"{SMALLEST_DISTANCE:.0e} of the limit of a clamp; name another seed"
+    )
 
 
 def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from clamps import watched_clamps
 from engines import evaluated
 from problem import DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS, VOCABULARY, Problem, Spread
 from torch import Tensor
@@ -63,6 +64,8 @@ class Record(NamedTuple):
     trained_parts: Parts
     muon_parts: Parts
     routed: Routed
+    clamps: list[float]
+    """Distances of values from the limits of clamps (clamps.py), of one process."""
 
     @property
     def losses(self) -> list[float]:
@@ -91,6 +94,13 @@ def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Ch
 
     `replayed` are the choices of experts that every token is given; one process without them records its own.
     """
+    if place.world_size > 1:
+        return _train(place, problem, spread, replayed)
+    with watched_clamps() as distances:
+        return _train(place, problem, spread, replayed)._replace(clamps=distances)
+
+
+def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None) -> Record:
     mesh = Mesh.of(spread.parallel, place, has_experts=problem.model.num_experts is not None)
     dataset = Samples(problem.seq_length)
 
@@ -147,6 +157,7 @@ def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Ch
             states_of(sgd, "sgd") | states_of(engine, problem.optimizer),
             routing.choices,
         ),
+        clamps=[],
     )
 
 
