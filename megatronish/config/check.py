@@ -103,4 +103,5 @@ def _range_complaints(field: Field, value: float) -> Iterator[str]:
     for bound in field.ranges:
         if not (bound.holds(value) and value != math.inf):
             remedy = f"the default is {field.default}" if field.default else f"change {field.flag}"
-            yield f"{field.name}={value} {bound.rule}; {remedy}"
+            rule = "must be finite" if value != value or abs(value) == math.inf else bound.rule
+            yield f"{field.name}={value} {rule}; {remedy}"

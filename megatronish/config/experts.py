@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from megatronish.config.marks import TRAINING_ONLY, at_least, at_most, greater_than
 
+MOST_LAYERS = 1_000_000
 LOAD_BALANCING = ("none", "seq_aux_loss", "global_aux_loss")
 
 
@@ -70,17 +71,28 @@ def parse_frequency(text: str) -> int | list[int]:
     """ "2" -> 2, "([0]*1+[1]*3)" -> [0, 1, 1, 1]: numbers, lists, + and * alone; ValueError for anything else."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, KeyError) as error:
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is neither a number nor a list such as ([0]*3+[1]*58)") from error
 
 
 def _value(node: ast.AST) -> int | list[int]:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
+    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) <= MOST_LAYERS:
         return node.value
     if isinstance(node, ast.List):
-        values = [_value(each) for each in node.elts]
-        return [value for value in values if isinstance(value, int)]
+        return [_number(each) for each in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _value(node.left), _value(node.right)
+        # Measured before it is made: a product of lists could fill the memory.
+        lists = [value for value in (left, right) if isinstance(value, list)]
+        times = [value for value in (left, right) if isinstance(value, int)]
+        if isinstance(node.op, ast.Mult) and lists and times and len(lists[0]) * times[0] > MOST_LAYERS:
+            raise ValueError("more layers than a model has")
         return left + right if isinstance(node.op, ast.Add) else left * right  # type: ignore[operator]
     raise SyntaxError("another expression")
+
+
+def _number(node: ast.AST) -> int:
+    value = _value(node)
+    if isinstance(value, list):
+        raise TypeError("a list in a list")
+    return value

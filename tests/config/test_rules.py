@@ -203,7 +203,7 @@ from megatronish.config.fields import FIELDS
         ("--glu-linear-offset 1", r"^glu_linear_offset=1.0 needs a gated MLP; add --quick-geglu or --swiglu, or leave"),
         ("--squared-relu --activation-func-clamp-value 7", r"^activation_func_clamp_value=7.0 needs a gated MLP"),
         ("--swiglu --activation-func-clamp-value 0", r"^activation_func_clamp_value=0.0 must be greater than 0"),
-        ("--swiglu --glu-linear-offset inf", r"^glu_linear_offset=inf must not be negative"),
+        ("--swiglu --glu-linear-offset inf", r"^glu_linear_offset=inf must be finite"),
         ("--softmax-type sinks", r"softmax_type must be one of vanilla, off-by-one or learnable"),
         (
             "--position-embedding-type alibi --use-rope-scaling",
@@ -225,7 +225,7 @@ from megatronish.config.fields import FIELDS
         ("--fp16 --min-loss-scale 0", r"^min_loss_scale=0.0 must be greater than 0; the default is 1.0"),
         (
             "--fp16 --initial-loss-scale inf",
-            r"^initial_loss_scale=inf must be at most 2\^120, .*; the default is 42949",
+            r"^initial_loss_scale=inf must be finite; the default is 42949",
         ),
         ("--fp16 --loss-scale -1", r"^loss_scale=-1.0 must not be negative; change --loss-scale"),
         ("--fp16 --hysteresis 0", r"^hysteresis=0 must be at least 1; the default is 2"),
@@ -238,8 +238,8 @@ from megatronish.config.fields import FIELDS
             "--fp16 --grad-reduce-in-bf16",
             r"^grad_reduce_in_bf16 rounds gradients further than a run in fp16 does; add --bf16, or leave it out",
         ),
-        ("--clip-grad nan", r"^clip_grad=nan must not be negative"),
-        ("--lr inf", r"^lr=inf must be greater than 0"),
+        ("--clip-grad nan", r"^clip_grad=nan must be finite"),
+        ("--lr inf", r"^lr=inf must be finite"),
         ("--window-size 0", r"^window_size=0 must be at least 1"),
         ("--split 1,2,3,4", r"^split='1,2,3,4' must be up to three parts"),
         ("--multiple-validation-sets", r"^--mock-data contradicts --multiple-validation-sets: made-up tokens stand in"),

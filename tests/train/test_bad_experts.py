@@ -32,6 +32,13 @@ EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24"
         ("--moe-expert-capacity-factor 0", "moe_expert_capacity_factor=0.0 must be greater than 0"),
         ("--moe-router-load-balancing-type sinkhorn", "every layout would choose otherwise; use seq_aux_loss, or none"),
         ("--moe-router-load-balancing-type even", "must be one of none, seq_aux_loss or global_aux_loss"),
+        ("--moe-layer-freq [1]*100000000000000", "'.1.*100000000000000' is neither a number nor a list such as"),
+        ("--moe-layer-freq [1,[0],1,1]", "is neither a number nor a list such as"),
+        ("--moe-z-loss-coeff inf", "moe_z_loss_coeff=inf must be finite"),
+        (
+            "--moe-router-topk 3 --moe-router-num-groups 3 --moe-router-group-topk 1",
+            "moe_router_group_topk=1 .* of 2 experts each, .* moe_router_topk=3 .*; use --moe-router-group-topk 3",
+        ),
         (
             "--tp 2 --moe-shared-expert-intermediate-size 25",
             "moe_shared_expert_intermediate_size=25 must be divisible by tensor_model_parallel_size=2; use .* 25",

@@ -104,10 +104,13 @@ def _chosen(config: Config) -> str | None:
         return "moe_router_num_groups and moe_router_group_topk belong together; add the other"
     if model.num_experts % groups:
         return divide("num_experts", model.num_experts, "moe_router_num_groups", groups)
-    if kept > groups or chosen % kept or chosen // kept > model.num_experts // groups:
+    size = model.num_experts // groups
+    fitting = [kept for kept in range(1, groups + 1) if chosen % kept == 0 and chosen // kept <= size]
+    if kept not in fitting:
+        remedy = f"use --moe-router-group-topk {one_of(fitting)}" if fitting else "use fewer groups"
         return (
-            f"moe_router_group_topk={kept} of moe_router_num_groups={groups} must divide moe_router_topk={chosen}, and "
-            f"these groups must have {chosen} experts; use --moe-router-group-topk 1, or fewer groups"
+            f"moe_router_group_topk={kept} of moe_router_num_groups={groups}, of {size} experts each, must divide "
+            f"moe_router_topk={chosen} into parts that a group can give; {remedy}"
         )
     return None
 
@@ -160,7 +163,9 @@ def _alike(config: Config) -> str | None:
     if model.moe_router_load_balancing_type == "seq_aux_loss":
         is_balanced = is_balanced or model.moe_aux_loss_coeff > 0
     sums_to_one = not model.moe_router_pre_softmax or model.moe_router_norm_topk_prob
-    if not config.checkpoint.moe_use_upcycling or model.num_experts is None or is_balanced or not sums_to_one:
+    keep = config.checkpoint
+    is_upcycled = keep.moe_use_upcycling and model.num_experts is not None and (keep.load or keep.load_hf) is not None
+    if not is_upcycled or is_balanced or not sums_to_one:
         return None
     return (
         "moe_use_upcycling makes experts that are alike, and without a balancing loss from the first step on a router "
@@ -205,7 +210,14 @@ RULES = (
     ),
     ConfigRule(
         (
-            *("moe_use_upcycling", "num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+            *(
+                "moe_use_upcycling",
+                "load",
+                "load_hf",
+                "num_experts",
+                "moe_router_load_balancing_type",
+                "moe_aux_loss_coeff",
+            ),
             *("moe_z_loss_coeff", "moe_router_pre_softmax", "moe_router_norm_topk_prob"),
         ),
         _alike,
