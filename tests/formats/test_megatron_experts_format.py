@@ -259,7 +259,7 @@ ARGUMENTS = {
             {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.0},
         ),
         (
-            {"moe_router_load_balancing_type": ["global_aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [1e-3, 1]},
+            {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [1e-3]},
             {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-3},
         ),
         ({"moe_router_topk_scaling_factor": 2}, {"moe_router_topk_scaling_factor": 2.0}),
@@ -281,6 +281,11 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], fields: dict[
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe_router_score_function is 'sqrtsoftplus'"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "type is 'sinkhorn'; supported are aux_loss, none, seq_aux"),
         ({"moe_router_load_balancing_type": 3}, "moe_router_load_balancing_type is 3; supported are"),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "type is .*'seq_aux_loss'], and a router has one balancing loss here; load it",
+        ),
+        ({"moe_aux_loss_coeff": [1e-3, 1]}, r"moe_aux_loss_coeff is \[0.001, 1\], and a router has one"),
         ({"moe_router_topk": 5}, "do not fit together: moe_router_topk=5 must be at most num_experts=4"),
         ({"moe_layer_freq": [1]}, r"moe_layer_freq=\[1\] must have num_layers=2 entries"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "num_experts=4 must be divisible by"),
