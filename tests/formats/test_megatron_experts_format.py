@@ -383,6 +383,26 @@ def test_an_expert_rank_that_is_missing_or_differs_is_named(tmp_path: Path) -> N
         load(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        ("01_000", "decoder.layers.0.mlp.router.weight"),
+        ("00_001", "decoder.layers.0.mlp.router.weight"),
+        ("01_001", "decoder.final_layernorm.weight"),
+        ("01_001", "decoder.layers.0.self_attention.linear_qkv.weight"),
+    ],
+)
+def test_copies_that_differ_between_ranks_are_named(tmp_path: Path, rank: str, name: str) -> None:
+    save(tmp_path / "a", MIXTRAL, random_model(MIXTRAL), tensor_parallel_size=2, expert_parallel_size=2)
+    path = next(path for path in (tmp_path / "a").rglob("*.pt") if rank in str(path))
+    content = torch.load(path, weights_only=False)
+    content["model"][name].view(-1)[0] += 1
+    torch.save(content, path)
+    with pytest.raises(UserError, match=rf"{re.escape(name)} differs between .*mp_rank_.* and .*mp_rank_") as error:
+        load(tmp_path / "a")
+    assert f"mp_rank_{rank}/" in str(error.value)
+
+
 def test_each_tensor_is_read_once_and_in_the_order_of_the_rules(tmp_path: Path) -> None:
     """Experts are read one by one: the stack of a layer is never whole in memory."""
     read: list[str] = []
