@@ -86,7 +86,14 @@ def compare_logits(folder: Path) -> str:
     tokens = torch.randint(description.vocab_size, (SAMPLES, length), generator=torch_stream("prove"))
     ours = our_logits(folder, tokens)
     transformers = importlib.import_module("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    except Exception as error:  # of any kind: a folder that transformers refuses is not proved, whatever it says
+        why = " ".join(str(error).split())
+        raise UserError(
+            f"{folder} is not proved: transformers {transformers.__version__} cannot load it ({why}); fetch the model "
+            "again, or install the version of transformers that it asks for"
+        ) from error
     with torch.no_grad():
         theirs = model(tokens, use_cache=False).logits
     difference = float((ours - theirs).abs().max() / theirs.abs().max())

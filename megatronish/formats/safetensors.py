@@ -78,9 +78,12 @@ def read_folder(folder: Path) -> dict[str, LazyTensor]:
     for name in dict.fromkeys(places.values()):
         if Path(name).name != name or not (folder / name).is_file():
             raise UserError(f"{index} names the file {name}, which is not in that folder; fetch it again, whole")
-        # The index decides: of a tensor that is in several files, only the one in its file counts.
         of_file = read_file(folder / name)
-        tensors |= {tensor: lazy for tensor, lazy in of_file.items() if places.get(tensor) == name}
+        # Index and headers must agree, or a tensor would be left out, or one of two taken, without a word.
+        if astray := next((tensor for tensor in of_file if places.get(tensor) != name), None):
+            said = f"says it is in {places[astray]}" if astray in places else "does not name it"
+            raise UserError(f"{folder / name} holds {astray}, and {INDEX} {said}; fetch the folder again, whole")
+        tensors |= of_file
     if absent := [name for name in places if name not in tensors]:
         raise UserError(f"{index} says that {places[absent[0]]} holds {absent[0]}, and it does not; fetch both again")
     return tensors

@@ -160,3 +160,14 @@ def test_a_broken_index_is_refused(tmp_path: Path, name: str) -> None:
     change(tmp_path)
     with pytest.raises(UserError, match=why):
         read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_tensor_that_the_index_does_not_place_there_is_refused(tmp_path: Path, is_named: bool) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "1.safetensors")
+    save_file({"c": torch.zeros(2)} | ({"b": torch.ones(2)} if is_named else {}), tmp_path / "2.safetensors")
+    places = {"a": "1.safetensors", "c": "2.safetensors"} | ({"b": "2.safetensors"} if is_named else {})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    said = "says it is in 2.safetensors" if is_named else "does not name it"
+    with pytest.raises(UserError, match=rf"1\.safetensors holds b, and {INDEX} {said}; fetch the folder again, whole"):
+        read_folder(tmp_path)

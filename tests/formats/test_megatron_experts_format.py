@@ -259,7 +259,7 @@ ARGUMENTS = {
             {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.0},
         ),
         (
-            {"moe_router_load_balancing_type": ["global_aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [1e-3, 1]},
+            {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [1e-3]},
             {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-3},
         ),
         ({"moe_router_topk_scaling_factor": 2}, {"moe_router_topk_scaling_factor": 2.0}),
@@ -281,6 +281,11 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], fields: dict[
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe_router_score_function is 'sqrtsoftplus'"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "type is 'sinkhorn'; supported are aux_loss, none, seq_aux"),
         ({"moe_router_load_balancing_type": 3}, "moe_router_load_balancing_type is 3; supported are"),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "type is .*'seq_aux_loss'], and a router has one balancing loss here; load it",
+        ),
+        ({"moe_aux_loss_coeff": [1e-3, 1]}, r"moe_aux_loss_coeff is \[0.001, 1\], and a router has one"),
         ({"moe_router_topk": 5}, "do not fit together: moe_router_topk=5 must be at most num_experts=4"),
         ({"moe_layer_freq": [1]}, r"moe_layer_freq=\[1\] must have num_layers=2 entries"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "num_experts=4 must be divisible by"),
@@ -376,6 +381,26 @@ def test_an_expert_rank_that_is_missing_or_differs_is_named(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(UserError, match=r"mp_rank_00_001/.* is missing"):
         load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        ("01_000", "decoder.layers.0.mlp.router.weight"),
+        ("00_001", "decoder.layers.0.mlp.router.weight"),
+        ("01_001", "decoder.final_layernorm.weight"),
+        ("01_001", "decoder.layers.0.self_attention.linear_qkv.weight"),
+    ],
+)
+def test_copies_that_differ_between_ranks_are_named(tmp_path: Path, rank: str, name: str) -> None:
+    save(tmp_path / "a", MIXTRAL, random_model(MIXTRAL), tensor_parallel_size=2, expert_parallel_size=2)
+    path = next(path for path in (tmp_path / "a").rglob("*.pt") if rank in str(path))
+    content = torch.load(path, weights_only=False)
+    content["model"][name].view(-1)[0] += 1
+    torch.save(content, path)
+    with pytest.raises(UserError, match=rf"{re.escape(name)} differs between .*mp_rank_.* and .*mp_rank_") as error:
+        load(tmp_path / "a")
+    assert f"mp_rank_{rank}/" in str(error.value)
 
 
 def test_each_tensor_is_read_once_and_in_the_order_of_the_rules(tmp_path: Path) -> None:

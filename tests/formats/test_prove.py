@@ -2,6 +2,8 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from megatronish.commands.convert import main
 from megatronish.errors import UserError
 from megatronish.formats import complete
 from megatronish.formats.convert import convert
-from megatronish.formats.prove import compare_tensors, our_logits
+from megatronish.formats.prove import compare_logits, compare_tensors, our_logits
 from megatronish.formats.safetensors import FILE
 from megatronish.formats.weights import LazyTensor, TensorRule, Translated, from_ours
 from megatronish.formats.weights import to_ours as rename
@@ -40,6 +42,16 @@ def test_what_was_written_is_read_again_and_compared(
 def test_our_side_of_the_comparison_has_the_logits_of_transformers(name: str) -> None:
     expected = load_file(HF / name / "expected.safetensors")
     torch.testing.assert_close(our_logits(HF / name, expected["tokens"]), expected["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_that_transformers_cannot_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_keywords: Any) -> None:
+        raise KeyError("rope_type")
+
+    model = SimpleNamespace(from_pretrained=refuse)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=model, __version__="4.0"))
+    with pytest.raises(UserError, match=r"llama is not proved: transformers 4.0 cannot load it \('rope_type'\); fetch"):
+        compare_logits(HF / "llama")
 
 
 def test_a_target_with_one_other_bit_is_not_proved(tmp_path: Path) -> None:

@@ -62,10 +62,10 @@ def expert_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _balancing(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the balancing losses. Of several, the first counts; the loss of a micro-batch is that of a sequence."""
-    kinds, coefficients = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff")
-    kind = kinds[0] if isinstance(kinds, list | tuple) and kinds else kinds
-    coefficient = coefficients[0] if isinstance(coefficients, list | tuple) and coefficients else coefficients
+    """Fields of the balancing loss, of which a router has one; that of a micro-batch is that of a sequence."""
+    kinds = args.get("moe_router_load_balancing_type")
+    kind = _only_one(args, "moe_router_load_balancing_type")
+    coefficient = _only_one(args, "moe_aux_loss_coeff")
     kind = {None: LOAD_BALANCING[0], "aux_loss": "seq_aux_loss"}.get(kind, kind) if isinstance(kind, str | None) else ""
     if kind not in LOAD_BALANCING:
         raise UserError(
@@ -77,6 +77,19 @@ def _balancing(args: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             fields[name] = value_of({name: value}, name)
     return fields
+
+
+def _only_one(args: Mapping[str, Any], name: str) -> Any:
+    """Value of an argument that may be a list, of one entry; UserError for a list of several."""
+    value = args.get(name)
+    if not isinstance(value, list | tuple) or not value:
+        return value
+    if len(value) > 1:
+        raise UserError(
+            f"its argument {name} is {quote(value)}, and a router has one balancing loss here; load it into "
+            "Megatron-LM with one and save it again"
+        )
+    return value[0]
 
 
 def check_experts(model: ModelConfig) -> None:

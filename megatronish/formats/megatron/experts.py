@@ -18,8 +18,9 @@ from pathlib import Path
 from torch import Tensor
 
 from megatronish.errors import UserError
+from megatronish.formats.megatron.copies import RankTensor, one_of
 from megatronish.formats.megatron.grid import RankGrid
-from megatronish.formats.weights import LazyTensor, TensorRule
+from megatronish.formats.weights import TensorRule
 from megatronish.sharding import Cut, Sharding
 
 NAMES = {
@@ -76,15 +77,16 @@ def name_in_file(rest: str, *, is_grouped: bool) -> str:
 
 
 def by_expert(
-    parts: Mapping[str, Sequence[LazyTensor]], grid: RankGrid, num_experts: int | None, *, folder: Path
-) -> dict[str, list[LazyTensor]]:
+    parts: Mapping[str, Sequence[RankTensor]], grid: RankGrid, num_experts: int | None, *, folder: Path
+) -> dict[str, list[RankTensor]]:
     """Parts of each tensor over its own axis, from one part of every rank of a stage, in the order of the grid.
 
     A dense tensor has one for each tensor rank. Expert i of expert rank e is number e E/ep + i of the layer, and has
-    one part for each expert tensor rank. UserError for experts that the arguments do not know.
+    one part for each expert tensor rank. Copies on several ranks are compared when they are read.
+    UserError for experts that the arguments do not know.
     """
     ranks = list(grid.ranks())
-    found: dict[str, list[LazyTensor]] = {}
+    found: dict[str, list[RankTensor]] = {}
     for name, of_ranks in parts.items():
         if PACKED.fullmatch(name):
             raise UserError(
@@ -93,17 +95,16 @@ def by_expert(
             )
         match = EXPERT.fullmatch(name)
         if match is None:
-            found[name] = [of_ranks[ranks.index(pair)] for pair in _first_of(ranks, grid.tp)]
+            copies = (
+                [of for (tp, _), of in zip(ranks, of_ranks, strict=True) if tp == rank] for rank in range(grid.tp)
+            )
+            found[name] = [one_of(name, each) for each in copies]
             continue
         number, here = int(match[2]), (num_experts or 0) // grid.ep
         if number >= here:
             raise UserError(f"{folder} holds {name}, and its arguments say {here} experts a rank; it is of two models")
         for ep in range(grid.ep):
-            pairs = [next(p for p in ranks if p[1] == ep and p[0] % grid.etp == etp) for etp in range(grid.etp)]
-            found[f"{match[1]}{ep * here + number}"] = [of_ranks[ranks.index(pair)] for pair in pairs]
+            here_too = [(tp % grid.etp, of) for (tp, e), of in zip(ranks, of_ranks, strict=True) if e == ep]
+            whole = f"{match[1]}{ep * here + number}"
+            found[whole] = [one_of(whole, [of for e, of in here_too if e == etp]) for etp in range(grid.etp)]
     return found
-
-
-def _first_of(ranks: Sequence[tuple[int, int]], tp_size: int) -> Iterator[tuple[int, int]]:
-    for tp in range(tp_size):
-        yield next(pair for pair in ranks if pair[0] == tp)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.errors import UserError
+from megatronish.formats.megatron.copies import RankTensor
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.megatron.names import FILE, LATEST, NO_WEIGHTS, RELEASE
 from megatronish.formats.megatron.values import quote
 from megatronish.formats.torch_file.archive import TorchFile
 from megatronish.formats.torch_file.unpickler import Arguments, Stored
-from megatronish.formats.weights import LazyTensor
 
 OLDEST_VERSION = 2.0  # before it, the rows of query_key_value had other orders
 ITERATION = re.compile(r"[0-9]{1,18}")
@@ -27,7 +27,7 @@ class RankFile(NamedTuple):
 
     path: Path
     args: Mapping[str, Any]
-    chunks: dict[int, dict[str, LazyTensor]]
+    chunks: dict[int, dict[str, RankTensor]]
     others: tuple[str, ...] = ()
 
 
@@ -113,7 +113,7 @@ def read_rank(path: Path) -> RankFile:
 
 def _flat(
     file: TorchFile, tree: Any, others: list[str], prefix: str = "", depth: int = 0
-) -> Iterator[tuple[str, LazyTensor]]:
+) -> Iterator[tuple[str, RankTensor]]:
     """Weights in nested dicts of tensors, by their keys joined with dots; UserError if `tree` is no such dict.
 
     Names of what is no weight are added to `others`.
@@ -123,7 +123,8 @@ def _flat(
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Stored) and not name.endswith(NO_WEIGHTS):
-            yield name, file.tensor(value)
+            lazy = file.tensor(value)
+            yield name, RankTensor(lazy.shape, lazy.dtype, lazy.read, lazy.part, file.path)
         elif isinstance(value, dict):
             yield from _flat(file, value, others, f"{name}.", depth + 1)
         else:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
 from megatronish.formats.megatron.arguments import model_of, seq_length_of, true_vocab_size
+from megatronish.formats.megatron.copies import RankTensor, one_of
 from megatronish.formats.megatron.experts import by_expert
 from megatronish.formats.megatron.names import (
     BEFORE_CORE,
@@ -78,13 +79,13 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     return Model(replace(description, left_out=left_out), tensors)
 
 
-def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfig) -> dict[str, list[LazyTensor]]:
+def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfig) -> dict[str, list[RankTensor]]:
     """Parts of every tensor in the order of the ranks of a stage, by global name; of experts, by their number there.
 
     Layers are numbered through chunk 0 of all stages, then chunk 1 of all stages, ..., the order of interleaving.
     UserError if layers are missing.
     """
-    by_name: dict[str, list[LazyTensor]] = {}
+    by_name: dict[str, list[RankTensor]] = {}
     num_layers = 0
     for chunk in sorted({number for stage in ranks for rank in stage for number in rank.chunks}):
         for stage in (
@@ -109,7 +110,7 @@ def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfi
     return by_name
 
 
-def _chunk(stage: list[RankFile], chunk: int) -> dict[str, list[LazyTensor]]:
+def _chunk(stage: list[RankFile], chunk: int) -> dict[str, list[RankTensor]]:
     """Tensors of a chunk by name, a part for each tensor rank; UserError if names, shapes or dtypes differ."""
     for rank in stage:
         if chunk not in rank.chunks:
@@ -144,10 +145,12 @@ def _vocab_size(asked: int | None, first: RankFile, padded: int) -> int:
     return asked or given or padded
 
 
-def _merged(folder: Path, name: str, parts: list[LazyTensor], cut: Sharding | None) -> LazyTensor:
+def _merged(folder: Path, name: str, parts: list[RankTensor], cut: Sharding | None) -> LazyTensor:
     """Lazy global tensor. Of a tensor that the model does not have (`cut` is None), the first rank's part."""
     if cut is None:
         return parts[0]
+    if not cut.cuts:
+        parts = [one_of(name, parts)]
     wanted = local_shape(cut, len(parts))
     if parts[0].shape != wanted:
         raise UserError(
@@ -158,7 +161,7 @@ def _merged(folder: Path, name: str, parts: list[LazyTensor], cut: Sharding | No
 
 
 def _merge(parts: Sequence[LazyTensor], cut: Sharding) -> Tensor:
-    if len(parts) == 1 or not cut.cuts:
+    if len(parts) == 1:
         return parts[0].read()[: cut.shape[0]]  # without the padding of the vocabulary
     # Cut: each rank's pieces go to their places in the global tensor. Padding has no piece, so it is left out.
     (axis,), whole = cut.cut_axes, torch.empty(cut.shape, dtype=parts[0].dtype)
