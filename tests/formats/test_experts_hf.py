@@ -192,24 +192,6 @@ def test_what_a_family_with_experts_does_not_have_here_is_refused(
         hf.read(write_family(tmp_path / "theirs", name, **config))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", ["number", "choice"])
-def test_a_config_without_a_number_of_experts_is_refused(tmp_path: Path, name: str, kind: str) -> None:
-    folder = write_family(tmp_path / "theirs", name)
-    config = json.loads((folder / "config.json").read_text())
-    number = "num_local_experts" if name == "mixtral" else "num_experts"
-    key = number if kind == "number" else "num_experts_per_tok"
-    for spelling in {key, "num_local_experts", "num_experts"} if key == number else {key}:
-        config.pop(spelling, None)
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"config.json lacks {key}, which a model with experts needs; fetch it again"):
-        hf.read(folder)
-    if key == number:
-        spelling = "num_experts" if name == "mixtral" else "num_local_experts"
-        (folder / "config.json").write_text(json.dumps(config | {spelling: E}))
-        assert hf.describe(folder).model.num_experts == E
-
-
 def test_experts_in_both_forms_are_refused(tmp_path: Path) -> None:
     folder, tensors = write_family(tmp_path / "theirs", "mixtral"), tensors_of_family("mixtral")
     both = packed("mixtral", tensors) | tensors

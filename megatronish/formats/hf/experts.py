@@ -8,16 +8,12 @@ from typing import Any
 
 from megatronish.config.layer_pattern import canonical
 from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
 from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 from megatronish.formats.hf.family import first_true
 
 
 def read_experts(config: ConfigJson, *, number: str, width: str) -> dict[str, Any]:
     """Fields of the experts, whose number and inner width are these keys."""
-    for key in (number, "num_experts_per_tok"):  # without a default: transformers' is of one model among many
-        if key not in config.values:
-            raise UserError(f"{config.path} lacks {key}, which a model with experts needs; fetch it again")
     experts, chosen = config.whole(number), config.whole("num_experts_per_tok")
     if chosen > experts:
         config.refuse("num_experts_per_tok", f"must be at most {number}={experts}", remedy=CORRECT)

@@ -15,6 +15,8 @@ _MIXTRAL = LLAMA_DEFAULTS | {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
 }
 
 

@@ -18,6 +18,8 @@ _OLMOE = LLAMA_DEFAULTS | {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "eos_token_id": 50279,
+    "num_experts_per_tok": 8,
+    "num_experts": 64,
 }
 
 

@@ -22,6 +22,8 @@ _QWEN2_MOE = LLAMA_DEFAULTS | {
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 1408,
     _SHARED: 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
     "qkv_bias": True,
 }
 

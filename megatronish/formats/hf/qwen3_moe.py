@@ -21,6 +21,8 @@ _QWEN3_MOE = LLAMA_DEFAULTS | {
     "sliding_window": 4096,
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
 }
 
 
