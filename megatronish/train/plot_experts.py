@@ -15,7 +15,7 @@ from megatronish.train.hooks.experts import FILE
 from megatronish.train.plot import each_line, thinned, write_figure
 
 MOST_LINES = 100  # of which the map shows the sum: a single step is noise
-IDLE = "0.25"
+IDLE = "gold"  # on neither side of the scale: an expert with few tokens is dark blue
 TICKS = {-2: "1/4", -1: "1/2", 0: "mean", 1: "2 x", 2: "4 x"}
 FEW_CELLS = 16  # layers and experts up to which every cell has its number
 
@@ -75,7 +75,7 @@ def plot_experts(run_dir: Path) -> Path | None:
 
 
 def _draw_map(figure: Figure, axes: Axes, counts: Counts) -> None:
-    """Layers x experts: blue below the mean of the layer, red above it, on a logarithmic scale; idle ones are dark."""
+    """Layers x experts: blue below the mean of the layer, red above it, on a logarithmic scale; idle ones are gold."""
     num_layers, num_experts = counts.last.shape
     ratio = counts.last / np.maximum(counts.last.mean(1, keepdims=True), 1e-9)
     shade = np.log2(np.where(ratio > 0, ratio, np.nan))
@@ -87,11 +87,12 @@ def _draw_map(figure: Figure, axes: Axes, counts: Counts) -> None:
     bar.ax.set_yticklabels(list(TICKS.values()), fontsize="small")
     bar.outline.set_visible(False)
     num_idle = int((ratio == 0).sum())
-    bar.set_label("tokens of an expert" + (f"\n({num_idle} idle: dark)" if num_idle else ""), fontsize="small")
+    bar.set_label("tokens of an expert" + (f"\n({num_idle} idle: gold)" if num_idle else ""), fontsize="small")
     if max(num_layers, num_experts) <= FEW_CELLS:
         for (layer, expert), value in np.ndenumerate(ratio):
-            colour = "white" if not 0.3 < value < 3.2 else "0.15"
-            axes.text(expert + 0.5, layer + 0.5, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=7)
+            colour = "white" if 0 < value < 0.3 or value > 3.2 else "0.15"
+            text = "<0.01" if 0 < value < 0.005 else f"{value:.2f}"
+            axes.text(expert + 0.5, layer + 0.5, text, ha="center", va="center", color=colour, fontsize=7)
     axes.set(xlabel="expert", ylabel="layer")
     every, row = -(-num_experts // 32), -(-num_layers // 24)
     axes.set_xticks(np.arange(0, num_experts, every) + 0.5, list(map(str, range(0, num_experts, every))))

@@ -144,12 +144,13 @@ def verify(config: Config, *, num_steps: int) -> int:
     other = None if one is None else trace(config, num_steps=num_steps, replayed=one.choices)
     if one is None or other is None:
         return 1
-    verdict = compare(one, other, layout=layout)
+    grid = "" if config.model.num_experts is None else f", {config.parallel.expert_layout.line(config.layout)}"
+    verdict = compare(one, other, layout=layout + grid)
     print(verdict.table)
     if one.choices:
         print(routing_report(one, other))
     if verdict.difference is None:
-        print(f"{config.layout} trains the same model: every difference is at most {TOLERANCE:.0e} relative")
+        print(f"{config.layout}{grid} trains the same model: every difference is at most {TOLERANCE:.0e} relative")
         return 0
-    print(f"{config.layout} does NOT train the same model: {verdict.difference}")
+    print(f"{config.layout}{grid} does NOT train the same model: {verdict.difference}")
     return 1
