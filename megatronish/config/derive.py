@@ -9,6 +9,7 @@ from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
 from megatronish.config.data import MOCK_VOCAB_SIZE
 from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.model import ModelConfig
 from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -98,13 +99,25 @@ def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
 
 
 def _idle_experts(config: Config) -> list[str]:
-    """Note about settings of experts in a model without experts."""
+    """Notes about settings of experts in a model without experts, and about those of another kind of router."""
     if config.model.num_experts is not None:
-        return []
+        return _idle_router(config.model)
     names = [*(name for name in vars(config.model) if name.startswith("moe_")), *EXPERT_SIZES]
     values = vars(config.model) | vars(config.parallel)
     given = [f"{name}={values[name]}" for name in names if values[name] != FIELDS[name].default]
     return [f"{', '.join(given)}: idle, as --num-experts is not given"] if given else []
+
+
+def _idle_router(model: ModelConfig) -> list[str]:
+    """Notes about settings that this kind of router does not read."""
+    is_sigmoid, notes = model.moe_router_score_function == "sigmoid", []
+    names = ("moe_router_pre_softmax", "moe_router_norm_topk_prob")
+    if is_sigmoid and (given := [name for name in names if getattr(model, name)]):
+        notes.append(f"{', '.join(given)}: idle, as the scores of experts are sigmoids")
+    rate = "moe_router_bias_update_rate"
+    if not model.moe_router_enable_expert_bias and getattr(model, rate) != FIELDS[rate].default:
+        notes.append(f"{rate}={getattr(model, rate)}: idle, as --moe-router-enable-expert-bias is not given")
+    return notes
 
 
 def _idle_loss_scale(training: TrainingConfig) -> list[str]:

@@ -143,6 +143,14 @@ def test_settings_of_experts_are_idle_in_a_dense_model() -> None:
     flags = "--moe-router-topk 4 --expert-model-parallel-size 8 --moe-grouped-gemm"
     notes = read(flags).notes
     assert "moe_router_topk=4, expert_model_parallel_size=8: idle, as --num-experts is not given" in notes
+    other = (
+        "--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-bias-update-rate 0.5"
+    )
+    of_router = [note for note in read(other).notes if note.startswith("moe_router")]
+    assert of_router == [
+        "moe_router_pre_softmax: idle, as the scores of experts are sigmoids",
+        "moe_router_bias_update_rate=0.5: idle, as --moe-router-enable-expert-bias is not given",
+    ]
     with_experts = read("--num-experts 8 --moe-router-load-balancing-type aux_loss")
     assert with_experts.config.model.moe_router_load_balancing_type == "seq_aux_loss"
     assert any("aux_loss is computed as seq_aux_loss: NOT AS ASKED" in note for note in with_experts.notes)
