@@ -71,7 +71,7 @@ def parse_frequency(text: str) -> int | list[int]:
     """ "2" -> 2, "([0]*1+[1]*3)" -> [0, 1, 1, 1]: numbers, lists, + and * alone; ValueError for anything else."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is neither a number nor a list such as ([0]*3+[1]*58)") from error
 
 

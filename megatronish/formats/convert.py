@@ -110,7 +110,7 @@ def convert(
     _check_options(target, FORMATS[target].writes, writing or {}, verb="written")
     # Source: names, shapes and dtypes from its headers, under our names, compared with the parameters of the model.
     description, theirs = FORMATS[source].read(load, **(reading or {}))
-    ours = to_ours(theirs, FORMATS[source].rules(description))
+    ours = to_ours(theirs, FORMATS[source].rules(description), source=load)
     check_source(load, description, ours, allow_unmatched=allow_unmatched)
     # Target: the same tensors under its names, in the dtype that is asked for. All are still lazy.
     converted = from_ours(ours.tensors, FORMATS[target].rules(description))

@@ -18,7 +18,7 @@ from megatronish.sharding import Piece
 def open_hf(load: Path) -> Model:
     """Model of a Hugging Face folder under our names, lazy; UserError if a tensor is missing or of another shape."""
     description, theirs = hf.read(load)
-    ours = to_ours(theirs, hf.rules(description))
+    ours = to_ours(theirs, hf.rules(description), source=load)
     check_source(load, description, ours, allow_unmatched=False)
     return Model(description, ours.tensors)
 

@@ -25,6 +25,9 @@ from megatronish.pipeline.stages import Stages
 from megatronish.sharding import Sharding
 
 
+OF_TWO_MODELS = "its config and its weights are of two models, fetch both again"
+
+
 @dataclass(frozen=True)
 class LazyTensor:
     """Tensor that is not read yet: its shape, its dtype, and the function that reads it.
@@ -143,8 +146,9 @@ class TensorRule:
     row: int | None = None
 
 
-def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Translated:
-    """Translation of a foreign format's tensors to our names; nothing is read."""
+def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[TensorRule], *, source: Path | None = None) -> Translated:
+    """Translation of a foreign format's tensors to our names; nothing is read. UserError names the `source`."""
+    where = "" if source is None else f"{source}: "
     _check_rules(rules)
     tensors: dict[str, LazyTensor] = {}
     stacks: dict[str, list[LazyTensor]] = {}
@@ -156,13 +160,13 @@ def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[TensorRule]) -> Tr
         used.update(rule.theirs)
         if absent:
             continue
-        joined = _joined([theirs[name] for name in rule.theirs], rule)
+        joined = _joined([theirs[name] for name in rule.theirs], rule, where)
         if rule.row is None:
             tensors[rule.ours] = joined
         else:
             stacks.setdefault(rule.ours, []).append(joined)
     if not missing:
-        tensors |= {name: _stacked(name, rows) for name, rows in stacks.items()}
+        tensors |= {name: _stacked(name, rows, where) for name, rows in stacks.items()}
     return Translated(tensors, tuple(name for name in theirs if name not in used), tuple(missing))
 
 
@@ -197,23 +201,23 @@ def _check_rules(rules: Sequence[TensorRule]) -> None:
         )
 
 
-def _joined(parts: Sequence[LazyTensor], rule: TensorRule) -> LazyTensor:
+def _joined(parts: Sequence[LazyTensor], rule: TensorRule, where: str) -> LazyTensor:
     # The join of meta tensors gives shape and dtype of the result, and refuses shapes that do not fit.
     try:
         like = rule.join([part.like() for part in parts])
     except (RuntimeError, IndexError, ValueError) as error:  # torch's, of shapes that do not fit
         given = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(rule.theirs, parts, strict=True))
-        raise UserError(f"{given} do not fit together into {rule.ours}: they are of no such model") from error
+        raise UserError(f"{where}{given} do not fit together into {rule.ours}; {OF_TWO_MODELS}") from error
     # A tensor under another name can still be read in parts.
     part = parts[0].part if len(parts) == 1 and rule.join is TensorRule.join else None
     return LazyTensor(tuple(like.shape), like.dtype, lambda: rule.join([part.read() for part in parts]), part)
 
 
-def _stacked(name: str, rows: Sequence[LazyTensor]) -> LazyTensor:
+def _stacked(name: str, rows: Sequence[LazyTensor], where: str) -> LazyTensor:
     """Lazy tensor [len(rows), ...], of which each row is a tensor by itself."""
     shape, dtype = rows[0].shape, rows[0].dtype
     if any((row.shape, row.dtype) != (shape, dtype) for row in rows):
-        raise UserError(f"the experts of {name} differ in shape or in type: they are of no such model")
+        raise UserError(f"{where}the experts of {name} differ in shape or in type; {OF_TWO_MODELS}")
 
     def part(start: int, stop: int) -> Tensor:
         values = torch.empty(stop - start, *shape, dtype=dtype)
