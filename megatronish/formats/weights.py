@@ -24,7 +24,6 @@ from megatronish.pipeline.stage import build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.sharding import Sharding
 
-
 OF_TWO_MODELS = "its config and its weights are of two models, fetch both again"
 
 
