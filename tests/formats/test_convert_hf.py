@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_read_is_refused_with_a_remedy(tmp_path: Path) -
         (lambda tensors: tensors.update({hf.HEAD: torch.ones(3, 8)}), r"head.weight would be \[3, 8\], and its model"),
         (
             lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.ones(12, 7)}),
-            r"model.layers.1.mlp.up_proj.weight.* do not fit together .*; its config and its weights are of two models, fetch",
+            r"up_proj.weight.* do not fit together .*; its config and its weights are of two models, fetch both again",
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(8, dtype=torch.float64)}),
