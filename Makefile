@@ -25,7 +25,7 @@ pretrain: demo/python_text_document.idx ## the main job: from Python's own libra
 quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
 	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)
 
-test: $(READY) ## the test suite, about twelve minutes on two cores (WORKERS=8 on more)
+test: $(READY) ## the test suite, about fifteen minutes on two cores (WORKERS=8 on more)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-fast: $(READY) ## the tests that start no process: no ranks, no launcher, no compiler; under a minute
