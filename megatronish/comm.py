@@ -1,7 +1,7 @@
 """Collectives and point-to-point transfers over one axis of the mesh. The only file that calls those of a step.
 
 Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
-`Pending`: the caller computes during the transfer. `reduce_from`, `reduce_scatter_to_sequence`,
+`Pending`: the caller computes during the transfer. `copy_to`, `reduce_from`, `reduce_scatter_to_sequence`,
 `gather_whole_sequence`, `split_sequence`, `all_to_all` and `all_to_all_rows` are differentiable: each calls one
 collective forward and the transposed one backward (of the two that cut and join what all ranks hold alike, one of
 both), and waits for it.
@@ -85,6 +85,18 @@ def piece_of(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else x.chunk(axis.size)[axis.rank]
 
 
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # A copy: autograd may hand the same gradient to others, and the sum is made in place.
+        return all_reduce(grads[0].clone(), ctx.axis), None
+
+
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -160,6 +172,11 @@ class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return start_all_gather(grads[0], ctx.axis).wait(), None
+
+
+def copy_to(x: Tensor, tp: Axis) -> Tensor:
+    """[...] -> [...]: identity forward, all-reduce of the gradient backward. `f` of Shoeybi et al. 2019."""
+    return x if tp.size == 1 else _CopyTo.apply(x, tp)
 
 
 def reduce_from(x: Tensor, tp: Axis) -> Tensor:

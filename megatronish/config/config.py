@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatronish.config.adapter import AdapterConfig
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
@@ -21,6 +22,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -85,7 +85,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.spec, self.layer, self.core = config, spec, layer, core
-        self.local_sections = tuple(section // tp.size for section in spec.sections)
+        self.local_sections = tuple(section // tp.size for section in spec.sections.values())
         num_local_heads = spec.num_heads // tp.size
         self.first_head = tp.axis.rank * num_local_heads
         self.slopes: tuple[float, ...] = ()
@@ -93,17 +93,17 @@ class Attention(nn.Module):
             self.slopes = alibi_slopes(spec.num_heads)[self.first_head : self.first_head + num_local_heads]
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            sum(spec.sections),
+            sum(spec.sections.values()),
             tp=tp,
             bias=spec.qkv_bias,
             init_std=config.init_method_std,
             sections=spec.sections,
         )
         self.out = RowParallelLinear(
-            spec.sections[0], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std
+            spec.sections["q"], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std, section="o"
         )
         if spec.qk_norm:
-            self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in spec.sections[:2])
+            self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in (spec.sections["q"], spec.sections["k"]))
         self.sinks = nn.Parameter(torch.empty(num_local_heads)) if spec.softmax == "learnable" else None
 
     def _make_norm(self, size: int, tp: TensorParallel) -> Norm | AllHeadsNorm:

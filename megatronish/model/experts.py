@@ -84,7 +84,7 @@ class MixtureOfExperts(nn.Module):
             spec.num_experts,
             config.hidden_size,
             spec.expert.ffn_size,
-            num_sections=len(spec.expert.sections),
+            sections=tuple(spec.expert.sections),
             activate=partial(activated, bias=None, spec=spec.expert),
             parallel=tp.experts,
             init_std=std,

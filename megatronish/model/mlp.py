@@ -28,13 +28,15 @@ class MLP(nn.Module):
         self.has_fused_activation = spec.is_plain and spec.activation not in ("squared_relu", "quick_geglu")
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
-            sum(spec.sections),
+            sum(spec.sections.values()),
             tp=tp,
             bias=spec.bias,
             init_std=config.init_method_std,
             sections=spec.sections,
         )
-        self.fc2 = RowParallelLinear(spec.ffn_size, config.hidden_size, tp=tp, bias=spec.bias, init_std=output_std)
+        self.fc2 = RowParallelLinear(
+            spec.ffn_size, config.hidden_size, tp=tp, bias=spec.bias, init_std=output_std, section="down"
+        )
 
     def forward(self, x: Tensor, _context: Context | None = None) -> Tensor:
         """[S, B, D] -> [S, B, D]: fc1, activation, fc2."""
