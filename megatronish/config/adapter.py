@@ -22,5 +22,3 @@ class AdapterConfig:
     """Dropout on the input of the updates."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(r) instead (rsLoRA)."""
-    loraplus_lr_ratio: Annotated[float | None, greater_than(0)] = None
-    """Learning rate of the factor B as a multiple of that of A (LoRA+)."""

@@ -140,7 +140,7 @@ def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.dev
     """The stage with the adapters of the config, whose parameters are uninitialised."""
     with device:
         add_adapters(stage.model, config)
-    return replace(stage, shardings=collect_shardings(stage.model))
+    return replace(stage, shardings=collect_shardings(stage.model), is_adapted=True)
 
 
 def freeze(stage: ModelStage, trainable: Trainable) -> dict[str, Sharding]:

@@ -92,7 +92,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
     say(opening)
     engine = job.build_engine()
-    progress, origin, hook_states, schedule = begin(job, engine, say)
+    progress, origin, hook_states, schedule, base = begin(job, engine, say)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
@@ -101,6 +101,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
     facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
+    facts |= {} if base is None else {"base": {"source": base.source, "identity": base.identity}}
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(
