@@ -132,7 +132,7 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extended(k, v, layer=self.layer)
         mask = context.mask(self.spec.window, self.slopes)
-        dropout = context.attention_dropout(layer=self.layer, rate=self.config.attention_dropout)
+        dropout = context.attention_dropout(rate=self.config.attention_dropout)
         sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
         return self.out(self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks))
 

@@ -145,7 +145,7 @@ class MixtureOfExperts(nn.Module):
         the token.
         """
         if context.dropout is not None and (self.jitter or self.is_forced):
-            draw = partial(context.dropout.of_router, layer=self.layer, positions=self.own_positions(context))
+            draw = partial(context.dropout.of_router, positions=self.own_positions(context))
             if self.jitter:
                 own = own.float() * (1 + self.jitter * draw(site="jitter", num_columns=own.shape[-1]))
             if self.is_forced and chosen is None:
