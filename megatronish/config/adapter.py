@@ -22,3 +22,8 @@ class AdapterConfig:
     """Dropout on the input of the updates."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(r) instead (rsLoRA)."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether adapters learn, and the model is frozen."""
+        return self.adapter_type is not None

@@ -11,6 +11,7 @@ from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
 from megatronish.config.model import ModelConfig
 from megatronish.config.rules import (
+    adapter,
     data,
     experts,
     model,
@@ -44,6 +45,7 @@ RULES = (
     *optimizer.WEIGHT_DECAY_RULES,
     *data.RULES,
     *run.CHECKPOINT_RULES,
+    *adapter.RULES,
     *plugins.RULES,
 )
 

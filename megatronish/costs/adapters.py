@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from megatronish.config.adapter import AdapterConfig
 from megatronish.config.model import ModelConfig
-from megatronish.layer_costs import Count
+from megatronish.errors import UserError
+from megatronish.layer_costs import Count, sum_counts
 from megatronish.layer_specs import ExpertsSpec, LayerSpec, MLPSpec, layer_specs
 
 SECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -119,6 +120,33 @@ def complaint_about_targets(model: ModelConfig, config: AdapterConfig) -> str | 
                 "the down-projection behind them; name down instead"
             )
     return None
+
+
+def refuse_wrong_targets(model: ModelConfig, config: AdapterConfig) -> None:
+    """UserError for adapters that would match nothing, or that a layer cannot have."""
+    if not config.is_used:
+        return
+    complaint = complaint_about_targets(model, config)
+    if (
+        complaint is None
+        and config.lora_dropout > 0
+        and any(each.copies > 1 for each in adapted_sections(model, config))
+    ):
+        complaint = (
+            f"lora_dropout={config.lora_dropout} is not for the adapters of experts, whose rows have no position; use "
+            "--lora-dropout 0, or name the sections of attention in --adapter-targets"
+        )
+    if complaint is not None:
+        raise UserError(complaint)
+
+
+def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) -> Count:
+    """Parameters of the adapters in these layers; zero without adapters."""
+    if not config.is_used:
+        return Count()
+    specs, patterns = layer_specs(model), all_patterns(config)
+    sections = (each for layer in layers for each in sections_of_layer(model, layer, specs[layer]))
+    return sum_counts(each.parameters(config) for each in sections if is_target(each.name, patterns))
 
 
 def adapter_table(model: ModelConfig, config: AdapterConfig, *, num_parameters: int) -> str:

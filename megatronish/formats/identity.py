@@ -24,5 +24,5 @@ def identity_of(tensors: Mapping[str, LazyTensor], *, over: Axis) -> str:
 
 def _line(name: str, tensor: LazyTensor) -> str:
     values = tensor.read().contiguous().flatten()
-    digest = hashlib.sha256(values.view(torch.uint8).numpy()).hexdigest()
+    digest = hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
     return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {digest}"

@@ -6,7 +6,7 @@ row-parallel layer does: it is whole on every rank, and under sequence paralleli
 it meets this rank's own positions alone.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -16,9 +16,7 @@ from megatronish.ops.grouped_mm import Groups
 class InputDropout(Protocol):
     """Dropout on the inputs of a transformer layer's adapters, in one forward of training."""
 
-    def of_input(
-        self, x: Tensor, *, site: str, rate: float, first_column: int = 0, is_whole: bool = False
-    ) -> Tensor:
+    def of_input(self, x: Tensor, *, site: str, rate: float, first_column: int = 0, is_whole: bool = False) -> Tensor:
         """[s, B, in] -> [s, B, in]: columns from `first_column` on of the global input.
 
         x holds this rank's own positions, or with `is_whole` those of all tp ranks.
@@ -34,7 +32,7 @@ class Adapter(Protocol):
         ...
 
     def __call__(self, x: Tensor, y: Tensor, drop: InputDropout | None, /) -> Tensor:
-        """The layer's output y, reduced and with its bias, adapted. x is the layer's input; evaluation has no `drop`."""
+        """The layer's output y, reduced and with its bias, adapted; x is the layer's input."""
         ...
 
 
@@ -50,8 +48,28 @@ class GroupedAdapter(Protocol):
         ...
 
 
+class Adaptable(nn.Module):
+    """Layer that may have adapters, by their names, of which the one called `active_adapter` is applied.
+
+    `section_names` name the parts of its output that an adapter is for.
+    """
+
+    section_names: tuple[str, ...] = ()
+    active_adapter: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict()
+
+    @property
+    def adapter(self) -> Any:
+        """The adapter that is applied: an `Adapter`, of experts a `GroupedAdapter`, or None."""
+        name = self.active_adapter
+        return self.adapters[name] if name is not None and name in self.adapters else None
+
+
 def select_adapter(model: nn.Module, name: str | None) -> None:
     """From now on the model's linear layers apply the adapter of this name, those that have it; None: no adapter."""
     for module in model.modules():
-        if hasattr(module, "active_adapter"):
+        if isinstance(module, Adaptable):
             module.active_adapter = name

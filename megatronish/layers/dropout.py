@@ -23,14 +23,17 @@ class LayerDropout:
     sample_ids: Tensor  # int64 [B], global
     keys: Tensor
 
-    def hidden(self, x: Tensor, *, site: str, positions: Tensor, rate: float) -> Tensor:
-        """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, under sequence parallelism a part of all."""
+    def hidden(self, x: Tensor, *, site: str, positions: Tensor, rate: float, first_column: int = 0) -> Tensor:
+        """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, under sequence parallelism a part of all.
+
+        x may be a part of the channels, from `first_column` on.
+        """
         if rate == 0.0:
             return x
         keep = keep_mask(
             self._keys_of(site),
             places=(self.sample_ids, positions.unsqueeze(-1)),
-            columns=torch.arange(x.shape[-1], device=x.device),
+            columns=torch.arange(first_column, first_column + x.shape[-1], device=x.device),
             rate=rate,
         )
         return x * keep * (1.0 / (1.0 - rate))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish import comm
-from megatronish.layers.adapter import InputDropout
+from megatronish.layers.adapter import Adaptable, InputDropout
 from megatronish.layers.product import DENSE, Product
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, TensorParallel
@@ -28,28 +28,15 @@ from megatronish.sharding import Cut, Init, Sharding
 ALONE = TensorParallel(Axis("alone"))
 
 
-class LinearLayer(nn.Module):
-    """Layer that multiplies by one weight: base of column-parallel, row-parallel and output layers.
-
-    `section_names` name the parts of the output that an adapter is for. `adapters` are those of the layer by their
-    names, of which the one called `active_adapter` is applied.
-    """
+class LinearLayer(Adaptable):
+    """Layer that multiplies by one weight: base of column-parallel, row-parallel and output layers."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None = None
-    section_names: tuple[str, ...] = ()
-    active_adapter: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.product: Product = DENSE
-        self.adapters = nn.ModuleDict()
-
-    @property
-    def adapter(self) -> Any:
-        """The adapter that is applied: an `Adapter`, of experts a `GroupedAdapter`, or None."""
-        name = self.active_adapter
-        return self.adapters[name] if name is not None and name in self.adapters else None
 
     def multiply(self, x: Tensor, bias: Tensor | None, *, tp: TensorParallel) -> Tensor:
         """`linear` with the layer's own weight, product and queue of weight gradients."""

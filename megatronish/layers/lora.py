@@ -159,9 +159,7 @@ class GroupedLoRA(LoRA):
 
     def __init__(self, layer: StackedLinear, sections: Collection[str], settings: LoRASettings) -> None:
         assert settings.dropout == 0.0, "the rows of experts have no positions that a mask could be named by"
-        self_parts = {
-            name: _expert_factors(layer, settings.rank) for name in layer.section_names if name in sections
-        }
+        self_parts = {name: _expert_factors(layer, settings.rank) for name in layer.section_names if name in sections}
         super().__init__(settings, self_parts)
         self.section_names = layer.section_names
 

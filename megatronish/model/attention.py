@@ -134,11 +134,12 @@ class Attention(nn.Module):
         mask = context.mask(self.spec.window, self.slopes)
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
-        return self.out(self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks))
+        attended = self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks)
+        return self.out(attended, drop=context)
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised, clipped and rotated."""
-        parts = self.qkv(x).split(self.local_sections, dim=-1)
+        parts = self.qkv(x, drop=context).split(self.local_sections, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
         if self.spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)

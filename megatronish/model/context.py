@@ -22,15 +22,16 @@ class Context:
     """What one forward pass makes, once, and all its layers read.
 
     `positions` [s] are the places along the whole sequence that the residual stream holds on this rank: a part of them
-    under context or sequence parallelism. With a `cache` the batch continues where the forward before it ended:
-    document ids are of all tokens so far, the rest is of the new ones. `dropout` is that of the layer at work
-    (`of_layer`), None in evaluation.
+    under context or sequence parallelism; `all_positions` [S/cp] are those of all tp ranks. With a `cache` the batch
+    continues where the forward before it ended: document ids are of all tokens so far, the rest is of the new ones.
+    `dropout` is that of the layer at work (`of_layer`), None in evaluation.
     """
 
     batch: MicroBatch
     positions: Tensor
     rotation: Rotation | None
     causal_mask: AttentionMask
+    all_positions: Tensor | None = None
     dropout: LayerDropout | None = None
     cache: KeyValueCache | None = None
     routing: RoutingRecord = field(default_factory=RoutingRecord)
@@ -48,6 +49,14 @@ class Context:
         if self.dropout is None:
             return x
         return self.dropout.hidden(x, site=site, positions=self.positions, rate=rate)
+
+    def of_input(self, x: Tensor, *, site: str, rate: float, first_column: int = 0, is_whole: bool = False) -> Tensor:
+        """[s, B, in] -> [s, B, in]: dropout on the input of an adapter (layers/adapter.py)."""
+        if self.dropout is None:
+            return x
+        positions = self.all_positions if is_whole else self.positions
+        assert positions is not None, "adapters of row-parallel layers need the positions of all tp ranks"
+        return self.dropout.hidden(x, site=site, positions=positions, rate=rate, first_column=first_column)
 
     def attention_dropout(self, *, rate: float) -> ProbabilityDropout | None:
         """Dropout on the layer's attention probabilities; None where nothing is dropped."""
@@ -94,6 +103,7 @@ def make_context(
     return Context(
         batch=batch,
         positions=comm.piece_of(positions, tp.sequence_axis),
+        all_positions=positions,
         rotation=None if rotary is None else rotary(batch.position_ids),
         causal_mask=masks.of(batch, seq_length=seq_length, num_cached=num_cached),
         cache=cache,

@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared(x, context)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
         return y
 

@@ -10,9 +10,8 @@ from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.identity import identity_of
 from megatronish.formats.weights import Model
 from megatronish.train.engine import Engine
-from megatronish.train.folder import refuse_other_function
 from megatronish.train.job import TrainingJob
-from megatronish.train.state import base_tensors_of, read_run
+from megatronish.train.state import base_tensors_of
 
 
 class Base(NamedTuple):
@@ -35,11 +34,7 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
         into = {name: each for name, each in into.items() if name.removeprefix(native.PREFIX) in engine.stage.shardings}
 
     def read() -> Model:
-        if keep.load_hf is not None:
-            model = open_hf(source)
-        else:
-            model = native.read(source)
-            # TODO
+        model = native.read(source) if keep.load_hf is None else open_hf(source)
         load_weights(model.tensors, into, source=source)
         return model
 

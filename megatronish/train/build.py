@@ -101,7 +101,7 @@ def build_engine(
         make_block=make_block,
         device=device,
     )
-    if config.adapter.adapter_type is not None:
+    if config.adapter.is_used:
         stage = with_adapters(stage, config.adapter, device=device)
         trainable = adapters_alone if trainable is everything else trainable
     learning = freeze(stage, trainable)

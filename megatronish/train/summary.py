@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatronish.config.config import Config
+from megatronish.costs.adapters import adapter_table
 from megatronish.costs.flops import model_flops_per_token
 from megatronish.costs.memory import bytes_of_uneven_load, expected_memory, format_bytes, memory_table
 from megatronish.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
@@ -49,7 +50,9 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     model, training, parallel, layout = config.model, config.training, config.parallel, config.layout
     tokens = config.global_batch_size * training.seq_length
     num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
-    flops = tokens * model_flops_per_token(model, vocab_size=vocab_size, seq_length=training.seq_length)
+    flops = tokens * model_flops_per_token(
+        model, vocab_size=vocab_size, seq_length=training.seq_length, is_frozen=config.adapter.is_used
+    )
     stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     on_cpu = device == "cpu" or parallel.optimizer_cpu_offload or parallel.param_cpu_offload
     masters_on = torch.device("cpu" if on_cpu else "cuda")
@@ -72,6 +75,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         + _active(config, vocab_size)
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
+        *_adapters(config, vocab_size),
         f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
         f"{flops:.3g} model FLOPs",
         "memory expected on a device:",
@@ -80,6 +84,16 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         *(f"note: {note}" for note in notes),
     ]
     return "\n".join(lines)
+
+
+def _adapters(config: Config, vocab_size: int) -> list[str]:
+    """Which sections have an adapter, and how many parameters learn."""
+    if not config.adapter.is_used:
+        return []
+    number = num_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
+    table = adapter_table(config.model, config.adapter, num_parameters=number)
+    base = config.checkpoint.load_hf or config.checkpoint.load
+    return [f"{config.adapter.adapter_type} beside the frozen model of {base}:", table]
 
 
 def _active(config: Config, vocab_size: int) -> str:
