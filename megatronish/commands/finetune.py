@@ -1,4 +1,4 @@
-"""Fine-tuning of a GPT: a pretraining run that starts from a trained model, whole or with adapters beside it."""
+"""Fine-tuning of a GPT: a pretraining run that starts from a trained model, whole or with adapters."""
 
 from collections.abc import Sequence
 

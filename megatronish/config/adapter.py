@@ -1,4 +1,4 @@
-"""Section [adapter] of a config: what learns beside a frozen model, and which of its layers have it."""
+"""Section [adapter] of a config: adapters of a frozen model, and which of its layers have one."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -52,7 +52,7 @@ class LinearSection(NamedTuple):
 
 
 def linear_sections(model: ModelConfig) -> Iterator[LinearSection]:
-    """Sections of all linear layers that may have an adapter: all but router, embedding and output layer."""
+    """Sections of all linear layers that may have an adapter: not router, embedding and output layer."""
     for number, spec in enumerate(layer_specs(model)):
         yield from sections_of_layer(model, number, spec)
 

@@ -16,12 +16,14 @@ SITES = ("embedding", "attention", "attention_output", "mlp_output", "jitter", "
 class LayerDropout:
     """Dropout masks and routers' random values of one layer, whatever the layout and what was drawn before.
 
-    `keys` [SITES, 2] are those of the streams (streams.py) that `names` and a site name.
+    `keys` [SITES, 2] are those of the streams (streams.py) that `names` and a site name. `all_positions` [S/cp] are
+    those of all tp ranks together.
     """
 
     names: tuple[str | int, ...]
     sample_ids: Tensor  # int64 [B], global
     keys: Tensor
+    all_positions: Tensor | None = None
 
     def hidden(self, x: Tensor, *, site: str, positions: Tensor, rate: float, first_column: int = 0) -> Tensor:
         """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, under sequence parallelism a part of all.
@@ -67,11 +69,13 @@ def _other_keys(names: tuple[str | int, ...], device: torch.device) -> Tensor:
 class Dropout:
     """Dropout and random values of one forward pass, by layer; the embedding's are those of layer 0."""
 
-    def __init__(self, seed: int, step: int, sample_ids: Tensor, *, layers: Sequence[int]) -> None:
+    def __init__(
+        self, seed: int, step: int, sample_ids: Tensor, *, layers: Sequence[int], all_positions: Tensor | None = None
+    ) -> None:
         streams = [(seed, "dropout", step, layer) for layer in layers]
         keys = mask_keys(((*names, site) for names in streams for site in SITES), device=sample_ids.device)
         self._layers = {
-            layer: LayerDropout(names, sample_ids, of_layer)
+            layer: LayerDropout(names, sample_ids, of_layer, all_positions)
             for layer, names, of_layer in zip(layers, streams, keys.split(len(SITES)), strict=True)
         }
 

@@ -3,7 +3,7 @@
     output features    y = (W x + b) * l     of queries, keys and values, and of any layer but a down-projection
     input features     y = W (x * l) + b     of a down-projection
 
-The vector is cut where the features are cut, and nothing travels over tp.
+The vector is cut where the features are cut, and nothing is sent over tp.
 """
 
 from collections.abc import Collection

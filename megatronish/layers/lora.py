@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + scale B A drop(x), with A [r, in] and B [out, r].
 
-B begins at zero, so that the layer begins as the base's. Where things lie and what travels over tp:
+B begins at zero, so that the layer begins as the base's. Where things lie and what is sent over tp:
 
     column-parallel    A whole, applied to own positions; B cut as the rows of W        A x [s, B, r] is gathered
     row-parallel       A cut as the columns of W; B whole, applied to own positions     A x [S, B, r] is reduced

@@ -22,16 +22,15 @@ class Context:
     """What one forward pass makes, once, and all its layers read.
 
     `positions` [s] are the places along the whole sequence that the residual stream holds on this rank: a part of them
-    under context or sequence parallelism; `all_positions` [S/cp] are those of all tp ranks. With a `cache` the batch
-    continues where the forward before it ended: document ids are of all tokens so far, the rest is of the new ones.
-    `dropout` is that of the layer at work (`of_layer`), None in evaluation.
+    under context or sequence parallelism. With a `cache` the batch continues where the forward before it ended:
+    document ids are of all tokens so far, the rest is of the new ones. `dropout` is that of the layer at work
+    (`of_layer`), None in evaluation.
     """
 
     batch: MicroBatch
     positions: Tensor
     rotation: Rotation | None
     causal_mask: AttentionMask
-    all_positions: Tensor | None = None
     dropout: LayerDropout | None = None
     cache: KeyValueCache | None = None
     routing: RoutingRecord = field(default_factory=RoutingRecord)
@@ -54,8 +53,8 @@ class Context:
         """[s, B, in] -> [s, B, in]: dropout on the input of an adapter (layers/adapter.py)."""
         if self.dropout is None:
             return x
-        positions = self.all_positions if is_whole else self.positions
-        assert positions is not None, "adapters of row-parallel layers need the positions of all tp ranks"
+        positions = self.dropout.all_positions if is_whole else self.positions
+        assert positions is not None, "an input that no tp rank holds in part has the positions of all"
         return self.dropout.hidden(x, site=site, positions=positions, rate=rate, first_column=first_column)
 
     def attention_dropout(self, *, rate: float) -> ProbabilityDropout | None:
@@ -103,7 +102,6 @@ def make_context(
     return Context(
         batch=batch,
         positions=comm.piece_of(positions, tp.sequence_axis),
-        all_positions=positions,
         rotation=None if rotary is None else rotary(batch.position_ids),
         causal_mask=masks.of(batch, seq_length=seq_length, num_cached=num_cached),
         cache=cache,

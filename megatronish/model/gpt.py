@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
+from megatronish.attention.zigzag import places_of
 from megatronish.config.model import ModelConfig
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.dropout import Dropout
@@ -200,8 +201,10 @@ class GPT(nn.Module):
 
     def _dropout(self, step: int, batch: MicroBatch, chunk: int) -> Dropout:
         """Dropout of the chunk's layers, and of the embedding, which layer 0 names."""
-        layers = sorted({0, *self.chunks[chunk].layers})
-        return Dropout(self.execution.dropout_seed, step, batch.sample_ids, layers=layers)
+        layers, cp, tokens = sorted({0, *self.chunks[chunk].layers}), self.execution.cp, batch.tokens
+        positions = places_of(tokens.shape[1] * cp.size, cp.rank, cp.size, device=tokens.device)
+        seed = self.execution.dropout_seed
+        return Dropout(seed, step, batch.sample_ids, layers=layers, all_positions=positions)
 
     def _learns(self, layers: Sequence[str]) -> bool:
         return any(parameter.requires_grad for layer in layers for parameter in self.layers[layer].parameters())

@@ -1,4 +1,4 @@
-"""The frozen model that a run's adapters stand beside: its loading, and the check that it is the same one again."""
+"""The frozen model that a run's adapters are for: its loading, and the check that it is the same one again."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
 
 
 def refuse_other_base(saved: Any, base: Base | None, checkpoint: Path) -> None:
-    """UserError if the adapters of a checkpoint were trained beside another model; `saved` is what its state says."""
+    """UserError if the adapters of a checkpoint were trained with another model; `saved` is what its state says."""
     if base is None and saved is None:
         return
     if base is None:
@@ -56,7 +56,7 @@ def refuse_other_base(saved: Any, base: Base | None, checkpoint: Path) -> None:
         raise UserError(f"{checkpoint} holds a whole model and no adapters; choose another --run-dir for adapters")
     if saved["identity"] != base.identity:
         raise UserError(
-            f"the adapters of {checkpoint} were trained beside {saved['source']}, with the weights "
+            f"the adapters of {checkpoint} were trained with {saved['source']}, with the weights "
             f"{saved['identity'][:12]}, and {base.source} has the weights {base.identity[:12]}; name that model with "
             "--load-hf or --load"
         )

@@ -1,7 +1,7 @@
 """Assembly of an engine, one function a step, in the order in which the parts are wrapped around each other.
 
 build_stage         the modules of this rank's stage (pipeline/stage.py)
-with_adapters       adapters beside its linear layers
+with_adapters       adapters of its linear layers
 freeze              which parameters learn
 make_data_parallel  initial values; parameters and gradients over the data ranks, as the ZeRO stage says
 split_backward      weight gradients deferred to W actions, where the schedule has them

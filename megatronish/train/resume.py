@@ -31,7 +31,7 @@ class Begun(NamedTuple):
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
     `hook_states` are those of the resumed run, by name: see `Hook.state`. `base` says which frozen model the run's
-    adapters stand beside.
+    adapters are for.
     """
 
     progress: Progress
@@ -49,7 +49,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
     base = None
     if engine.stage.is_adapted:
         base = load_base(job, engine)
-        say(f"adapters beside the frozen model of {base.source}")
+        say(f"adapters of the frozen model {base.source}")
         keep = replace(keep, load=None, load_hf=None)
     has_begun, checkpoint = same_on_all(axis, partial(_look, keep, own), what=f"in {own}")
     if keep.moe_use_upcycling and not has_begun:
@@ -67,8 +67,8 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
         if weights_only:
             refuse_other_function(state["config"], facts["config"], source=checkpoint)
             return
-        refuse_other_run(state, facts)
         refuse_other_base(state.get("base"), base, checkpoint)
+        refuse_other_run(state, facts)
         changed = differences(state["config"], facts["config"])
         if changed:
             say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))

@@ -32,7 +32,7 @@ def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTenso
 
 
 def base_tensors_of(engine: Engine) -> dict[str, GlobalTensor]:
-    """Tensors of the frozen model that adapters stand beside, as the model's own checkpoint has them."""
+    """Tensors of the frozen model that adapters are for, as the model's own checkpoint has them."""
     return {name: tensor for name, tensor in _model_tensors(engine).items() if not is_adapter(name)}
 
 

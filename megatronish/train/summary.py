@@ -93,7 +93,7 @@ def _adapters(config: Config, vocab_size: int) -> list[str]:
     number = num_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
     table = adapter_table(config.model, config.adapter, num_parameters=number)
     base = config.checkpoint.load_hf or config.checkpoint.load
-    return [f"{config.adapter.adapter_type} beside the frozen model of {base}:", table]
+    return [f"{config.adapter.adapter_type} of the frozen model {base}:", table]
 
 
 def _active(config: Config, vocab_size: int) -> str:

@@ -124,7 +124,7 @@ def test_norms_of_queries_and_keys_decay_if_asked() -> None:
 def test_a_decoupled_rate_is_put_back_with_its_count_of_steps() -> None:
     optimizer = Optimizer({}, {}, VOCABULARY, ALONE, OptimizerConfig(decoupled_lr=1.0), device=CPU)
     optimizer.num_steps = 5
-    assert optimizer.num_steps == 5 and optimizer.update_of_vocabulary is not None
+    assert optimizer.num_steps == 5 and "vocabulary" in optimizer.updates
     with pytest.raises(AssertionError, match="a schedule of its own"):
         optimizer.step(learning_rate=0.1, weight_decay=0.0)
 
@@ -205,7 +205,7 @@ def test_apex_finds_our_state_and_goes_on_counting(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("megatronish.optim.adam.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
     optimizer, _ = optimizer_of(parameters_of(), ADAM)
     optimizer.num_steps = 6
-    inner = optimizer.update.inner
+    inner = optimizer.updates["usual"].inner
     optimizer.step(learning_rate=0.1, weight_decay=0.2)
     assert [(group["step"], group["lr"], group["weight_decay"]) for group in inner.param_groups] == [
         (7, 0.1, 0.2),

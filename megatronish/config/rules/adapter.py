@@ -1,4 +1,4 @@
-"""Rules on adapters."""
+"""Rules on adapters and on the model that they are for."""
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
@@ -29,7 +29,7 @@ def _base(config: Config) -> str | None:
         return None
     if keep.load is None and keep.load_hf is None:
         return (
-            f"adapter_type={kind} learns beside a trained model, and none is given; add --load-hf DIR (of Hugging "
+            f"adapter_type={kind} is for a trained model, and none is given; add --load-hf DIR (of Hugging "
             "Face) or --load DIR (of a run)"
         )
     if keep.moe_use_upcycling:
