@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.contestants.case import Case, Job, Layout, Numbers
+from benchmarks.contestants.case import SIZES, Case, Job, Layout, Numbers
 from benchmarks.contestants.entries import BASELINE, DEFAULT_CASES, ENTRIES, PEAK, PROCESSES, Entry, groups
 from benchmarks.side_by_side_report import print_record, write_report
 from benchmarks.turns import ROOT, Runner, ask_all, start, take_turns, wait_until_built
@@ -36,6 +37,7 @@ from benchmarks.turns import ROOT, Runner, ask_all, start, take_turns, wait_unti
 ENVIRONMENTS = ROOT / ".venv-bench"
 RESULTS = ROOT / "benchmarks" / "side_by_side.jsonl"
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "dropout": 1e-2}  # relative; masks differ between frameworks
+ROUNDS_BETWEEN_PRODUCTS = 4  # a peak needs fewer measurements, and takes nearly as long as a step
 
 
 def python_of(environment: str) -> str | None:
@@ -61,13 +63,17 @@ def begin(entry: Entry, case: Case, *, threads: int, state: Path) -> Runner:
     return start(entry.name, commands, threads=threads if world_size == 1 else 1, folder=state.parent)
 
 
-def check(runners: Sequence[Runner], case: Case) -> None:
-    """Let those leave that train another model than the baseline does: other parameters, or another first loss."""
+def leave_if_other(runners: Sequence[Runner], case: Case) -> list[str]:
+    """Let those leave that train another model than the baseline does: other parameters, or another first loss.
+
+    Returns their names.
+    """
     baseline, *others = runners
     if baseline.failure is not None:
         raise SystemExit(f"the plain loop failed: {baseline.failure}")
     expected = baseline.losses[0]
     assert expected is not None
+    wrong = []
     for runner in others:
         if runner.failure is not None or runner.name == PEAK:
             continue
@@ -76,6 +82,9 @@ def check(runners: Sequence[Runner], case: Case) -> None:
             runner.leave(f"has {runner.parameters} parameters, the plain loop {baseline.parameters}")
         elif found is None or not math.isclose(found, expected, rel_tol=LOSS_TOLERANCE[case.numbers]):
             runner.leave(f"begins with loss {found}, the plain loop with {expected}")
+        if runner.failure is not None:
+            wrong.append(runner.name)
+    return wrong
 
 
 def measure(case: Case, entries: Sequence[Entry], arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
@@ -84,16 +93,17 @@ def measure(case: Case, entries: Sequence[Entry], arguments: argparse.Namespace,
     runners: list[Runner] = []
     try:
         runners.extend(begin(entry, case, threads=arguments.threads, state=state) for entry in everyone)
+        runners[-1].period = ROUNDS_BETWEEN_PRODUCTS
         for runner in runners:
             wait_until_built(runner)
         take_turns(runners, range(1), measured=False)
-        check(runners, case)
+        wrong = leave_if_other(runners, case)
         take_turns(runners, range(1, arguments.warm_up), measured=False)
         ask_all(runners, {"reset": True})
         take_turns(runners, range(arguments.warm_up, arguments.warm_up + arguments.steps), measured=True)
         for runner, answers in ask_all(runners, {"peak": True}):
             runner.peak = sum(answer["peak"] for answer in answers)
-        return record_of(case, runners, arguments)
+        return record_of(case, runners, arguments) | {"wrong": wrong}
     finally:
         for runner in runners:
             runner.end()
@@ -140,15 +150,12 @@ def commit() -> str:
 
 def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
     """The cases that the flags choose."""
-    if arguments.quick:
-        return [Case(layout, "tiny", "fp32") for layout in arguments.only or get_args(Layout)]
-    if not (arguments.only or arguments.sizes or arguments.dtypes):
+    if not (arguments.only or arguments.sizes or arguments.dtypes or arguments.quick):
         return list(DEFAULT_CASES)
+    sizes = ["tiny"] if arguments.quick else arguments.sizes or ["small"]
+    layouts = arguments.only or (get_args(Layout) if arguments.quick else ["one"])
     return [
-        Case(layout, size, numbers)
-        for size in arguments.sizes or ["small"]
-        for layout in arguments.only or ["one"]
-        for numbers in arguments.dtypes or ["fp32"]
+        Case(layout, size, numbers) for size in sizes for layout in layouts for numbers in arguments.dtypes or ["fp32"]
     ]
 
 
@@ -156,7 +163,10 @@ def chosen_entries(case: Case, arguments: argparse.Namespace) -> list[Entry]:
     """The contestants of a case, without the baseline; megatronish comes first."""
     found = [each for each in ENTRIES if case.layout in each.layouts and case.numbers in each.dtypes]
     if arguments.contestants:
-        found = [each for each in found if any(word in each.name for word in arguments.contestants)]
+        patterns = arguments.contestants.split(",")
+        found = [each for each in found if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
+    elif case.size == "gpt2-124m" and not arguments.sizes:
+        found = [each for each in found if each.module in ("plain", "ours")]
     return sorted(found, key=lambda entry: entry.name != "megatronish")
 
 
@@ -166,18 +176,29 @@ def write_state(size: str, path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
 
-def words(text: str) -> list[str]:
-    """Comma-separated words of a flag."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Reader of a flag with comma-separated words, each of which must be known."""
+
+    def read(text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        for word in words:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}; use these, with commas")
+        return words
+
+    return read
 
 
 def parse(told: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=words, help=f"layouts out of {', '.join(get_args(Layout))}")
-    parser.add_argument("--sizes", type=words, help="small, gpt2-124m")
-    parser.add_argument("--dtypes", type=words, help=f"out of {', '.join(get_args(Numbers))} (fp32 with dropout 0.1)")
-    parser.add_argument("--contestants", type=words, help="those whose name contains one of these words")
+    layouts, numbers, sizes = get_args(Layout), get_args(Numbers), [name for name in SIZES if name != "tiny"]
+    parser.add_argument("--only", type=words_of(layouts), help=f"layouts, of {', '.join(layouts)}")
+    parser.add_argument(
+        "--sizes", type=words_of(sizes), help=f"of {', '.join(sizes)}; by default the peers train the first only"
+    )
+    parser.add_argument("--dtypes", type=words_of(numbers), help=f"of {', '.join(numbers)} (0.1, in fp32)")
+    parser.add_argument("--contestants", metavar="PATTERNS", help="names, with commas: megatronish*,DDP")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each contestant")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before these")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of one process; two have one each")
@@ -205,7 +226,7 @@ def main(told: Sequence[str] | None = None) -> int:
             for group in groups(chosen_entries(case, arguments), case):
                 record = measure(case, group, arguments, state)
                 print_record(record)
-                wrong |= any("plain loop" in (row["failure"] or "") for row in record["rows"])
+                wrong |= bool(record["wrong"])
                 if not arguments.quick:
                     with arguments.results.open("a", encoding="utf-8") as results:
                         results.write(json.dumps(record) + "\n")

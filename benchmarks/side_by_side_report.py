@@ -100,8 +100,8 @@ def facts_of(record: Mapping[str, Any]) -> str:
     processes = "" if record["case"]["layout"] == "one" else "; two processes with one thread each"
     return (
         f"{record['date']}, commit {record['commit']}, {record['machine']}, torch {record['torch']}, load "
-        f"{record['load']:.1f}; {record['parameters']:,} parameters, {record['tokens']:,} tokens a step, {steps} steps; "
-        f"one process with {threads}{processes}; matrix products {rate:.0f} GFLOP/s"
+        f"{record['load']:.1f}; {record['parameters']:,} parameters, {record['tokens']:,} tokens a step, "
+        f"{steps} steps; one process with {threads}{processes}; matrix products {rate:.0f} GFLOP/s"
     )
 
 

@@ -76,6 +76,8 @@ class Runner:
     seconds: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     peak: int = 0
+    period: int = 1
+    """It takes a turn in every so many rounds."""
     failure: str | None = None
 
     def ask(self, request: Mapping[str, Any], *, timeout: float = STEP_SECONDS) -> list[dict[str, Any]]:
@@ -101,7 +103,7 @@ class Runner:
         return [found[id(rank)] for rank in self.ranks]
 
     def step(self, number: int, *, measured: bool) -> None:
-        """Take a turn. A step lasts as long as it does on the slowest rank; a loss is the mean of those that have one."""
+        """Take a turn. A step lasts as long as on the slowest rank; its loss is the mean over ranks that have one."""
         timeout = FIRST_STEP_SECONDS if len(self.losses) < STEPS_THAT_COMPILE else STEP_SECONDS
         found = self.ask({"step": number}, timeout=timeout)
         losses = [answer["loss"] for answer in found if answer["loss"] is not None]
@@ -167,7 +169,7 @@ def take_turns(runners: Sequence[Runner], numbers: range, *, measured: bool) -> 
         first = number % len(runners)
         order = [*runners[first:], *runners[:first]]
         for runner in order if number % 2 == 0 else reversed(order):
-            if runner.failure is None:
+            if runner.failure is None and number % runner.period == 0:
                 try:
                     runner.step(number, measured=measured)
                 except ContestantError as error:

@@ -11,7 +11,7 @@ framework would choose. `worker.py` calls it in the contestant's own environment
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ def init_process_group() -> None:
         torch.distributed.init_process_group("gloo")
 
 
-def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Parameters of the optimizer: matrices decay, norms and biases do not."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     matrices = [each for each in parameters if each.dim() > 1]

@@ -14,10 +14,10 @@ os.environ.setdefault("WORLD_SIZE", "1")
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "0")
 
-import deepspeed  # noqa: E402
-from torch import Tensor  # noqa: E402
+import deepspeed
+from torch import Tensor
 
-from benchmarks.contestants.case import (  # noqa: E402
+from benchmarks.contestants.case import (
     LEARNING_RATE,
     MAX_NORM,
     Job,
@@ -26,7 +26,7 @@ from benchmarks.contestants.case import (  # noqa: E402
     fused_adamw,
     parameter_groups,
 )
-from benchmarks.contestants.plain_gpt import PlainGPT, cross_entropy  # noqa: E402
+from benchmarks.contestants.plain_gpt import PlainGPT, cross_entropy
 
 
 class DeepSpeedLoop:

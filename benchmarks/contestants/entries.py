@@ -1,7 +1,7 @@
 """Table of the contestants and of the cases, and which of them fit into memory together."""
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, get_args
 
 from benchmarks.contestants.case import Case, Numbers
@@ -54,13 +54,18 @@ def bytes_at_rest(case: Case) -> float:
     return 16 * parameters * (2 if PROCESSES[case.layout] > 1 else 1) + 0.7e9
 
 
+def available_memory() -> int:
+    """Bytes of memory that nobody uses, or a guess where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 16 << 30
+
+
 def groups(entries: Sequence[Entry], case: Case) -> list[list[Entry]]:
     """Contestants that fit into memory at the same time; megatronish is among those of every group."""
-    try:
-        memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        memory = 16 << 30
-    at_once = max(2, int(0.8 * memory / bytes_at_rest(case)) - 2)
+    at_once = max(2, int(0.8 * available_memory() / bytes_at_rest(case)) - 2)
     if len(entries) <= at_once:
         return [list(entries)]
     ours, rest = list(entries[:1]), list(entries[1:])

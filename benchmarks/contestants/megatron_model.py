@@ -45,7 +45,7 @@ def make_tensors_on_cpu() -> None:
     for name in ("empty", "ones", "tensor", "zeros", "arange"):
         setattr(torch, name, partial(on_cpu, getattr(torch, name)))
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign,assignment]
+    Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
 
 
 def their_model(case: Case, job: Job) -> Any:
@@ -147,7 +147,7 @@ class MegatronLoop:
     @staticmethod
     def _loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = losses.float().mean()
-        return loss, {"loss": loss.detach()}
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
 
     @torch.no_grad()
     def _clip(self) -> None:

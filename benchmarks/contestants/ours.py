@@ -74,7 +74,8 @@ class Ours:
 
 def config_of(case: Case, variants: list[str], *, world_size: int) -> Config:
     """The config of a case; everything that it does not say is the default."""
-    sizes, training = case.sizes, {}
+    sizes = case.sizes
+    training: dict[str, Any] = {}
     if "compile" in variants:
         if "compile" not in {field.name for field in fields(TrainingConfig)}:
             raise UnavailableError("this version of megatronish has no --compile")

@@ -40,6 +40,6 @@ class Products:
         return None
 
 
-def build(job: Job, state: State) -> Products:
+def build(job: Job, _state: State) -> Products:
     """The products on this rank."""
     return Products(job)
