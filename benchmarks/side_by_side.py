@@ -73,7 +73,7 @@ def leave_if_other(runners: Sequence[Runner], case: Case) -> list[str]:
         raise SystemExit(f"the plain loop failed: {baseline.failure}")
     expected = baseline.losses[0]
     assert expected is not None
-    wrong = []
+    wrong: list[str] = []
     for runner in others:
         if runner.failure is not None or runner.name == PEAK:
             continue
@@ -93,7 +93,7 @@ def measure(case: Case, entries: Sequence[Entry], arguments: argparse.Namespace,
     runners: list[Runner] = []
     try:
         runners.extend(begin(entry, case, threads=arguments.threads, state=state) for entry in everyone)
-        runners[-1].period = ROUNDS_BETWEEN_PRODUCTS
+        runners[-1].period = ROUNDS_BETWEEN_PRODUCTS if arguments.steps > 2 * ROUNDS_BETWEEN_PRODUCTS else 1
         for runner in runners:
             wait_until_built(runner)
         take_turns(runners, range(1), measured=False)

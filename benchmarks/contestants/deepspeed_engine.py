@@ -42,7 +42,6 @@ class DeepSpeedLoop:
             "gradient_clipping": MAX_NORM,
             "zero_optimization": {"stage": 1 if job.variant == "zero1" else 0},
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": case.numbers == "bf16"},
             "steps_per_print": 10**9,
         }
