@@ -21,6 +21,7 @@ from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stage import ModelStage
+from megatronish.ranges import BUBBLE, OPTIMIZER, marked
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
 from megatronish.train.reduction import reduce_sums
@@ -30,7 +31,11 @@ from megatronish.train.update_rule import UpdateRule
 
 @dataclass
 class Engine:
-    """One rank's share of a training run. `observers` receive the times of every action."""
+    """One rank's share of a training run. `observers` receive the times of every action.
+
+    With `meets_stages`, which all ranks set alike, the stages wait for each other after their last actions. A profile
+    then has the end of the bubble there, and not in the first collective that follows.
+    """
 
     mesh: Mesh
     stage: ModelStage
@@ -40,6 +45,7 @@ class Engine:
     executor: Executor
     rule: UpdateRule
     observers: list[Observer] = field(default_factory=list, init=False)
+    meets_stages: bool = field(default=False, init=False)
     balancing: Balancing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,13 +69,14 @@ class Engine:
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
-            self.clip(result.grad_norm)
-            self.data_parallel.wait_for_offload()
-            self.optimizer.step(
-                learning_rate=learning_rate,
-                weight_decay=weight_decay,
-                decoupled_learning_rate=decoupled_learning_rate,
-            )
+            with marked(OPTIMIZER):
+                self.clip(result.grad_norm)
+                self.data_parallel.wait_for_offload()
+                self.optimizer.step(
+                    learning_rate=learning_rate,
+                    weight_decay=weight_decay,
+                    decoupled_learning_rate=decoupled_learning_rate,
+                )
             self.data_parallel.gather_parameters()
             self.balancing.end_step(result.expert_load)
         self.rule.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
@@ -95,6 +102,9 @@ class Engine:
                 begin_action=self.data_parallel.begin_action,
                 observers=self.observers,
             )
+        if self.meets_stages:
+            with marked(BUBBLE):
+                comm.all_reduce(torch.zeros((), device=self.mesh.device), self.mesh.pp)
         self.data_parallel.finish_reduction()
         totals = self._reduce(sums, votes(), self.balancing.shapes)
         metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
