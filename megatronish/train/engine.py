@@ -106,12 +106,14 @@ class Engine:
             with marked(BUBBLE):
                 comm.all_reduce(torch.zeros((), device=self.mesh.device), self.mesh.pp)
         self.data_parallel.finish_reduction()
-        totals = self._reduce(sums, votes(), self.balancing.shapes)
+        norm = global_norm(
+            self.data_parallel.counted_gradients(), self.mesh.domains, pp=self.mesh.pp, device=self.mesh.device
+        )
+        totals = self._reduce(sums, votes(), self.balancing.shapes, norm=norm)
         metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
         metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
-        counted, mesh = self.data_parallel.counted_gradients(), self.mesh
-        grad_norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device) / scale
-        origin = self.balancing.not_finite(sums, totals.model, mesh)
+        grad_norm = totals.norm / scale
+        origin = self.balancing.not_finite(sums, totals.model, self.mesh)
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
         skipped = self.rule.skips(grad_norm)
         load = self.balancing.load(totals.model)
@@ -127,7 +129,8 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
-        totals = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {}, {})
+        sums = self.executor.run(forwards, self._local(micro_batches), step=None)
+        totals = self._reduce(sums, {}, {}, norm=torch.zeros((), device=self.mesh.device))
         return Totals(totals.objective, self._weight(micro_batches))
 
     def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
@@ -150,9 +153,14 @@ class Engine:
         return int(comm.all_reduce(weight, self.mesh.dp))
 
     def _reduce(
-        self, sums: Mapping[str, Tensor], votes: Mapping[str, float], model: Mapping[str, tuple[int, ...]]
+        self,
+        sums: Mapping[str, Tensor],
+        votes: Mapping[str, float],
+        model: Mapping[str, tuple[int, ...]],
+        *,
+        norm: Tensor,
     ) -> StepSums:
-        return reduce_sums(sums, votes, objective=self.objective.names, model=model, mesh=self.mesh)
+        return reduce_sums(sums, votes, objective=self.objective.names, model=model, mesh=self.mesh, norm=norm)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

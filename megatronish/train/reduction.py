@@ -18,22 +18,24 @@ def reduce_sums(
     objective: Sequence[str],
     model: Mapping[str, tuple[int, ...]],
     mesh: Mesh,
+    norm: Tensor,
 ) -> StepSums:
     """The sums of the objective (scalars) and of the model's layers (tensors of these shapes), and the votes.
 
     Sums differ over data ranks and stages. tp ranks hold the same sums of the objective, so only the first of them
-    contributes; what layers count, each rank counts of its own tokens.
+    contributes; what layers count, each rank counts of its own tokens. `norm`, a scalar that is the same on every rank
+    already, is read with the sums: the host waits for the device once a step.
     """
-    of_objective = [sums.get(name, 0.0) if mesh.tp.is_first else 0.0 for name in objective]
-    scalars = [torch.as_tensor(value, dtype=torch.float64, device=mesh.device) for value in of_objective]
-    parts = [torch.stack(scalars)]
+    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    parts = [torch.stack([sums.get(name, zero).double() if mesh.tp.is_first else zero for name in objective])]
     for name, shape in model.items():
-        parts.append(sums[name].double().flatten() if name in sums else parts[0].new_zeros(math.prod(shape)))
-    parts.append(torch.tensor(list(votes.values()), dtype=torch.float64).to(mesh.device))
-    found = comm.all_reduce(torch.cat(parts), mesh.world).cpu()
-    pieces = iter(found.split([part.numel() for part in parts]))
+        parts.append(sums[name].double().flatten() if name in sums else zero.new_zeros(math.prod(shape)))
+    parts.append(torch.tensor(list(votes.values()), dtype=torch.float64).to(mesh.device, non_blocking=True))
+    found = torch.cat([comm.all_reduce(torch.cat(parts), mesh.world), norm.double().view(1)]).cpu()
+    pieces = iter(found.split([*(part.numel() for part in parts), 1]))
     return StepSums(
         dict(zip(objective, next(pieces).tolist(), strict=True)),
         {name: next(pieces).view(shape) for name, shape in model.items()},
         dict(zip(votes, next(pieces).tolist(), strict=True)),
+        next(pieces).item(),
     )

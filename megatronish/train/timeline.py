@@ -38,7 +38,7 @@ PRODUCTS = "mm addmm addmm_ bmm baddbmm baddbmm_ mv addmv addmv_ _addmm_activati
 MATRIX_OPERATORS = {f"aten::{name}" for name in PRODUCTS.split()} | {"mkldnn::_linear_pointwise"}
 ATTENTION_NAMES = ("scaled_dot_product", "flash", "fmha", "attention")
 MATRIX_KERNELS = ("gemm", "cutlass", "nvjet", "cublas")
-NO_OPERATORS = ("autograd::", "torch::", "c10d::", "gloo:", "nccl:", "profiler::")
+NO_OPERATORS = ("autograd::", "torch::", "c10d::", "nccl:", "profiler::")  # launches of collectives are the host's
 COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 
 
@@ -73,7 +73,8 @@ def step_segments(events: Sequence[Event]) -> dict[str, list[Segment]]:
     """Segments of each recorded step, a range "step N", from its start to its end without a gap."""
     threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
+        # What gloo does in the background is shown over the thread that has started it, and ends when it ends.
+        if event.get("cat") in ("cpu_op", "user_annotation") and not event["name"].startswith("gloo:"):
             threads[event["pid"], event["tid"]].append(event)
     of_attention: set[int] = set()
     for thread in threads.values():
