@@ -15,7 +15,7 @@ ByDomain = Mapping[str, Iterable[Tensor]]
 
 
 def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> Tensor:
-    """The 2-norm of all elements, each counted once: a scalar in fp64 on `device`, for which nobody waits yet.
+    """The 2-norm of all elements, each counted once: a scalar in fp64 on `device`, not read yet.
 
     The whole rule:
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatronish.ranges import ATTENTION, BUBBLE, DATA, OPTIMIZER
-from megatronish.train.timeline import COMMUNICATION, HOOKS, HOST, MATRIX, OTHER, REST, ROWS, Event, step_segments
+from megatronish.train.timeline import COMMUNICATION, HOOKS, HOST, MATRIX, OTHER, REST, ROWS, Event, step_intervals
 
 ENDING = ".trace.json.gz"
 SECONDS_OF_TIMES = 1e-6  # those of a trace
@@ -16,11 +16,11 @@ MEANINGS = {
     ATTENTION: "scores, softmax, values",
     OTHER: "norms, activations, dropout, loss, copies",
     OPTIMIZER: "clipping, update",
-    **dict.fromkeys(COMMUNICATION.values(), "waiting for other ranks; no computation hides it"),
-    REST: "the sums of the step over all ranks, and what else is no axis above",
+    **dict.fromkeys(COMMUNICATION.values(), "waiting for other ranks, nothing computed meanwhile"),
+    REST: "sums over all ranks",
     BUBBLE: "waiting for another stage to compute and send",
     DATA: "waiting for the batch",
-    HOST: "Python, launches, recording: no operator runs",
+    HOST: "Python, launches, recording",
     HOOKS: "log and other hooks, between steps",
 }
 BAR = 20  # characters of a whole step
@@ -55,11 +55,11 @@ class Breakdown:
 
     @classmethod
     def of_events(cls, events: Sequence[Event], *, rank: int) -> "Breakdown":
-        """Add up the segments of each step."""
+        """Add up the intervals of each step."""
         steps = []
-        for name, segments in step_segments(events).items():
+        for name, intervals in step_intervals(events).items():
             rows = dict.fromkeys(ROWS, 0.0)
-            for each in segments:
+            for each in intervals:
                 rows[each.row] += (each.end - each.start) * SECONDS_OF_TIMES
             steps.append(StepTimes(int(name.removeprefix("step ")), {row: time for row, time in rows.items() if time}))
         return cls(rank, sorted(steps, key=lambda each: each.step))

@@ -5,11 +5,10 @@ reduces, clips and updates. build.py puts one together; the trainer, the tests a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from megatronish import comm
 from megatronish.attention.zigzag import places_of
@@ -21,21 +20,17 @@ from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.stage import ModelStage
-from megatronish.ranges import BUBBLE, OPTIMIZER, marked
+from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
-from megatronish.train.reduction import reduce_sums
-from megatronish.train.results import StepResult, StepSums, Totals, Votes, no_votes
+from megatronish.train.reduction import meet_stages, reduce_sums
+from megatronish.train.results import StepResult, Totals, Votes, no_votes
 from megatronish.train.update_rule import UpdateRule
 
 
 @dataclass
 class Engine:
-    """One rank's share of a training run. `observers` receive the times of every action.
-
-    With `meets_stages`, which all ranks set alike, the stages wait for each other after their last actions. A profile
-    then has the end of the bubble there, and not in the first collective that follows.
-    """
+    """One rank's share of a training run. `observers` receive the times of every action."""
 
     mesh: Mesh
     stage: ModelStage
@@ -45,7 +40,7 @@ class Engine:
     executor: Executor
     rule: UpdateRule
     observers: list[Observer] = field(default_factory=list, init=False)
-    meets_stages: bool = field(default=False, init=False)
+    meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,17 +98,15 @@ class Engine:
                 observers=self.observers,
             )
         if self.meets_stages:
-            with marked(BUBBLE):
-                comm.all_reduce(torch.zeros((), device=self.mesh.device), self.mesh.pp)
+            meet_stages(self.mesh)
         self.data_parallel.finish_reduction()
-        norm = global_norm(
-            self.data_parallel.counted_gradients(), self.mesh.domains, pp=self.mesh.pp, device=self.mesh.device
-        )
-        totals = self._reduce(sums, votes(), self.balancing.shapes, norm=norm)
+        mesh, counted, shapes = self.mesh, self.data_parallel.counted_gradients(), self.balancing.shapes
+        norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device)
+        totals = reduce_sums(sums, votes(), norm, objective=self.objective.names, model=shapes, mesh=mesh)
         metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
         metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
         grad_norm = totals.norm / scale
-        origin = self.balancing.not_finite(sums, totals.model, self.mesh)
+        origin = self.balancing.not_finite(sums, totals.model, mesh)
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
         skipped = self.rule.skips(grad_norm)
         load = self.balancing.load(totals.model)
@@ -130,7 +123,7 @@ class Engine:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
         sums = self.executor.run(forwards, self._local(micro_batches), step=None)
-        totals = self._reduce(sums, {}, {}, norm=torch.zeros((), device=self.mesh.device))
+        totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
         return Totals(totals.objective, self._weight(micro_batches))
 
     def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
@@ -151,16 +144,6 @@ class Engine:
         """
         weight = torch.tensor(sum(self.objective.weight(batch) for batch in micro_batches))
         return int(comm.all_reduce(weight, self.mesh.dp))
-
-    def _reduce(
-        self,
-        sums: Mapping[str, Tensor],
-        votes: Mapping[str, float],
-        model: Mapping[str, tuple[int, ...]],
-        *,
-        norm: Tensor,
-    ) -> StepSums:
-        return reduce_sums(sums, votes, objective=self.objective.names, model=model, mesh=self.mesh, norm=norm)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

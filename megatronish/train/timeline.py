@@ -50,7 +50,7 @@ class Charge(NamedTuple):
     is_final: bool = False  # nothing inside is charged to another row
 
 
-class Segment(NamedTuple):
+class Interval(NamedTuple):
     """A part of a timeline, from `start` to `end` in microseconds."""
 
     start: float
@@ -69,8 +69,8 @@ IN_HOOKS = Charge(HOOKS, HOOKS)
 ELSEWHERE = Charge(HOST, None)  # in the thread of autograd that runs a GPU's backward
 
 
-def step_segments(events: Sequence[Event]) -> dict[str, list[Segment]]:
-    """Segments of each recorded step, a range "step N", from its start to its end without a gap."""
+def step_intervals(events: Sequence[Event]) -> dict[str, list[Interval]]:
+    """Intervals of each recorded step, a range "step N", from its start to its end without a gap."""
     threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in events:
         # What gloo does in the background is shown over the thread that has started it, and ends when it ends.
@@ -81,7 +81,7 @@ def step_segments(events: Sequence[Event]) -> dict[str, list[Segment]]:
         thread.sort(key=lambda event: (event["ts"], -event["dur"]))
         of_attention |= _forwards_of_attention(thread)
     charges: dict[int, Charge] = {}  # by the number that kernels know the operator by that has launched them
-    found: dict[str, list[Segment]] = {}
+    found: dict[str, list[Interval]] = {}
     timelines = [(thread, list(_timeline(thread, of_attention, charges))) for thread in threads.values()]
     for thread, timeline in timelines:
         steps = [event for event in thread if _is_step(event)]
@@ -90,7 +90,7 @@ def step_segments(events: Sequence[Event]) -> dict[str, list[Segment]]:
             for step in steps:
                 start, end = step["ts"], step["ts"] + step["dur"]
                 found[step["name"]] = [
-                    Segment(max(each.start, start), min(each.end, end), each.row)
+                    Interval(max(each.start, start), min(each.end, end), each.row)
                     for each in whole
                     if each.end > start and each.start < end
                 ]
@@ -121,25 +121,25 @@ def _sequence_number(event: Event) -> int | None:
     return number if isinstance(number, int) and number >= 0 else None
 
 
-def _timeline(thread: Iterable[Event], of_attention: set[int], charges: dict[int, Charge]) -> Iterator[Segment]:
-    """Segments of a thread whose events are sorted; `charges` gets what each event is charged to."""
+def _timeline(thread: Iterable[Event], of_attention: set[int], charges: dict[int, Charge]) -> Iterator[Interval]:
+    """Intervals of a thread whose events are sorted; `charges` gets what each event is charged to."""
     opened: list[tuple[float, Charge]] = []  # innermost last
     now = 0.0
     for event in thread:
         while opened and opened[-1][0] <= event["ts"]:
             end, charge = opened.pop()
-            yield Segment(now, max(now, end), charge.row)
+            yield Interval(now, max(now, end), charge.row)
             now = max(now, end)
         outer = opened[-1][1] if opened else ELSEWHERE
         if opened:
-            yield Segment(now, event["ts"], outer.row)
+            yield Interval(now, event["ts"], outer.row)
         now = event["ts"]
         charge = _charge(event, outer, of_attention)
         charges[event.get("args", {}).get("External id", -1)] = charge
         opened.append((event["ts"] + event["dur"], charge))
     while opened:
         end, charge = opened.pop()
-        yield Segment(now, max(now, end), charge.row)
+        yield Interval(now, max(now, end), charge.row)
         now = max(now, end)
 
 
@@ -172,20 +172,20 @@ def _row_of_operator(name: str) -> str:
 
 
 def _of_device(
-    events: Iterable[Event], charges: Mapping[int, Charge], timeline: Sequence[Segment]
-) -> Iterable[Segment]:
+    events: Iterable[Event], charges: Mapping[int, Charge], timeline: Sequence[Interval]
+) -> Iterable[Interval]:
     """Timeline of the GPU, where the trace has one: that of the host counts where no kernel runs."""
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
         return timeline
     calls = {event["args"].get("External id"): event for event in events if event.get("name") == "record_param_comms"}
-    segments = [Segment(each.start, each.end, each.row if each.row in (DATA, HOOKS) else HOST) for each in timeline]
+    intervals = [Interval(each.start, each.end, each.row if each.row in (DATA, HOOKS) else HOST) for each in timeline]
     for kernel in kernels:
         number = kernel.get("args", {}).get("External id")
         described = {**calls.get(number, {}).get("args", {}), **kernel.get("args", {})}
         row = _row_of_kernel(kernel["name"].lower(), described, charges.get(number, ELSEWHERE))
-        segments.append(Segment(kernel["ts"], kernel["ts"] + kernel["dur"], row))
-    return _uppermost(segments)
+        intervals.append(Interval(kernel["ts"], kernel["ts"] + kernel["dur"], row))
+    return _uppermost(intervals)
 
 
 def _row_of_kernel(name: str, described: Mapping[str, Any], charge: Charge) -> str:
@@ -202,11 +202,11 @@ def _row_of_kernel(name: str, described: Mapping[str, Any], charge: Charge) -> s
     return MATRIX if any(part in name for part in MATRIX_KERNELS) else OTHER
 
 
-def _uppermost(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """At each moment, of the segments that cover it, the one whose row is first in `ROWS`."""
-    changes = [(each.start, 1, each.row) for each in segments] + [(each.end, -1, each.row) for each in segments]
+def _uppermost(intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """At each moment, of the intervals that cover it, the one whose row is first in `ROWS`."""
+    changes = [(each.start, 1, each.row) for each in intervals] + [(each.end, -1, each.row) for each in intervals]
     active: Counter[str] = Counter()
     for (time, change, row), (following, _, _) in pairwise(sorted(changes)):
         active[row] += change
         if following > time and (uppermost := next((row for row in ROWS if active[row]), None)):
-            yield Segment(time, following, uppermost)
+            yield Interval(time, following, uppermost)

@@ -1,4 +1,4 @@
-"""Tests of what a start costs, in fresh processes: processor seconds and imports, which a busy machine hardly changes."""
+"""Tests of what a start costs in fresh processes: processor seconds and imports, which other load hardly changes."""
 
 import gc
 import os
