@@ -28,7 +28,7 @@ from megatronish.train.hooks.experts import LogExperts
 from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
-from megatronish.train.hooks.profiler import step_profiler
+from megatronish.train.hooks.profiler import MeetStages, step_profiler
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.table import hooks_of
@@ -203,9 +203,9 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:
     """Hooks of --profile and --record-memory-history, on the ranks that they record."""
     log, folder, rank = config.log, config.run_dir / "profile", mesh.world.rank
+    hooks: list[Hook] = [MeetStages(log)] if log.profile and mesh.pp.size > 1 else []
     if rank not in (log.profile_ranks or (0,)):
-        return []
-    hooks: list[Hook] = []
+        return hooks
     if log.profile:
         hooks.append(step_profiler(log, folder, rank=rank, device=mesh.device))
     if log.record_memory_history:
