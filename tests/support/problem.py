@@ -62,6 +62,7 @@ class Spread:
     offload: str = "none"
     ep: int = 1
     etp: int | None = None
+    compile: bool = False
 
     @property
     def parallel(self) -> ParallelConfig:

@@ -176,6 +176,7 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
                 fp16=problem.fp16,
                 loss_scale=128.0 if problem.fp16 else None,
                 attention_backend=spread.attention_backend,
+                compile=spread.compile,
             ),
             optimizer=optimizer,
         ),

@@ -1,0 +1,80 @@
+"""Tests of --compile: compiled ranks train what one eager process trains, and nothing is compiled twice."""
+
+from dataclasses import replace
+
+import pytest
+from comparison import COMPILE_SECONDS, assert_equal_to_serial, assert_near_in_half_precision
+from expert_cases import EXPERTS
+from pairwise import Chosen
+from problem import Problem, Spread
+from ranks import run_ranks
+from theorem import Samples, build
+from theorem_cases import choices, problem_of, spread_of
+from torch._dynamo.utils import counters
+
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.launch.place import Place
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
+
+LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
+    "one process": (Layout(), {"family": "gpt2"}),
+    "tp, sequence parallel": (Layout(tp=2), {"family": "llama", "sequence_parallel": True}),
+    "ring, selective recomputation": (Layout(cp=2), {"family": "qwen", "recompute": "selective"}),
+    "zb-h1, recomputation": (Layout(pp=2), {"family": "llama", "schedule": "zb-h1", "recompute": "uniform"}),
+    "ZeRO-3": (Layout(dp=2), {"family": "gpt2", "zero": 3}),
+}
+
+
+def case(layout: Layout, others: Chosen) -> tuple[Problem, Spread]:
+    """The first value of each feature, with dropout, and two layers or more; compiled."""
+    first = {feature: values[0] for feature, values in choices(layout).items()}
+    chosen = first | {"dropout": 0.1, "documents": False, "num_microbatches": 3} | others
+    return problem_of(layout, chosen), replace(spread_of(layout, chosen), compile=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compiled_ranks_train_what_one_eager_process_trains(name: str) -> None:
+    assert_equal_to_serial(*case(*LAYOUTS[name]))
+
+
+def test_compiled_experts_train_what_one_eager_process_trains() -> None:
+    problem, spread = case(Layout(dp=2), {"family": "llama"})
+    model = replace(problem.model, num_experts=4, moe_router_topk=2, **EXPERTS["softmax"])
+    assert_equal_to_serial(replace(problem, model=model), replace(spread, ep=2))
+
+
+def test_in_bf16_compiled_layers_are_as_near_to_fp32_as_eager_ones() -> None:
+    assert_near_in_half_precision(*case(Layout(), {"family": "llama", "dropout": 0.0}), bf16=True)
+
+
+def graphs(place: Place, problem: Problem, spread: Spread) -> list[int]:
+    """Graphs after each of four steps, of other samples each, and of four more with another seed, and an evaluation."""
+    mesh, found = Mesh.of(spread.parallel, place), []
+    counters.clear()
+    for seed in (problem.seed, problem.seed + 1):
+        engine = build(mesh, replace(problem, seed=seed), spread, OptimizerConfig(lr=1e-3))
+        for step in range(4):
+            batches = micro_batches(
+                Samples(problem.seq_length),
+                consumed_samples=step * problem.global_batch_size,
+                global_batch_size=problem.global_batch_size,
+                share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
+                collate=Collator(reset_attention_mask=problem.documents),
+            )
+            engine.step(batches, num_steps_done=100 * seed + step, learning_rate=1e-3, weight_decay=0.1)
+            found.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"] or mesh.world_size > 1, counters["graph_break"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["one process", "tp, sequence parallel"])
+def test_nothing_is_compiled_after_the_first_step(name: str) -> None:
+    problem, spread = case(*LAYOUTS[name])
+    model = replace(problem.model, num_layers=4)
+    for counted in run_ranks(
+        spread.layout.world_size, graphs, replace(problem, model=model), spread, timeout=COMPILE_SECONDS
+    ):
+        assert counted[0] > 0 and counted == counted[:1] * 8
