@@ -6,8 +6,11 @@ are tensors. What sends, defers weight gradients or has a backward of its own by
 between the graphs.
 """
 
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,17 @@ from megatronish.model.experts import MixtureOfExperts
 
 MAX_GRAPHS = 64
 """Graphs of one function: kinds of layers, each with and without gradients and the first or a later one of its kind."""
+
+
+def why_not_compiled(device_type: str) -> str | None:
+    """The reason why --compile cannot compile on a device of this machine, in one sentence; None where it can."""
+    if device_type == "cuda":
+        missing, remedy = find_spec("triton") is None, "triton is not installed; pip install triton"
+    else:
+        name = os.environ.get("CXX", "g++")
+        missing = shutil.which(name.split()[0]) is None if name.strip() else True
+        remedy = f"there is no C++ compiler {name!r}; install one, or name it in CXX"
+    return f"--compile has no effect, the layers run eagerly: {remedy}" if missing else None
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

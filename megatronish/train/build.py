@@ -28,7 +28,7 @@ from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock
-from megatronish.model.compiled import compile_layers
+from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
@@ -98,7 +98,7 @@ def build_engine(
     if stages.schedule.has_weight_gradients:
         weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
         split_backward(stage.model, weight_gradients)
-    if config.training.compile:
+    if config.training.compile and why_not_compiled(mesh.device.type) is None:
         compile_layers(stage.model.layers.values())
     optimizer = Optimizer(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device

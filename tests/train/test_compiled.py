@@ -6,7 +6,7 @@ import pytest
 from comparison import COMPILE_SECONDS, assert_equal_to_serial, assert_near_in_half_precision
 from expert_cases import EXPERTS
 from pairwise import Chosen
-from problem import Problem, Spread
+from problem import EOD, Problem, Spread
 from ranks import run_ranks
 from theorem import Samples, build
 from theorem_cases import choices, problem_of, spread_of
@@ -18,6 +18,7 @@ from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
+from megatronish.model.compiled import why_not_compiled
 
 LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
     "one process": (Layout(), {"family": "gpt2"}),
@@ -62,11 +63,11 @@ def graphs(place: Place, problem: Problem, spread: Spread) -> list[int]:
                 consumed_samples=step * problem.global_batch_size,
                 global_batch_size=problem.global_batch_size,
                 share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
-                collate=Collator(reset_attention_mask=problem.documents),
+                collate=Collator(EOD),
             )
             engine.step(batches, num_steps_done=100 * seed + step, learning_rate=1e-3, weight_decay=0.1)
             found.append(counters["stats"]["unique_graphs"])
-    assert not counters["graph_break"] or mesh.world_size > 1, counters["graph_break"]
+    assert not counters["graph_break"] or place.world_size > 1, counters["graph_break"]
     return found
 
 
@@ -78,3 +79,22 @@ def test_nothing_is_compiled_after_the_first_step(name: str) -> None:
         spread.layout.world_size, graphs, replace(problem, model=model), spread, timeout=COMPILE_SECONDS
     ):
         assert counted[0] > 0 and counted == counted[:1] * 8
+
+
+def compiled_without_a_compiler(_place: Place, problem: Problem, spread: Spread) -> tuple[str | None, list[str]]:
+    """What is said, and which layers of an engine are compiled all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        engine = build(Mesh.start(), problem, spread, OptimizerConfig(lr=1e-3))
+        layers = engine.stage.model.layers.items()
+        return why_not_compiled("cpu"), [name for name, layer in layers if "forward" in vars(layer)]
+
+
+def test_without_a_compiler_one_sentence_says_so_and_layers_run_eagerly() -> None:
+    note, compiled = run_ranks(1, compiled_without_a_compiler, *case(*LAYOUTS["one process"]))[0]
+    assert compiled == []
+    assert note == (
+        "--compile has no effect, the layers run eagerly: there is no C++ compiler 'no-such-compiler'; "
+        "install one, or name it in CXX"
+    )
+    assert why_not_compiled("cpu") is None
