@@ -40,7 +40,9 @@ def why_not_compiled(device_type: str) -> str | None:
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """From now on these layers run compiled, each at its first forward; blocks of plug-ins stay as they are."""
-    compiled = torch.compile(_forward, recompile_limit=MAX_GRAPHS)
+    compiled = torch.compile(_forward)  # which imports the compiler: a run without --compile does not wait for that
+    settings = torch._dynamo.config  # of the process: not every version of torch takes this limit with the function
+    settings.recompile_limit = max(settings.recompile_limit, MAX_GRAPHS)
     for layer in layers:
         if isinstance(layer, TransformerBlock):
             for module in layer.modules():
@@ -66,7 +68,7 @@ def _keep_out(module: nn.Module) -> None:
     if isinstance(module, Attention) and not _is_one_graph(module):
         module.core = torch.compiler.disable(module.core)
     if isinstance(module, MixtureOfExperts) or not _is_local(module):
-        module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        module.forward = torch.compiler.disable(module.forward)
 
 
 def _is_local(module: nn.Module) -> bool:
