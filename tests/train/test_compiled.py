@@ -1,4 +1,9 @@
-"""Tests of --compile: compiled ranks train what one eager process trains, and nothing is compiled twice."""
+"""Tests of --compile: compiled ranks train what one eager process trains, and nothing is compiled twice.
+
+Two layouts run code that inductor has made. The others run their graphs with torch's own operations (aot_eager), which
+takes seconds and not minutes: what is ours, where graphs begin and end and what is constant in them, is the same. With
+`pytest --all-layouts` inductor compiles them all.
+"""
 
 from dataclasses import replace
 
@@ -29,26 +34,35 @@ LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
 }
 
 
-def case(layout: Layout, others: Chosen) -> tuple[Problem, Spread]:
+BY_INDUCTOR = ("one process", "tp, sequence parallel")
+
+
+def backend_of(name: str, request: pytest.FixtureRequest) -> str:
+    """What compiles a case."""
+    return "inductor" if name in BY_INDUCTOR or request.config.getoption("--all-layouts") else "aot_eager"
+
+
+def case(layout: Layout, others: Chosen, *, backend: str = "aot_eager") -> tuple[Problem, Spread]:
     """The first value of each feature, with dropout, and two layers or more; compiled."""
     first = {feature: values[0] for feature, values in choices(layout).items()}
     chosen = first | {"dropout": 0.1, "documents": False, "num_microbatches": 3} | others
-    return problem_of(layout, chosen), replace(spread_of(layout, chosen), compile=True)
+    return problem_of(layout, chosen), replace(spread_of(layout, chosen), compile=backend)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_compiled_ranks_train_what_one_eager_process_trains(name: str) -> None:
-    assert_equal_to_serial(*case(*LAYOUTS[name]))
+def test_compiled_ranks_train_what_one_eager_process_trains(name: str, request: pytest.FixtureRequest) -> None:
+    assert_equal_to_serial(*case(*LAYOUTS[name], backend=backend_of(name, request)))
 
 
-def test_compiled_experts_train_what_one_eager_process_trains() -> None:
-    problem, spread = case(Layout(dp=2), {"family": "llama"})
+def test_compiled_experts_train_what_one_eager_process_trains(request: pytest.FixtureRequest) -> None:
+    problem, spread = case(Layout(dp=2), {"family": "llama"}, backend=backend_of("experts", request))
     model = replace(problem.model, num_experts=4, moe_router_topk=2, **EXPERTS["softmax"])
     assert_equal_to_serial(replace(problem, model=model), replace(spread, ep=2))
 
 
-def test_in_bf16_compiled_layers_are_as_near_to_fp32_as_eager_ones() -> None:
-    assert_near_in_half_precision(*case(Layout(), {"family": "llama", "dropout": 0.0}), bf16=True)
+def test_in_bf16_compiled_layers_are_as_near_to_fp32_as_eager_ones(request: pytest.FixtureRequest) -> None:
+    backend = backend_of("bf16", request)
+    assert_near_in_half_precision(*case(Layout(), {"family": "llama", "dropout": 0.0}, backend=backend), bf16=True)
 
 
 def graphs(place: Place, problem: Problem, spread: Spread) -> list[int]:
