@@ -119,5 +119,6 @@ def _hashes(keys: Tensor, *, places: Sequence[Tensor], columns: Tensor) -> Tenso
         rows = _mix(rows ^ place.to(torch.int32))
     rows = _mix(rows ^ last)
     # One hash per element: the column, times an odd constant near 2^32 / golden ratio, is added to the row's hash.
-    spread = columns.to(torch.int32) * (0x9E3779B9 - 2**32)
+    # Inductor would take a range times a constant for an index, which C++ forbids to wrap around; not behind an xor.
+    spread = columns.to(torch.int32).bitwise_xor(0) * (0x9E3779B9 - 2**32)
     return _mix(rows.unsqueeze(-1) + spread)

@@ -173,3 +173,12 @@ def test_a_site_that_only_a_block_knows_has_a_stream_of_its_own() -> None:
     places = (torch.arange(4), ROWS[:, None])
     keep = keep_mask(keys_of(1, "dropout", 5, 2, "of its own"), places=places, columns=torch.arange(16), rate=0.5)
     assert torch.equal(dropped, keep * 2.0)
+
+
+@pytest.mark.parametrize("width", [16, 20])
+def test_a_compiled_mask_is_the_mask(width: int) -> None:
+    """Of a width that is a multiple of a vector register's, and of one that is not."""
+    dropout = Dropout(1, 5, torch.arange(3), layers=(2,)).of_layer(2)
+    x = torch.randn(12, 3, width, generator=torch.Generator().manual_seed(0))
+    drop = partial(dropout.hidden, site="mlp_output", positions=torch.arange(12), rate=0.5)
+    assert torch.equal(torch.compile(drop)(x), drop(x))

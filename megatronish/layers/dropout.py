@@ -57,13 +57,8 @@ class LayerDropout:
     def _keys_of(self, site: str) -> Tensor:
         if site in SITES:
             return self.keys[SITES.index(site)]
-        return _other_keys((*self.names, site), self.keys.device)
-
-
-@torch.compiler.disable
-def _other_keys(names: tuple[str | int, ...], device: torch.device) -> Tensor:
-    """Keys of a site that only its block knows, made where they are asked for."""
-    return mask_keys([names], device=device)[0]
+        # A site that only its block knows: its keys are made where they are asked for.
+        return mask_keys([(*self.names, site)], device=self.keys.device)[0]
 
 
 class Dropout:

@@ -32,6 +32,7 @@ from megatronish.mesh import Axis, Mesh
 from megatronish.model.adapters import add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock
+from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
@@ -110,6 +111,8 @@ def build_engine(
     if stages.schedule.has_weight_gradients:
         weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
         split_backward(stage.model, weight_gradients)
+    if config.training.compile and why_not_compiled(mesh.device.type) is None:
+        compile_layers(stage.model.layers.values())
     optimizer = Optimizer(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )

@@ -17,6 +17,7 @@ from megatronish.launch.device import choose_device
 from megatronish.launch.place import Place, place_from_environment
 from megatronish.layer_costs import DeviceType
 from megatronish.layer_specs import layer_specs
+from megatronish.model.compiled import why_not_compiled
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
@@ -81,7 +82,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         "memory expected on a device:",
         memory_table(expected_memory(config, loads, vocab_size=vocab_size, device=device_type)),
         *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
-        *(f"note: {note}" for note in notes),
+        *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
     ]
     return "\n".join(lines)
 
@@ -94,6 +95,12 @@ def _adapters(config: Config, vocab_size: int) -> list[str]:
     table = adapter_table(config.model, config.adapter, num_parameters=number)
     base = config.checkpoint.load_hf or config.checkpoint.load
     return [f"{config.adapter.adapter_type} of the frozen model {base}:", table]
+
+
+def _compiler(config: Config, device_type: DeviceType) -> list[str]:
+    """Why --compile compiles nothing, if so."""
+    note = why_not_compiled(device_type) if config.training.compile else None
+    return [] if note is None else [note]
 
 
 def _active(config: Config, vocab_size: int) -> str:
