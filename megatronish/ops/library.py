@@ -34,7 +34,7 @@ class Operator(NamedTuple):
 
     By default there is one output, of the shape and dtype of the first argument. `setup_context(ctx, inputs, output)`
     saves what the backward needs; `backward(ops, ctx, *grads)` gets the namespace that it runs in, so that it calls the
-    operators of the same namespace.
+    operators of the same namespace. `on_cpu` takes the place of the reference on the CPU.
     """
 
     schema: str  # "name(Tensor x, float scale) -> Tensor"
@@ -42,6 +42,7 @@ class Operator(NamedTuple):
     fake: Callable[..., Any] = like
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
+    on_cpu: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -70,6 +71,8 @@ def define(family: OperatorFamily, *, namespace: str = NAMESPACE) -> Any:
         registration.define(each.schema, tags=(torch.Tag.pt2_compliant_tag,))
         # 2. The reference, for every device. This key ranks below "CUDA", so the kernel of a device takes precedence.
         registration.impl(each.name, each.reference, "CompositeExplicitAutograd")
+        if each.on_cpu is not None and namespace == NAMESPACE:  # in others the CPU has the emulated kernels
+            registration.impl(each.name, each.on_cpu, "CPU")
         # 3. Shapes and dtypes of the outputs without computing, for meta tensors and torch.compile.
         torch.library.register_fake(name, each.fake, lib=registration)
         # 4. The gradient; a backward operator of its own needs none.
