@@ -59,7 +59,7 @@ class DroppedTile(NamedTuple):
     def softmax_(self, scores: Tensor, *, scale: float) -> Tensor:
         """Turn scores [B, n, q, k] into dropped probabilities; return their log-sum-exp [B, n, q], -inf over no key."""
         lse = scores.new_empty(scores.shape[:-1])
-        torch.ops.megatronish.softmax_dropout(scores, lse, *self._arguments(scale))
+        torch.ops.megatronish.softmax_dropout(scores, lse, *self.arguments(scale))
         return lse
 
     def softmax_backward_(self, scores: Tensor, grads: Tensor, lse: Tensor, means: Tensor, *, scale: float) -> None:
@@ -67,9 +67,10 @@ class DroppedTile(NamedTuple):
 
         `lse` and `means`, the sums of dout * out, are [B, n, q], over all keys of the sequence.
         """
-        torch.ops.megatronish.softmax_dropout_backward(scores, grads, lse, means, *self._arguments(scale))
+        torch.ops.megatronish.softmax_dropout_backward(scores, grads, lse, means, *self.arguments(scale))
 
-    def _arguments(self, scale: float) -> tuple[Any, ...]:
+    def arguments(self, scale: float) -> tuple[Any, ...]:
+        """The operators' arguments after the tensors of scores."""
         firsts = (self.first_head, self.first_query, self.first_key)
         tensors = (self.dropout.keys, self.dropout.sample_ids, self.documents, self.slopes)
         return (*tensors, *firsts, self.window_size, scale, self.dropout.rate)
@@ -117,7 +118,7 @@ def _logits(scores: Tensor, tile: DroppedTile, scale: float) -> tuple[Tensor, Te
 
 
 def _tile(arguments: tuple[Any, ...]) -> tuple[DroppedTile, float]:
-    """The inverse of `DroppedTile._arguments`."""
+    """The inverse of `DroppedTile.arguments`."""
     keys, samples, documents, slopes, first_head, first_query, first_key, window_size, scale, rate = arguments
     dropout = ProbabilityDropout(keys, samples, rate)
     return DroppedTile(dropout, first_head, first_query, first_key, window_size, documents, slopes), scale
@@ -206,5 +207,6 @@ FAMILY = OperatorFamily(
             fake=_nothing,
         ),
     ),
+    why_not_on_cpu=cpp.why_not,
 )
 define(FAMILY)

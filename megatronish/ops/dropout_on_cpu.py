@@ -38,6 +38,11 @@ class _Tile(ctypes.Structure):
     )
 
 
+def why_not() -> str | None:
+    """The reason why dropout does not run in C++, None where it does."""
+    return native().reason
+
+
 def can_add(x: Tensor, residual: Tensor | None) -> bool:
     """Whether `dropout_add` of these runs in C++."""
     return x.dtype in _NAMES and (residual is None or residual.dtype == x.dtype) and native().library is not None

@@ -51,10 +51,14 @@ class Operator(NamedTuple):
 
 
 class OperatorFamily(NamedTuple):
-    """Operators whose kernels share a source file, kernels/<name>.cu."""
+    """Operators whose kernels share a source file, kernels/<name>.cu.
+
+    `why_not_on_cpu` is of a family that has C++ for the CPU: the reason why it cannot run, or None.
+    """
 
     name: str
     operators: tuple[Operator, ...]
+    why_not_on_cpu: Callable[[], str | None] | None = None
 
 
 _REGISTRATIONS: list[torch.library.Library] = []  # torch unregisters a Library that is not kept
@@ -120,7 +124,8 @@ def _is_of_these_sources(library: Path) -> bool:
 def report_line(family: OperatorFamily, device: torch.device) -> str:
     """The implementation of a family's operators on a device; where it is not the kernels, with the reason."""
     reason = _why_not(family, device)
-    return f"{family.name}: {'CUDA kernels' if reason is None else f'torch, because {reason}'}"
+    kernels = "C++" if device.type == "cpu" else "CUDA kernels"
+    return f"{family.name}: {kernels if reason is None else f'torch, because {reason}'}"
 
 
 def has_kernels(family: OperatorFamily) -> bool:
@@ -129,6 +134,8 @@ def has_kernels(family: OperatorFamily) -> bool:
 
 
 def _why_not(family: OperatorFamily, device: torch.device) -> str | None:
+    if device.type == "cpu" and family.why_not_on_cpu is not None:
+        return family.why_not_on_cpu()
     if device.type != "cuda":
         return f"the kernels are for CUDA and this runs on {device.type}"
     reason = load_kernels()

@@ -39,7 +39,7 @@ class Native(NamedTuple):
     """The loaded library, or the reason why there is none."""
 
     library: ctypes.CDLL | None
-    reason: str = ""
+    reason: str | None = None
 
 
 @cache

@@ -9,7 +9,7 @@ from jobs import tiny
 from megatronish.config.read import read_config
 from megatronish.train.summary import first_lines
 
-DROPOUT = "because attention dropout is above 0 and its masks must not depend on the layout"
+DROPOUT = "dropout block by block, by masks that do not depend on the layout; no probabilities are kept"
 RING = "ring attention over cp, "
 NO_DROPOUT = "--attention-dropout 0"
 
@@ -22,7 +22,7 @@ def lines_of(flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("", f"explicit probabilities by the fused softmax, {DROPOUT}"),
+        ("", DROPOUT),
         (NO_DROPOUT, "scaled_dot_product_attention (flash where the device has it)"),
         (f"{NO_DROPOUT} --cp 2", f"{RING}scaled_dot_product_attention's flash operations"),
         (f"{NO_DROPOUT} --softmax-type learnable", "scaled_dot_product_attention's flash operations"),
@@ -30,15 +30,12 @@ def lines_of(flags: str) -> str:
             f"{NO_DROPOUT} --position-embedding-type alibi",
             "scaled_dot_product_attention (flash where the device has it)",
         ),
-        (
-            "--position-embedding-type alibi",
-            f"explicit probabilities by torch's softmax (the fused one has no ALiBi), {DROPOUT}",
-        ),
+        ("--position-embedding-type alibi --attention-backend flash", DROPOUT),
         (
             f"{NO_DROPOUT} --softmax-type off-by-one --attention-backend fused_softmax",
             "explicit probabilities by torch's softmax (the fused one has no sinks)",
         ),
-        ("--softmax-type learnable --cp 2", f"{RING}explicit probabilities block by block, {DROPOUT}"),
+        ("--softmax-type learnable --cp 2", f"{RING}{DROPOUT}"),
         (f"{NO_DROPOUT} --attention-backend unfused", "explicit probabilities by torch's softmax, as requested"),
         (
             f"{NO_DROPOUT} --attention-backend fused_softmax",
