@@ -176,7 +176,7 @@ def _add_backward(ops: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _nothing(*_: Any) -> None:
-    """In place."""
+    """Fake of an operator that works in place."""
 
 
 _PLACE = (

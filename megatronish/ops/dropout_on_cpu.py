@@ -13,7 +13,7 @@ _NAMES = {torch.float32: "dropout_add_float", torch.bfloat16: "dropout_add_bfloa
 
 
 class _Hidden(ctypes.Structure):
-    """`Hidden` of dropout.cpp."""
+    """The struct `Hidden` of dropout.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "samples", "positions")),
@@ -25,7 +25,7 @@ class _Hidden(ctypes.Structure):
 
 
 class _Tile(ctypes.Structure):
-    """`Tile` of dropout.cpp."""
+    """The struct `Tile` of dropout.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "samples", "documents", "slopes")),

@@ -67,9 +67,10 @@ def cache_folder() -> Path:
 
 
 def _built() -> Path:
-    """Path of the library for this CPU, compiled if nobody has done so before."""
+    """Path of the library for this CPU, compiled where it is not there yet."""
     compiler, source = find_compiler(), SOURCE.read_text(encoding="utf-8")
-    parts = (source, repr((FLAGS, WISHES)), compiler, _cpu())
+    real = Path(compiler).resolve()
+    parts = (source, repr((FLAGS, WISHES)), f"{real} {real.stat().st_size} {real.stat().st_mtime_ns}", _cpu())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     output = cache_folder() / f"dropout-{key}.so"
     if not output.exists():
