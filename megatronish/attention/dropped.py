@@ -22,7 +22,7 @@ from megatronish.ops.library import Operator, OperatorFamily, accumulation_dtype
 
 CPU_BLOCK_BYTES = 4 * 2**20  # scores of a block, fp32
 GPU_BLOCK_BYTES = 8 * 2**20  # a quarter of the second-level cache of an sm_80: the backward has two such blocks
-BLOCK_QUERIES = 64
+BLOCK_QUERIES, FEWEST_QUERIES = 64, 16
 
 
 def dropped_tile(
@@ -67,12 +67,13 @@ def _blocks(q: Tensor, k: Tensor, whole: DroppedTile) -> Iterator[_Block]:
     row_bytes = heads * min(num_keys, window + BLOCK_QUERIES) * 4
     most = GPU_BLOCK_BYTES if q.is_cuda else CPU_BLOCK_BYTES
     step = max(1, min(batch, most // (row_bytes * BLOCK_QUERIES)))  # samples
+    size = max(FEWEST_QUERIES, min(BLOCK_QUERIES, most // row_bytes))
     for sample in range(0, batch, step):
         samples = slice(sample, min(sample + step, batch))
         dropout = whole.dropout._replace(sample_ids=whole.dropout.sample_ids[samples])
         documents = None if whole.documents is None else whole.documents[samples]
-        for start in range(0, num_queries, BLOCK_QUERIES):
-            queries = slice(start, min(start + BLOCK_QUERIES, num_queries))
+        for start in range(0, num_queries, size):
+            queries = slice(start, min(start + size, num_queries))
             keys = slice(max(0, first_query + start - window + 1), first_query + queries.stop)
             tile = whole._replace(
                 dropout=dropout, documents=documents, first_query=first_query + start, first_key=keys.start

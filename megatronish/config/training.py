@@ -66,7 +66,7 @@ class TrainingConfig:
     objective_args: tuple[str, ...] = ()
     """Options of a plug-in's objective: option=value ..."""
     attention_backend: AttentionBackend = "auto"
-    """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
+    """auto, flash: SDPA, and with dropout attention block by block; fused_softmax, unfused: explicit probabilities."""
     deterministic_mode: bool = False
     """Deterministic kernels alone: two runs on the same devices give the same bits. On a CPU they do in any case."""
     disable_bf16_reduced_precision_matmul: bool = False
