@@ -67,7 +67,7 @@ setup(
     license_expression="MIT",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatronish", "megatronish.*"]),
-    package_data={"megatronish": ["__init__.pyi", "py.typed"]},
+    package_data={"megatronish": ["__init__.pyi", "py.typed", "ops/dropout.cpp"]},
     ext_modules=[Extension("megatronish.ops.kernels_cuda", sources=[])] if kernels_wanted else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     python_requires=">=3.11",

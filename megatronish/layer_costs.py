@@ -161,15 +161,14 @@ class AttentionCore:
 class LayerCost:
     """Cost row of a layer or of a sublayer.
 
-    `kept` are elements a token that wait for the backward besides the inputs of linear layers and norms, `mask_bytes`
-    the bytes of dropout masks, `vectors` parameters in addition to those of linear layers and norms.
+    `kept` are elements a token that wait for the backward besides the inputs of linear layers and norms; dropout keeps
+    nothing. `vectors` are parameters in addition to those of linear layers and norms.
     """
 
     linears: tuple[LinearShape, ...] = ()
     norms: tuple[NormShape, ...] = ()
     cores: tuple[AttentionCore, ...] = ()
     kept: Count = field(default_factory=Count)
-    mask_bytes: Count = field(default_factory=Count)
     vectors: Count = field(default_factory=Count)
 
     def __add__(self, other: "LayerCost") -> "LayerCost":
@@ -178,7 +177,6 @@ class LayerCost:
             self.norms + other.norms,
             self.cores + other.cores,
             self.kept + other.kept,
-            self.mask_bytes + other.mask_bytes,
             self.vectors + other.vectors,
         )
 
@@ -224,7 +222,7 @@ class LayerCost:
         elements = sum_counts(each.inputs for each in self.linears) + self.kept
         norms = sum_counts(each.saved_bytes(element_bytes=element_bytes, device=device) for each in self.norms)
         scores = Count(split=sum(core.num_heads for core in self.cores) * seq_length * score_bytes)
-        return elements * element_bytes + norms + self.mask_bytes + scores
+        return elements * element_bytes + norms + scores
 
     @property
     def deferred_inputs(self) -> Count:

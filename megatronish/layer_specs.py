@@ -179,10 +179,9 @@ class LayerSpec:
         )
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """Rows of both sublayers, two norms, and two dropout masks of a byte an element."""
+        """Rows of both sublayers, and two norms."""
         norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
-        masks = Count(whole=2 * model.hidden_size if model.hidden_dropout else 0)
-        return LayerCost(norms=(norm, norm), mask_bytes=masks) + self.attention.cost(model) + self.mlp.cost(model)
+        return LayerCost(norms=(norm, norm)) + self.attention.cost(model) + self.mlp.cost(model)
 
 
 def _experts(model: ModelConfig) -> ExpertsSpec:

@@ -97,8 +97,12 @@ def mask_keys(streams: Iterable[tuple[str | int, ...]], *, device: torch.device 
 
 def keep_mask(keys: Tensor, *, places: Sequence[Tensor], columns: Tensor, rate: float) -> Tensor:
     """Dropout mask, [*broadcast(places), columns] bool: False with probability `rate`; for the rest see `_hashes`."""
-    # A threshold at `rate` of the range of the hashes drops an element with that probability.
-    return _hashes(keys, places=places, columns=columns) >= round(rate * 2**32) - 2**31
+    return _hashes(keys, places=places, columns=columns) >= drop_threshold(rate)
+
+
+def drop_threshold(rate: float) -> int:
+    """The hash below which elements are dropped: at `rate` of the range of hashes, so with that probability."""
+    return round(rate * 2**32) - 2**31
 
 
 def uniform(keys: Tensor, *, places: Sequence[Tensor], columns: Tensor) -> Tensor:

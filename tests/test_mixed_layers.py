@@ -29,6 +29,7 @@ from megatronish.launch.place import Place
 from megatronish.layer_specs import AttentionSpec, LayerSpec, MixedModelConfig, MLPSpec
 from megatronish.mesh import Mesh, dense_domain
 from megatronish.model.batch import MicroBatch
+from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.stages import Stages
 from megatronish.sharding import collect_shardings, initialize
@@ -169,9 +170,13 @@ def test_costs_are_the_sums_of_layers_that_differ() -> None:
     gpt = built(MODEL)
     count = num_parameters(MODEL, vocab_size=VOCAB_SIZE, seq_length=S)
     assert count == sum(parameter.numel() for parameter in gpt.parameters())
-    # Dropout of attention: explicit probabilities, of the whole square.
+    # The counter knows products of torch, so attention is by explicit probabilities, of the whole square.
+    explicit = GPT(
+        MODEL, vocab_size=VOCAB_SIZE, num_positions=S, execution=Execution(attention_backend="fused_softmax")
+    )
+    initialize(explicit, collect_shardings(explicit), seed=1, domains=dense_domain(explicit.tp.axis))
     with FlopCounterMode(display=False) as counter:
-        gpt(None, batch(), step=0)
+        explicit(None, batch(), step=0)
     square = tuple(replace(layer, attention=replace(layer.attention, window=None)) for layer in LAYERS)
     flops = forward_flops(replace(MODEL, layers=square), vocab_size=VOCAB_SIZE, seq_length=S, attention="full")
     assert counter.get_total_flops() == flops.total * S * B

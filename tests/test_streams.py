@@ -1,7 +1,6 @@
 """Tests of named random streams: their statistics, and independence of how a tensor is cut."""
 
 import math
-from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -157,13 +156,13 @@ def test_dropout_keeps_the_mean_and_ranks_hold_parts_of_one_mask() -> None:
     part = dropout.hidden(ones[:16], site="mlp_output", positions=torch.arange(16, 32), rate=0.1)
     assert torch.equal(part, whole[16:32])
     probabilities, places = torch.ones(4, 6, 64, 64), torch.arange(64)
-    drop = partial(dropout.attention, rate=0.1)
+    drop = dropout.attention(0.1).drop
     heads = drop(probabilities, first_head=0, queries=places, keys=places)
     assert torch.equal(drop(probabilities[:, :2], first_head=4, queries=places, keys=places), heads[:, 4:])
     rows, columns = torch.tensor([3, 60, 17]), torch.tensor([63, 0, 5, 6])
     block = drop(probabilities[..., :3, :4], first_head=0, queries=rows, keys=columns)
     assert torch.equal(block, heads[:, :, rows][..., columns])
-    one_sample = partial(Dropout(1, 5, torch.tensor([42]), layers=(2,)).of_layer(2).attention, rate=0.1)
+    one_sample = Dropout(1, 5, torch.tensor([42]), layers=(2,)).of_layer(2).attention(0.1).drop
     assert torch.equal(one_sample(probabilities[:1], first_head=0, queries=places, keys=places), heads[2:3])
 
 

@@ -51,7 +51,7 @@ class ParallelBlock(nn.Module):
         """`context` has what all layers of a forward share: positions, masks, dropout, the KV cache."""
         y = self.norm(x)
         y = self.scale * (self.attention(y, context) + self.mlp(y))
-        return x + context.drop(y, site="output", rate=self.config.hidden_dropout)
+        return context.drop(y, site="output", rate=self.config.hidden_dropout, residual=x)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ParallelSpec(LayerSpec):
     """The same layer as data, without torch: FLOPs, memory, MFU and --pipeline-split auto read its cost."""
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """One norm, one dropout mask and the scale, in addition to attention and MLP.
+        """One norm and the scale, in addition to attention and MLP.
 
         What waits for the backward is right as it is: the scale keeps its input, D elements a token, and attention and
         MLP, whose rows count an input of D elements each, keep the same one.
@@ -67,7 +67,6 @@ class ParallelSpec(LayerSpec):
         width = model.hidden_size
         own = LayerCost(
             norms=(NormShape(model.normalization, width),),
-            mask_bytes=Count(whole=width if model.hidden_dropout else 0),
             vectors=Count(whole=width),
         )
         return own + self.attention.cost(model) + self.mlp.cost(model)

@@ -123,5 +123,6 @@ inline void __syncthreads(EMULATOR_CALLER) { emulator::meet_block({file, line});
 // Functions of CUDA's mathematics that <cmath> does not know.
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megatronish import comm
-from megatronish.attention.core import ProbabilityDropout, attend_alone
+from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import from_zigzag, to_zigzag
 from megatronish.config.training import AttentionBackend
 from megatronish.mesh import Axis
+from megatronish.ops.dropout import ProbabilityDropout
 
 
 def all_to_all_attention(

@@ -15,11 +15,12 @@ from typing import Literal
 from torch import Tensor
 
 from megatronish.attention.all_to_all import all_to_all_attention
-from megatronish.attention.core import ProbabilityDropout, attend_alone
+from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.ring import ring_attention
 from megatronish.config.training import AttentionBackend
 from megatronish.mesh import Axis
+from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ranges import ATTENTION, marked
 
 

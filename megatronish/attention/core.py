@@ -1,33 +1,23 @@
 """Attention over a whole sequence, on one rank's heads: SDPA, or explicit probabilities (explicit.py).
 
-SDPA knows no sinks; with them its flash operations run (sinks.py).
+SDPA knows no sinks; with them its flash operations run (sinks.py). It draws masks of its own from the global generator;
+so dropout has an attention of its own, block by block (dropped.py).
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from megatronish.attention.dropped import dropped_attention
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.sinks import sink_attention
 from megatronish.config.training import AttentionBackend
-
-
-class ProbabilityDropout(Protocol):
-    """Dropout on probabilities [B, n, q, k]: each is dropped, or kept and scaled up, by its global place alone.
-
-    Called again with the same places it drops the same ones; so it also turns the gradient of its output into that of
-    its input. The n heads start from `first_head`; `queries` [q] and `keys` [k] are positions along the sequence.
-    """
-
-    def __call__(self, probabilities: Tensor, *, first_head: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """[B, n, q, k] -> [B, n, q, k]."""
-        ...
+from megatronish.ops.dropout import ProbabilityDropout
 
 
 def attend_alone(
@@ -43,19 +33,20 @@ def attend_alone(
 ) -> Tensor:
     """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
 
-    n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` is SDPA (flash
-    attention where the device has it), and with dropout the fused softmax on explicit probabilities, because SDPA draws
-    its masks from the global generator.
+    n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` and `flash` are
+    SDPA (flash attention where the device has it), and with dropout attention block by block.
     """
-    assert backend != "flash" or dropout is None, "flash attention drops nothing that a layout could draw again"
+    explicit = backend in ("fused_softmax", "unfused")
+    if dropout is not None and not explicit:
+        return dropped_attention(q, k, v, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
     grouped = k.shape[2] != q.shape[2]
     q, k, v = (rearrange(x, "s b n h -> b n s h") for x in (q, k, v))
-    if backend in ("fused_softmax", "unfused") or dropout is not None:
+    if explicit:
         drop: Callable[[Tensor], Tensor] | None = None
         if dropout is not None:
             positions = torch.arange(mask.seq_length, device=q.device)
             queries = positions[mask.first_query :]
-            drop = partial(dropout, first_head=first_head, queries=queries, keys=positions)
+            drop = partial(dropout.drop, first_head=first_head, queries=queries, keys=positions)
         out = explicit_attention(q, k, v, mask=mask, fused=backend != "unfused", dropout=drop, sinks=sinks)
     elif sinks is not None:
         out = sink_attention(q, k, v, sinks, mask=mask)

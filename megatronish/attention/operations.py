@@ -1,8 +1,9 @@
 """Operations that compute a tile of attention, with what each of them requires: flash, "efficient" and explicit.
 
-The four compute the same, with the shapes of tile.py. None draws dropout of its own; with dropout the probabilities are
-made explicit. What the two of CUDA require beyond their signatures stands at each. It was read from torch's sources
-(2.13) and has not run on a GPU yet: tests with the marker `gpu` in test_attention.py are there for that.
+The four compute the same, with the shapes of tile.py. Torch's own draw masks that would depend on the layout; so with
+dropout the probabilities of a tile are explicit. What the two of CUDA require beyond their signatures stands at each.
+It was read from torch's sources (2.13) and has not run on a GPU yet: tests with the marker `gpu` in test_attention.py
+are there for that.
 """
 
 import math
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatronish.attention.explicit import stacked, unstacked
+from megatronish.ops.dropout import DroppedTile
 from megatronish.ops.library import accumulation_dtype
 
 aten = torch.ops.aten
@@ -24,12 +26,12 @@ BIAS_ALIGNMENT = 16  # keys
 
 
 class TileMask(NamedTuple):
-    """Mask of a tile: all keys, plain causal (as many queries as keys), or `dense`; ALiBi; dropout of probabilities."""
+    """Mask of a tile: all keys, plain causal (as many queries as keys), `dense` with ALiBi, or `dropped`."""
 
     causal: bool = False
     dense: Tensor | None = None  # bool [1 or B, 1, q, k]
-    drop: Callable[[Tensor], Tensor] | None = None  # of probabilities [B, n, q, k]; needs `dense`
     alibi: Tensor | None = None  # added to the scores, fp32 [1, n, q, k]; needs `dense`
+    dropped: DroppedTile | None = None  # it says all that the others do
 
 
 class TileGradients(NamedTuple):
@@ -145,26 +147,24 @@ def _efficient_backward(
     return TileGradients(*(grad[..., : q.shape[-1]] for grad in (dq, dk, dv)))
 
 
-# Anywhere, with the probabilities made explicit, in fp32: half precision would round gradients of probabilities before
-# their mean is taken off, which is most of them.
+# Anywhere, with the probabilities made explicit and dropped, in fp32: half precision would round gradients of
+# probabilities before their mean is taken off, which is most of them.
 
 
-def _scores(q: Tensor, k: Tensor, tile_mask: TileMask) -> Tensor:
-    """Scaled scores [B, n, q, k], with ALiBi; -inf where the mask is False."""
-    assert tile_mask.dense is not None
-    scores = unstacked(stacked(q, k.shape[1]) @ k.mT, q.shape[1]).mul_(_scale(q))
-    if tile_mask.alibi is not None:
-        scores += tile_mask.alibi
-    return scores.masked_fill_(~tile_mask.dense, -torch.inf)
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """[B, k, i, j], [B, k, j, l] -> [B, k, i, l], summed and returned in at least fp32."""
+    dtype = accumulation_dtype(a.dtype)
+    if a.is_cuda and a.dtype == b.dtype != dtype:  # tensor cores add in fp32 and need not round the sum
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
+    return a.to(dtype) @ b.to(dtype)
 
 
 def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
-    assert tile_mask.drop is not None
-    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
-    scores = _scores(q, k, tile_mask)
-    lse = scores.logsumexp(-1)
-    dropped = tile_mask.drop(scores.sub_(lse.unsqueeze(-1)).exp_())
-    return unstacked(stacked(dropped, v.shape[1]) @ v, q.shape[1]), lse
+    assert tile_mask.dropped is not None
+    heads, kv_heads = q.shape[1], k.shape[1]
+    scores = product(stacked(q, kv_heads), k.mT)
+    lse = tile_mask.dropped.softmax_(unstacked(scores, heads), scale=_scale(q))
+    return unstacked(product(scores.to(v.dtype), v), heads), lse
 
 
 def _explicit_backward(
@@ -175,19 +175,17 @@ def _explicit_backward(
     The backward of softmax subtracts from each row of gradients its mean, weighted by probability. That mean is the sum
     of dout * out over the head's channels (Dao et al. 2022, arXiv:2205.14135, section 3.1).
     """
-    assert tile_mask.drop is not None
+    assert tile_mask.dropped is not None
     heads, kv_heads = q.shape[1], k.shape[1]
-    dout, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (dout, q, k, v, out))
-    # Probabilities over all keys of the sequence, [B, n, q, k] of this tile: exp(score - lse).
-    probabilities = _scores(q, k, tile_mask).sub_(lse.unsqueeze(-1)).exp_()
-    # Values: dv = dropped^T dout, summed over the query heads that share a key/value head (stacked along the queries).
-    by_kv_head = stacked(dout, kv_heads)
-    dv = stacked(tile_mask.drop(probabilities), kv_heads).mT @ by_kv_head
-    # Scores: the gradient of dropout's output goes back through the same mask, then through softmax.
-    dprobabilities = tile_mask.drop(unstacked(by_kv_head @ v.mT, heads))
-    means = (dout * out).sum(-1, keepdim=True)
-    dscores = stacked(probabilities * (dprobabilities - means), kv_heads) * _scale(q)
-    return TileGradients(unstacked(dscores @ k, heads), dscores.mT @ stacked(q, kv_heads), dv)
+    means = (dout.to(lse.dtype) * out).sum(-1)
+    q, dout = stacked(q, kv_heads), stacked(dout.to(q.dtype), kv_heads)
+    scores, grads = product(q, k.mT), product(dout, v.mT)
+    # In place: scores become the dropped probabilities, their gradients those of the products of queries and keys.
+    tile_mask.dropped.softmax_backward_(
+        unstacked(scores, heads), unstacked(grads, heads), lse, means, scale=1.0 / math.sqrt(k.shape[-1])
+    )
+    scores, grads = scores.to(v.dtype), grads.to(q.dtype)
+    return TileGradients(unstacked(product(grads, k), heads), product(grads.mT, q), product(scores.mT, dout))
 
 
 FLASH_ON_CPU = Operation(_flash_on_cpu_forward, _flash_on_cpu_backward)

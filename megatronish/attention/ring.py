@@ -14,9 +14,8 @@ Windows, documents and ALiBi need dense masks, which are made for one tile of tw
 window are left out, but their blocks are sent all the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +25,13 @@ from torch.autograd.function import once_differentiable
 
 from megatronish import comm
 from megatronish.attention import tile
-from megatronish.attention.core import ProbabilityDropout
+from megatronish.attention.dropped import dropped_tile
 from megatronish.attention.mask import AttentionMask, BlockMask
 from megatronish.attention.operations import TileMask
 from megatronish.attention.sinks import absorb, gradient_of_sinks
 from megatronish.attention.zigzag import chunks_of, places_of
 from megatronish.mesh import Axis
+from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
 
 BLOCK_TAG, GRADS_TAG = 0, 1
@@ -49,8 +49,8 @@ def ring_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
-    drop = None if dropout is None else partial(dropout, first_head=first_head)
-    return _RingAttention.apply(q, k, v, sinks, _RingPlan(cp, mask, drop))
+    dropped = None if dropout is None else dropped_tile(dropout, mask, first_head=first_head, device=q.device)
+    return _RingAttention.apply(q, k, v, sinks, _RingPlan(cp, mask, dropped))
 
 
 class Tile(NamedTuple):
@@ -59,6 +59,8 @@ class Tile(NamedTuple):
     queries: slice
     keys: slice
     block_mask: BlockMask
+    first_query: int = 0  # positions, of tiles by chunks
+    first_key: int = 0
 
 
 def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_chunks: bool) -> list[Tile]:
@@ -75,7 +77,7 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
             return [Tile(whole, whole, "causal")]
         return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]
     found = [
-        Tile(queries, keys, mask.between(query_places, key_places))
+        Tile(queries, keys, mask.between(query_places, key_places), query_places.start, key_places.start)
         for queries, query_places in ((front, mine.front), (back, mine.back))
         for keys, key_places in ((back, theirs.back), (front, theirs.front))
     ]
@@ -88,7 +90,7 @@ class _RingPlan:
 
     cp: Axis
     mask: AttentionMask
-    drop: Callable[..., Tensor] | None  # a ProbabilityDropout that knows its first head
+    dropped: DroppedTile | None
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each rank and its block [2, B, kv, S/cp, H], this rank's own first; the next arrives while one is used."""
@@ -104,15 +106,17 @@ class _RingPlan:
         """Queries, keys and mask of each tile with the block of rank `source`."""
         cp, mask = self.cp, self.mask
         mine, theirs = (places_of(mask.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
-        by_chunks = self.drop is not None or bool(mask.slopes)  # explicit probabilities, and biases, are large
-        for queries, keys, block_mask in tiles_of(cp.rank, source, cp_size=cp.size, mask=mask, by_chunks=by_chunks):
-            places = {"queries": mine[queries], "keys": theirs[keys]}
-            if by_chunks or block_mask == "dense":
-                drop = None if self.drop is None else partial(self.drop, **places)
-                tile_mask = TileMask(dense=mask.dense(**places), drop=drop, alibi=mask.alibi(**places))
+        by_chunks = self.dropped is not None or bool(mask.slopes)  # explicit probabilities, and biases, are large
+        for each in tiles_of(cp.rank, source, cp_size=cp.size, mask=mask, by_chunks=by_chunks):
+            if self.dropped is not None:
+                here = self.dropped._replace(first_query=each.first_query, first_key=each.first_key)
+                tile_mask = TileMask(dropped=here)
+            elif by_chunks or each.block_mask == "dense":
+                places = {"queries": mine[each.queries], "keys": theirs[each.keys]}
+                tile_mask = TileMask(dense=mask.dense(**places), alibi=mask.alibi(**places))
             else:
-                tile_mask = TileMask(causal=block_mask == "causal")
-            yield queries, keys, tile_mask
+                tile_mask = TileMask(causal=each.block_mask == "causal")
+            yield each.queries, each.keys, tile_mask
 
 
 class _RingAttention(torch.autograd.Function):

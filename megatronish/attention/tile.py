@@ -48,7 +48,7 @@ def backward(
 
 def operation_for(q: Tensor, tile_mask: TileMask) -> Operation:
     """Operation for a tile: flash attention where it can run, else on CUDA the slower "efficient" one."""
-    if tile_mask.drop is not None:
+    if tile_mask.dropped is not None:
         return EXPLICIT
     if q.device.type == "cpu":
         return FLASH_ON_CPU

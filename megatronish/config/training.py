@@ -66,7 +66,7 @@ class TrainingConfig:
     objective_args: tuple[str, ...] = ()
     """Options of a plug-in's objective: option=value ..."""
     attention_backend: AttentionBackend = "auto"
-    """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
+    """auto, flash: SDPA, and with dropout attention block by block; fused_softmax, unfused: explicit probabilities."""
     compile: bool = False
     """torch.compile of the layers: the first step waits for a compiler, the others are faster (docs/RUNNING.md)."""
     deterministic_mode: bool = False

@@ -1,7 +1,8 @@
 """Activations that wait for the backward: bytes a token, for each chunk of a pipeline stage, and their peak in a step.
 
-They follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), with flash attention: 34 s b h bytes a layer for a
-GPT in bf16, of which tensor parallelism splits 24 and sequence parallelism the rest. Not counted: statistics of norms
+They follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), with flash attention and without dropout masks, which
+are computed again: 32 s b h bytes a layer for a GPT in bf16, of which tensor parallelism splits 24 and sequence
+parallelism the rest. Not counted: statistics of norms
 and softmax (about 1 %), the bias that SDPA makes of a window's mask in every layer, and, with RoPE and SDPA, what the
 values keep alive: they are a view of the output of the qkv projection, whose queries and keys were replaced.
 """
@@ -129,11 +130,12 @@ def bytes_per_score(model: ModelConfig, backend: AttentionBackend, element_bytes
     """Bytes that attention keeps of each query with each key: probabilities, dropout's mask, and what that left.
 
     The fused softmax keeps its output, in the dtype of the model; torch's one in fp32, and a copy for the product with
-    the values where these are shorter; with ALiBi or sinks there is only torch's. SDPA keeps nothing.
+    the values where these are shorter; with ALiBi or sinks there is only torch's. SDPA, and attention with dropout
+    block by block, keep nothing.
     """
-    dropout = model.attention_dropout > 0
-    if backend == "flash" or (backend == "auto" and not dropout):
+    if backend in ("auto", "flash"):
         return 0
+    dropout = model.attention_dropout > 0
     if backend == "unfused" or model.position_embedding_type == "alibi" or model.softmax_type != "vanilla":
         return 4 + (1 + element_bytes if dropout else 2 if element_bytes == 2 else 0)
     return element_bytes + (1 + element_bytes if dropout else 0)

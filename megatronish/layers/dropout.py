@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatronish.ops.dropout import ProbabilityDropout, dropout_add
 from megatronish.streams import keep_mask, mask_keys, uniform
 
 SITES = ("embedding", "attention", "attention_output", "mlp_output", "jitter", "forced choice")
@@ -25,29 +26,24 @@ class LayerDropout:
     keys: Tensor
     all_positions: Tensor | None = None
 
-    def hidden(self, x: Tensor, *, site: str, positions: Tensor, rate: float, first_column: int = 0) -> Tensor:
+    def hidden(self, x: Tensor, *, site: str, positions: Tensor, rate: float, residual: Tensor | None = None) -> Tensor:
         """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, under sequence parallelism a part of all.
 
-        x may be a part of the channels, from `first_column` on.
+        `residual` [s, B, D] is added to what is left of x.
         """
-        if rate == 0.0:
-            return x
-        keep = keep_mask(
-            self._keys_of(site),
-            places=(self.sample_ids, positions.unsqueeze(-1)),
-            columns=torch.arange(first_column, first_column + x.shape[-1], device=x.device),
-            rate=rate,
-        )
-        return x * keep * (1.0 / (1.0 - rate))
+        names = {"keys": self._keys_of(site), "sample_ids": self.sample_ids, "positions": positions}
+        return dropout_add(x, residual, **names, rate=rate)
 
-    def attention(
-        self, probabilities: Tensor, *, first_head: int, rate: float, queries: Tensor, keys: Tensor
-    ) -> Tensor:
-        """[B, n, q, k] -> [B, n, q, k]: n heads from `first_head` on, global positions [q] and [k]."""
-        heads = torch.arange(first_head, first_head + probabilities.shape[1], device=probabilities.device)
-        places = (self.sample_ids[:, None, None], heads[:, None], queries)
-        keep = keep_mask(self._keys_of("attention"), places=places, columns=keys, rate=rate)
-        return probabilities * keep * (1.0 / (1.0 - rate))
+    def columns_of(self, x: Tensor, *, site: str, positions: Tensor, rate: float, first_column: int) -> Tensor:
+        """[s, B, d] -> [s, B, d]: d channels from `first_column` on, which is all that this tp rank holds of x."""
+        columns = torch.arange(first_column, first_column + x.shape[-1], device=x.device)
+        places = (self.sample_ids, positions.unsqueeze(-1))
+        keep = keep_mask(self._keys_of(site), places=places, columns=columns, rate=rate)
+        return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
+
+    def attention(self, rate: float) -> ProbabilityDropout:
+        """Dropout of the layer's attention probabilities."""
+        return ProbabilityDropout(self._keys_of("attention"), self.sample_ids, rate)
 
     def of_router(self, *, site: str, positions: Tensor, num_columns: int) -> Tensor:
         """Uniform values of -1 to 1, [s, B, num_columns] fp32, for the tokens at `positions` [s]."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
-from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask
 from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
@@ -20,6 +19,7 @@ from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.context import Context
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import rotate
+from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.sharding import Cut, Init, Sharding
 
 

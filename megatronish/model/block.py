@@ -55,10 +55,14 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout."""
-        drop = partial(context.drop, rate=self.config.hidden_dropout)
-        attended = drop(self.attention(self.attention_norm(x), context), site="attention_output")
-        normalised, x = self.mlp_norm.of_sum(x, attended)
-        return x + drop(self.mlp(normalised, context), site="mlp_output")
+        rate = self.config.hidden_dropout
+        attended = self.attention(self.attention_norm(x), context)
+        if context.dropout is None or rate == 0.0:
+            normalised, x = self.mlp_norm.of_sum(x, attended)
+        else:
+            x = context.drop(attended, site="attention_output", rate=rate, residual=x)
+            normalised = self.mlp_norm(x)
+        return context.drop(self.mlp(normalised, context), site="mlp_output", rate=rate, residual=x)
 
 
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}

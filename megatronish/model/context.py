@@ -1,13 +1,11 @@
 """Context of one forward pass: positions, rotation, masks, dropout streams and the KV cache, for all its layers."""
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from torch import Tensor
 
 from megatronish import comm
 from megatronish.attention.cached import KeyValueCache
-from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
 from megatronish.layers.dropout import Dropout, LayerDropout
@@ -15,6 +13,7 @@ from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.rope import RotaryEmbedding, Rotation
 from megatronish.model.routing import RoutingRecord, Tally
+from megatronish.ops.dropout import ProbabilityDropout
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class Context:
         """Mask of a layer with this sliding window and these slopes of ALiBi; layers that are alike share it."""
         return self.causal_mask.variant(window_size, slopes)
 
-    def drop(self, x: Tensor, *, site: str, rate: float) -> Tensor:
-        """[s, B, D] -> [s, B, D]: dropout on the residual stream."""
-        if self.dropout is None:
-            return x
-        return self.dropout.hidden(x, site=site, positions=self.positions, rate=rate)
+    def drop(self, x: Tensor, *, site: str, rate: float, residual: Tensor | None = None) -> Tensor:
+        """[s, B, D] -> [s, B, D]: dropout on the residual stream, and `residual` added to what it leaves of x."""
+        if self.dropout is None or rate == 0.0:
+            return x if residual is None else residual + x
+        return self.dropout.hidden(x, site=site, positions=self.positions, rate=rate, residual=residual)
 
     def of_input(self, x: Tensor, *, site: str, rate: float, first_column: int = 0, is_whole: bool = False) -> Tensor:
         """[s, B, in] -> [s, B, in]: dropout on the input of an adapter (layers/adapter.py)."""
@@ -55,13 +54,15 @@ class Context:
             return x
         positions = self.dropout.all_positions if is_whole else self.positions
         assert positions is not None, "an input that no tp rank holds in part has the positions of all"
-        return self.dropout.hidden(x, site=site, positions=positions, rate=rate, first_column=first_column)
+        if first_column == 0:
+            return self.dropout.hidden(x, site=site, positions=positions, rate=rate)
+        return self.dropout.columns_of(x, site=site, positions=positions, rate=rate, first_column=first_column)
 
     def attention_dropout(self, *, rate: float) -> ProbabilityDropout | None:
         """Dropout on the layer's attention probabilities; None where nothing is dropped."""
         if self.dropout is None or rate == 0.0:
             return None
-        return partial(self.dropout.attention, rate=rate)
+        return self.dropout.attention(rate)
 
 
 class CausalMasks:

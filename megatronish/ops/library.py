@@ -34,7 +34,7 @@ class Operator(NamedTuple):
 
     By default there is one output, of the shape and dtype of the first argument. `setup_context(ctx, inputs, output)`
     saves what the backward needs; `backward(ops, ctx, *grads)` gets the namespace that it runs in, so that it calls the
-    operators of the same namespace.
+    operators of the same namespace. `on_cpu` takes the place of the reference on the CPU.
     """
 
     schema: str  # "name(Tensor x, float scale) -> Tensor"
@@ -42,6 +42,7 @@ class Operator(NamedTuple):
     fake: Callable[..., Any] = like
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
+    on_cpu: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -50,10 +51,14 @@ class Operator(NamedTuple):
 
 
 class OperatorFamily(NamedTuple):
-    """Operators whose kernels share a source file, kernels/<name>.cu."""
+    """Operators whose kernels share a source file, kernels/<name>.cu.
+
+    `why_not_on_cpu` is of a family that has C++ for the CPU: the reason why it cannot run, or None.
+    """
 
     name: str
     operators: tuple[Operator, ...]
+    why_not_on_cpu: Callable[[], str | None] | None = None
 
 
 _REGISTRATIONS: list[torch.library.Library] = []  # torch unregisters a Library that is not kept
@@ -70,6 +75,8 @@ def define(family: OperatorFamily, *, namespace: str = NAMESPACE) -> Any:
         registration.define(each.schema, tags=(torch.Tag.pt2_compliant_tag,))
         # 2. The reference, for every device. This key ranks below "CUDA", so the kernel of a device takes precedence.
         registration.impl(each.name, each.reference, "CompositeExplicitAutograd")
+        if each.on_cpu is not None and namespace == NAMESPACE:  # in others the CPU has the emulated kernels
+            registration.impl(each.name, each.on_cpu, "CPU")
         # 3. Shapes and dtypes of the outputs without computing, for meta tensors and torch.compile.
         torch.library.register_fake(name, each.fake, lib=registration)
         # 4. The gradient; a backward operator of its own needs none.
@@ -117,7 +124,8 @@ def _is_of_these_sources(library: Path) -> bool:
 def report_line(family: OperatorFamily, device: torch.device) -> str:
     """The implementation of a family's operators on a device; where it is not the kernels, with the reason."""
     reason = _why_not(family, device)
-    return f"{family.name}: {'CUDA kernels' if reason is None else f'torch, because {reason}'}"
+    kernels = "C++" if device.type == "cpu" else "CUDA kernels"
+    return f"{family.name}: {kernels if reason is None else f'torch, because {reason}'}"
 
 
 def has_kernels(family: OperatorFamily) -> bool:
@@ -126,6 +134,8 @@ def has_kernels(family: OperatorFamily) -> bool:
 
 
 def _why_not(family: OperatorFamily, device: torch.device) -> str | None:
+    if device.type == "cpu" and family.why_not_on_cpu is not None:
+        return family.why_not_on_cpu()
     if device.type != "cuda":
         return f"the kernels are for CUDA and this runs on {device.type}"
     reason = load_kernels()

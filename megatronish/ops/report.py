@@ -2,21 +2,31 @@
 
 import torch
 
-from megatronish.ops import activation, cross_entropy, norm, softmax
+from megatronish.ops import activation, cross_entropy, dropout, norm, softmax
 from megatronish.ops.library import OperatorFamily, report_line
 
-FAMILIES: tuple[OperatorFamily, ...] = (softmax.FAMILY, cross_entropy.FAMILY, activation.FAMILY, norm.FAMILY)
+FAMILIES: tuple[OperatorFamily, ...] = (
+    softmax.FAMILY,
+    cross_entropy.FAMILY,
+    activation.FAMILY,
+    norm.FAMILY,
+    dropout.FAMILY,
+)
 
 
-def kernels_report(device: torch.device | str) -> list[str]:
-    """One line a family: the implementation of its operators on this device, and the reason if not the kernels."""
-    return [report_line(family, torch.device(device)) for family in FAMILIES]
+def kernels_report(device: torch.device | str, *, drops: bool = True) -> list[str]:
+    """One line a family: the implementation of its operators on this device, and the reason if not the kernels.
+
+    A run that drops nothing is not told about dropout, for to know whether its C++ runs it is built.
+    """
+    families = FAMILIES if drops else tuple(family for family in FAMILIES if family is not dropout.FAMILY)
+    return [report_line(family, torch.device(device)) for family in families]
 
 
-def kernels_line(device: torch.device | str) -> str:
+def kernels_line(device: torch.device | str, *, drops: bool = True) -> str:
     """The report in one line, for a run's first lines: families with the same implementation together."""
     families: dict[str, list[str]] = {}
-    for line in kernels_report(device):
+    for line in kernels_report(device, drops=drops):
         name, _, where = line.partition(": ")
         families.setdefault(where, []).append(name)
     return "fused operations: " + "; ".join(f"{', '.join(names)} by {where}" for where, names in families.items())

@@ -71,7 +71,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
         f"attention: {_attention(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
-        kernels_line(device_type) + _activation(config),
+        kernels_line(device_type, drops=model.hidden_dropout > 0 or model.attention_dropout > 0) + _activation(config),
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
         + _active(config, vocab_size)
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
@@ -138,10 +138,8 @@ def _attention(config: Config) -> str:
         "sinks" if model.softmax_type != "vanilla" else "ALiBi" if model.position_embedding_type == "alibi" else ""
     )
     by_torch = f"by torch's softmax (the fused one has no {unknown})"
-    if backend == "auto" and model.attention_dropout > 0:
-        how = "block by block" if is_ring else by_torch if unknown else "by the fused softmax"
-        why = "because attention dropout is above 0 and its masks must not depend on the layout"
-        return f"{over_cp}explicit probabilities {how}, {why}"
+    if backend in ("auto", "flash") and model.attention_dropout > 0:
+        return f"{over_cp}dropout block by block, by masks that do not depend on the layout; no probabilities are kept"
     if backend in ("auto", "flash"):
         sdpa = "scaled_dot_product_attention"
         if is_ring or unknown == "sinks":

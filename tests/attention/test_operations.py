@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from megatronish.attention import tile
+from megatronish.attention.dropped import dropped_tile
+from megatronish.attention.mask import AttentionMask
 from megatronish.attention.operations import EFFICIENT, FLASH, Operation, TileMask
+from megatronish.ops.dropout import ProbabilityDropout
 
 
 def tensors_of(
@@ -45,12 +48,18 @@ def check_two_tiles(
 ) -> None:
     """A causal square, then keys that with a mask some queries do not see at all: merged as a ring merges them."""
     near, far = 33, 45
+    keys = torch.zeros(2, dtype=torch.int32, device=device)
+    nothing = ProbabilityDropout(keys, torch.arange(2, device=device), 0.0)
     q, k, v, dout = tensors_of(queries=near, keys=near, kv_heads=kv_heads, size=size, dtype=dtype, device=device)
     _, far_k, far_v, _ = tensors_of(queries=1, keys=far, kv_heads=kv_heads, size=size, dtype=dtype, device=device)
     square = torch.ones(2, 1, near, near, dtype=torch.bool).tril().to(device)
     rest = (mask_of(near, far) if masked else torch.ones(2, 1, near, far, dtype=torch.bool)).to(device)
     if explicit:
-        tile_masks = [TileMask(dense=mask, drop=lambda probabilities: probabilities) for mask in (square, rest)]
+        mask, places = AttentionMask(far + near, window_size=20 if masked else None), torch.arange(far + near)
+        dense = mask.dense(places[far:], places).expand(2, -1, -1, -1).to(device)
+        square, rest = dense[..., far:], dense[..., :far]
+        whole = dropped_tile(nothing, mask, first_head=0, device=q.device)
+        tile_masks = [TileMask(dropped=whole._replace(first_query=far, first_key=first)) for first in (far, 0)]
     else:
         tile_masks = [TileMask(causal=True), TileMask(dense=rest if masked else None)]
     tiles = [(k, v, tile_masks[0]), (far_k, far_v, tile_masks[1])]

@@ -15,13 +15,14 @@ from megatronish import comm
 from megatronish.attention import tile
 from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
-from megatronish.attention.core import ProbabilityDropout, attend_alone
+from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import Dropout
 from megatronish.layout import Layout
 from megatronish.mesh import Axis, Mesh
+from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
 
 
@@ -103,7 +104,7 @@ def documents_of(case: Case, seq_length: int) -> Tensor | None:
 
 def dropout_of(case: Case) -> ProbabilityDropout | None:
     masks = Dropout(1, 5, torch.arange(case.batch) + 40, layers=(3,)).of_layer(3)
-    return partial(masks.attention, rate=case.dropout) if case.dropout else None
+    return masks.attention(case.dropout) if case.dropout else None
 
 
 def compute(case: Case, whole: Tensors, mine: Tensor, *, cp: Axis, method: Method = "p2p") -> list[Tensor]:

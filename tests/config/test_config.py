@@ -72,8 +72,7 @@ def test_megatrons_spellings_mean_our_fields(tmp_path: Path) -> None:
     assert read("--use-rotary-position-embeddings").model.position_embedding_type == "rope"
     assert read("--use-rotary-position-embeddings", "--use-rope-scaling").model.rope_scaling == "llama3"
     for theirs, ours in (("fused", "flash"), ("local", "fused_softmax"), ("unfused", "unfused")):
-        words = ("--attention-dropout", "0", "--attention-backend", theirs)
-        assert read(*words).training.attention_backend == ours
+        assert read("--attention-backend", theirs).training.attention_backend == ours
     (tmp_path / "spm.model").touch()
     words = small("--tokenizer-type", "Llama2Tokenizer", "--data-path", str(tmp_path / "x"))
     (tmp_path / "x.bin").touch()

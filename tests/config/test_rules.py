@@ -67,10 +67,6 @@ from megatronish.config.fields import FIELDS
             "--cp 2 --attention-backend unfused",
             r"^attention_backend=unfused needs the scores of whole rows, and .* block by block; use --cp-comm-type a2a",
         ),
-        (
-            "--attention-backend flash",
-            r"^attention_backend=flash must have attention_dropout=0, not 0.1: .*; add --attention-dropout 0, or use",
-        ),
         ("--cp 2 --cp-comm-type ring", r"cp_comm_type must be one of p2p or a2a"),
         (
             "--recompute-granularity selective --recompute-method block",

@@ -107,7 +107,7 @@ def test_what_passes_is_a_few_buckets_or_layers() -> None:
 
 def test_activations_follow_the_formula_of_korthikanti() -> None:
     gpt = replace(GPT2, attention_dropout=0.0)
-    for tp, sequence_parallel, factor in [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)]:
+    for tp, sequence_parallel, factor in [(1, False, 32), (4, False, 8 + 24 / 4), (4, True, 32 / 4)]:
         (cost,) = {layer.cost(gpt) for layer in layer_specs(gpt)}
         saved = cost.saved_bytes(seq_length=1024, element_bytes=2)
         assert saved.per_rank(tp, sequence_parallel=sequence_parallel) == factor * 768
@@ -118,8 +118,9 @@ def test_activations_follow_the_formula_of_korthikanti() -> None:
     [
         ("auto", 0.0, 2, 0),
         ("flash", 0.0, 4, 0),
-        ("auto", 0.1, 2, 5),  # the paper's
-        ("fused_softmax", 0.1, 2, 5),
+        ("auto", 0.1, 2, 0),
+        ("flash", 0.1, 2, 0),
+        ("fused_softmax", 0.1, 2, 5),  # the paper's
         ("fused_softmax", 0.0, 2, 2),
         ("fused_softmax", 0.0, 4, 4),
         ("unfused", 0.1, 2, 7),
@@ -156,24 +157,34 @@ def test_chunks_and_deferred_weight_gradients_count() -> None:
     plain = most("1f1b")
     # The first stage holds 8 + 3 chunks of half a stage where 1F1B holds 4 stages.
     assert plain[0] < most("interleaved", num_virtual_stages_per_pipeline_rank=2)[0] < 2 * plain[0]
-    # What waits for its W alone holds a little less than what waits for its B.
-    assert plain[3] < min(most("zb-h1")) and max(most("zb-h1")) <= 1.02 * plain[0]
+    # What waits for its W alone holds as much as what waits for its B; the last stage has the final norm and the head.
+    assert plain[3] < min(most("zb-h1")) and max(most("zb-h1")[:3]) <= plain[0]
+    assert max(most("zb-h1")) <= 1.04 * plain[0]
     assert max(most("zb-v")) <= 1.01 * plain[0]
     # Which is not made smaller by computing again what waits for its B.
     full = most("zb-h1", recompute=RecomputeConfig(recompute_granularity="full"))
     assert full[3] > 0.9 * plain[0] and full[0] < 0.4 * plain[0]
 
 
+def test_dropout_keeps_nothing() -> None:
+    without = replace(GPT2, attention_dropout=0.0, hidden_dropout=0.0)
+    for layout, how in ((Layout(), "p2p"), (Layout(cp=2), "p2p"), (Layout(cp=2), "a2a")):
+        found = (expect(model, layout=layout, cp_comm_type=how)[0].activations for model in (GPT2, without))
+        assert len(set(found)) == 1
+
+
 def test_a_ring_keeps_no_probabilities() -> None:
-    ring, exchange = (expect(layout=Layout(cp=2), cp_comm_type=how)[0].activations for how in ("p2p", "a2a"))
-    without = replace(GPT2, attention_dropout=0.0)
-    assert ring == expect(without, layout=Layout(cp=2))[0].activations < exchange
+    ring, exchange = (
+        expect(layout=Layout(cp=2), cp_comm_type=how, attention_backend="fused_softmax")[0].activations
+        for how in ("p2p", "a2a")
+    )
+    assert ring == expect(layout=Layout(cp=2))[0].activations < exchange
 
 
 def test_recomputation_keeps_inputs_alone() -> None:
     gpt = replace(GPT2, attention_dropout=0.0)
     head = 2 * 768 * 2 * 1024 * 4
-    layer, one_input = 34 * 768 * 1024 * 4, 2 * 768 * 1024 * 4
+    layer, one_input = 32 * 768 * 1024 * 4, 2 * 768 * 1024 * 4
     for settings, size in [
         ({}, 12 * layer),
         ({"recompute_granularity": "selective"}, 12 * layer),

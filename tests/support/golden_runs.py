@@ -11,6 +11,7 @@ A changed file needs a sentence in docs/LOG.md that says why the numbers changed
 import math
 import platform
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,8 @@ import torch
 from jobs import be_rank, tiny
 from ranks import run_ranks
 
+from megatronish.ops.build import find_compiler
+from megatronish.ops.native import native
 from megatronish.train.plot import read_lines
 
 FOLDER = GOLDEN / "losses"
@@ -73,15 +76,26 @@ class Golden(NamedTuple):
         return cls(head.removeprefix("# "), steps)
 
 
-def this_machine() -> str:
-    """What decides the last bits of a sum: the CPU's model, its vector instructions as torch uses them, and torch."""
+def this_machine(name: str) -> str:
+    """What decides the last bits of a run's sums: the CPU's model, its vector instructions as torch uses them, torch.
+
+    With dropout also the compiler of its softmax (ops/native.py).
+    """
     cpus, model = Path("/proc/cpuinfo"), platform.machine()
     if cpus.exists():
         fields = dict(
             re.findall(r"^(model name|cpu family|model|stepping)\s*:\s*(.*)$", cpus.read_text(), re.MULTILINE)
         )
         model = " ".join(fields.values())
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}"
+    compiler = "" if NO_DROPOUT in RUNS[name] else f", {_compiler()}"
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}{compiler}"
+
+
+def _compiler() -> str:
+    if native().reason is not None:
+        return "no C++"
+    said = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    return said.splitlines()[0]
 
 
 def run(name: str, run_dir: Path) -> Golden:
@@ -93,7 +107,7 @@ def run(name: str, run_dir: Path) -> Golden:
         GoldenStep(each["step"], each["loss"], math.inf if each["grad_norm"] is None else each["grad_norm"])
         for each in lines
     ]
-    return Golden(this_machine(), steps)
+    return Golden(this_machine(name), steps)
 
 
 def main() -> int:

@@ -7,11 +7,13 @@ import pytest
 from jobs import tiny
 
 from megatronish.config.read import read_config
+from megatronish.ops.native import Native
 from megatronish.train.summary import first_lines
 
-DROPOUT = "because attention dropout is above 0 and its masks must not depend on the layout"
+DROPOUT = "dropout block by block, by masks that do not depend on the layout; no probabilities are kept"
 RING = "ring attention over cp, "
 NO_DROPOUT = "--attention-dropout 0"
+NONE = f"{NO_DROPOUT} --hidden-dropout 0"
 
 
 def lines_of(flags: str) -> str:
@@ -22,7 +24,7 @@ def lines_of(flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("", f"explicit probabilities by the fused softmax, {DROPOUT}"),
+        ("", DROPOUT),
         (NO_DROPOUT, "scaled_dot_product_attention (flash where the device has it)"),
         (f"{NO_DROPOUT} --cp 2", f"{RING}scaled_dot_product_attention's flash operations"),
         (f"{NO_DROPOUT} --softmax-type learnable", "scaled_dot_product_attention's flash operations"),
@@ -30,15 +32,12 @@ def lines_of(flags: str) -> str:
             f"{NO_DROPOUT} --position-embedding-type alibi",
             "scaled_dot_product_attention (flash where the device has it)",
         ),
-        (
-            "--position-embedding-type alibi",
-            f"explicit probabilities by torch's softmax (the fused one has no ALiBi), {DROPOUT}",
-        ),
+        ("--position-embedding-type alibi --attention-backend flash", DROPOUT),
         (
             f"{NO_DROPOUT} --softmax-type off-by-one --attention-backend fused_softmax",
             "explicit probabilities by torch's softmax (the fused one has no sinks)",
         ),
-        ("--softmax-type learnable --cp 2", f"{RING}explicit probabilities block by block, {DROPOUT}"),
+        ("--softmax-type learnable --cp 2", f"{RING}{DROPOUT}"),
         (f"{NO_DROPOUT} --attention-backend unfused", "explicit probabilities by torch's softmax, as requested"),
         (
             f"{NO_DROPOUT} --attention-backend fused_softmax",
@@ -70,15 +69,22 @@ def test_the_first_lines_know_experts() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("", "this runs on cpu"),
-        ("--swiglu", "this runs on cpu"),
-        ("--squared-relu", "this runs on cpu; squared_relu by torch, as it has no kernel"),
-        ("--quick-geglu", "this runs on cpu; quick_geglu by torch, as it has no kernel"),
+        (f"{NONE}", "this runs on cpu"),
+        (f"{NONE} --swiglu", "this runs on cpu"),
+        (f"{NONE} --squared-relu", "this runs on cpu; squared_relu by torch, as it has no kernel"),
+        (f"{NONE} --quick-geglu", "this runs on cpu; quick_geglu by torch, as it has no kernel"),
         (
-            "--swiglu --activation-func-clamp-value 7",
+            f"{NONE} --swiglu --activation-func-clamp-value 7",
             "this runs on cpu; swiglu with offset or clamp by torch, as it has no kernel",
         ),
     ],
 )
 def test_an_activation_without_a_kernel_is_told(flags: str, told: str) -> None:
     assert f"{told}\nparameters: " in lines_of(flags)
+
+
+def test_dropout_is_told_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronish.ops.dropout_on_cpu.native", lambda: Native(None, "there is no C++ compiler here"))
+    for flags in ("", NO_DROPOUT, "--hidden-dropout 0"):
+        assert "; dropout by torch, because there is no C++ compiler here\n" in lines_of(flags)
+    assert "dropout" not in lines_of(NONE).partition("fused operations")[2].partition("\n")[0]

@@ -111,16 +111,6 @@ def _reduction_in_bf16(config: Config) -> str | None:
     )
 
 
-def _attention(config: Config) -> str | None:
-    dropout = config.model.attention_dropout
-    if config.training.attention_backend != "flash" or dropout == 0:
-        return None
-    return (
-        f"attention_backend=flash must have attention_dropout=0, not {dropout}: it draws masks of its own, which no "
-        "other layout could draw again; add --attention-dropout 0, or use --attention-backend auto"
-    )
-
-
 BATCH_RULES = (
     ConfigRule(_BATCH, _batches),
     ConfigRule((*_BATCH, "rampup_batch_size"), _ramp_up),
@@ -133,5 +123,4 @@ BATCH_RULES = (
 PRECISION_RULES = (
     ConfigRule(("fp16", "initial_loss_scale", "min_loss_scale"), _loss_scales),
     ConfigRule(("bf16", "fp16", "grad_reduce_in_bf16"), _reduction_in_bf16),
-    ConfigRule(("attention_backend", "attention_dropout"), _attention),
 )
