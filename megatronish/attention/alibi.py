@@ -25,10 +25,10 @@ def _series(num_heads: int) -> tuple[float, ...]:
 def distance_bias(slopes: tuple[float, ...], queries: Tensor, keys: Tensor) -> Tensor:
     """Positions int64 [q], [k] -> what is added to their scores, fp32 [1, n, q, k]."""
     distance = (queries[:, None] - keys).float()
-    return _on(slopes, queries.device)[:, None, None] * -distance.unsqueeze(0).unsqueeze(0)
+    return slopes_on(slopes, queries.device)[:, None, None] * -distance.unsqueeze(0).unsqueeze(0)
 
 
 @cache
-def _on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
     """Slopes on a device: a copy at every forward would make the host wait for the device."""
     return torch.tensor(slopes, dtype=torch.float32, device=device)
