@@ -179,9 +179,8 @@ class Mesh:
             dist.init_process_group(backend, rank=rank, world_size=layout.world_size, timeout=timeout, **meeting)
         elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        # The world is the group that torch has made.
         everyone = tuple(range(layout.world_size))
-        world = Axis("world", len(everyone), rank, everyone, dist.group.WORLD if len(everyone) > 1 else None)
+        world = Axis("world", len(everyone), rank, everyone, dist.group.WORLD if everyone[1:] else None)
         axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend))
         stages = layout.groups("pp")
         ends = [[ranks[stage] for stage in embedding_stages] for ranks in stages]

@@ -29,6 +29,10 @@ LARGEST_HEAD = 256  # of flash attention, and of FlexAttention with the sizes of
 SMALLEST_FLEX_HEAD = 16  # Triton's matrix product takes no less
 OLDEST_GPU = (8, 0)  # of flash attention, and of bf16 in Triton
 
+_C_COMPILERS = (os.environ.get("CC"), "cc", "gcc", "clang")
+HAS_COMPILER = find_spec("triton") is not None and any(name and shutil.which(name) for name in _C_COMPILERS)
+"""Whether torch can compile kernels for CUDA here: Triton, and the C compiler that Triton calls."""
+
 Kernel = Literal["sdpa", "sdpa, heads repeated", "flex"]
 
 
@@ -68,7 +72,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, may
     """[B, n, q, H], [B, kv, S, H], [B, kv, S, H] -> [B, n, q, H]; queries are the end of the sequence, or all of it."""
     kernel = kernel_for(_problem(q, k, mask, may_compile=may_compile))
     if kernel == "flex":
-        return masked_by_blocks(q, k, v, mask=mask, attention=_compiled_flex())
+        # In a graph of --compile it is compiled with the rest.
+        attention = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        return masked_by_blocks(q, k, v, mask=mask, attention=attention)
     if kernel == "sdpa, heads repeated":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     dense = mask.whole_bias(q.dtype) if mask.slopes else mask.whole
@@ -94,15 +100,8 @@ def _problem(q: Tensor, k: Tensor, mask: AttentionMask, *, may_compile: bool) ->
         is_grouped=q.shape[1] != k.shape[1],
         is_masked=mask.needs_dense,
         capability=torch.cuda.get_device_capability(q.device) if on_cuda else (0, 0),
-        may_compile=on_cuda and may_compile and mask.first_query == 0 and has_compiler(),
+        may_compile=on_cuda and may_compile and mask.first_query == 0 and HAS_COMPILER,
     )
-
-
-@cache
-def has_compiler() -> bool:
-    """Whether torch can compile kernels for CUDA here: Triton, and the C compiler that Triton calls."""
-    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
 
 
 @cache

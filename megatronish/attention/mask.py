@@ -34,6 +34,7 @@ class AttentionMask:
     first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
     slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _blocks: dict[str, flex_attention.BlockMask] = field(default_factory=dict, init=False, compare=False, repr=False)
     _parts: dict[range, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
     _variants: dict[tuple[int | None, tuple[float, ...]], "AttentionMask"] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -80,11 +81,14 @@ class AttentionMask:
         positions = torch.arange(self.seq_length, device=self.device)
         return self.dense(positions[self.first_query :], positions)
 
-    @cached_property
+    @property
     def blocks(self) -> flex_attention.BlockMask:
         """The same for FlexAttention, without ALiBi, made once: blocks of scores in place of a dense mask."""
         assert self.first_query == 0, "a block mask is that of a whole sequence"
-        return block_mask(self.seq_length, self.window_size, self.document_ids, device=self.device)
+        if "whole" not in self._blocks:
+            made = block_mask(self.seq_length, self.window_size, self.document_ids, device=self.device)
+            self._blocks["whole"] = made
+        return self._blocks["whole"]
 
     def alibi(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """int64 [q], [k] -> what ALiBi adds to their scores, fp32 [1, n, q, k]; None without ALiBi."""
