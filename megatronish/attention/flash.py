@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ _C_COMPILERS = (os.environ.get("CC"), "cc", "gcc", "clang")
 HAS_COMPILER = find_spec("triton") is not None and any(name and shutil.which(name) for name in _C_COMPILERS)
 """Whether torch can compile kernels for CUDA here: Triton, and the C compiler that Triton calls."""
 
+Attend = Callable[..., Any]  # torch's FlexAttention, whose result is a tensor unless it is asked for more
 Kernel = Literal["sdpa", "sdpa, heads repeated", "flex"]
 
 
@@ -72,9 +73,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, may
     """[B, n, q, H], [B, kv, S, H], [B, kv, S, H] -> [B, n, q, H]; queries are the end of the sequence, or all of it."""
     kernel = kernel_for(_problem(q, k, mask, may_compile=may_compile))
     if kernel == "flex":
-        # In a graph of --compile it is compiled with the rest.
-        attention = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-        return masked_by_blocks(q, k, v, mask=mask, attention=attention)
+        if torch.compiler.is_compiling():  # it is compiled with the graph that it is a part of
+            return masked_by_blocks(q, k, v, mask=mask)
+        return masked_by_blocks(q, k, v, mask=mask, attention=_compiled_flex())
     if kernel == "sdpa, heads repeated":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     dense = mask.whole_bias(q.dtype) if mask.slopes else mask.whole
@@ -84,28 +85,32 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, may
 
 
 def masked_by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, attention: Callable[..., Tensor] = flex_attention
+    q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, attention: Attend = flex_attention
 ) -> Tensor:
     """Attention under the block mask, [B, n, S, H] -> [B, n, S, H]; `attention` is FlexAttention, compiled or not."""
     bias = _distance_bias(slopes_on(mask.slopes, q.device)) if mask.slopes else None
-    return attention(q, k, v, score_mod=bias, block_mask=mask.blocks, enable_gqa=q.shape[1] != k.shape[1])
+    out: Tensor = attention(q, k, v, score_mod=bias, block_mask=mask.blocks, enable_gqa=q.shape[1] != k.shape[1])
+    return out
 
 
 def _problem(q: Tensor, k: Tensor, mask: AttentionMask, *, may_compile: bool) -> AttentionProblem:
-    on_cuda = q.is_cuda
+    capability = (0, 0)
+    if q.is_cuda:
+        device = torch.cuda.get_device_properties(q.device)
+        capability = device.major, device.minor
     return AttentionProblem(
         q.device.type,
         q.dtype,
         q.shape[-1],
         is_grouped=q.shape[1] != k.shape[1],
         is_masked=mask.needs_dense,
-        capability=torch.cuda.get_device_capability(q.device) if on_cuda else (0, 0),
-        may_compile=on_cuda and may_compile and mask.first_query == 0 and HAS_COMPILER,
+        capability=capability,
+        may_compile=may_compile and mask.first_query == 0 and HAS_COMPILER,
     )
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Attend:
     """FlexAttention, compiled at the first call with each kind of mask and each shape."""
     return torch.compile(flex_attention, dynamic=False)
 
