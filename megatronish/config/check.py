@@ -11,6 +11,7 @@ from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
 from megatronish.config.model import ModelConfig
 from megatronish.config.rules import (
+    cuda_graph,
     data,
     experts,
     model,
@@ -41,6 +42,7 @@ RULES = (
     *run.RECORD_RULES,
     *optimizer.RATE_RULES,
     *training.PRECISION_RULES,
+    *cuda_graph.RULES,
     *optimizer.WEIGHT_DECAY_RULES,
     *data.RULES,
     *run.CHECKPOINT_RULES,

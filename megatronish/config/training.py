@@ -67,6 +67,8 @@ class TrainingConfig:
     """Options of a plug-in's objective: option=value ..."""
     attention_backend: AttentionBackend = "auto"
     """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
+    cuda_graph: bool = False
+    """Replay micro-batches from one CUDA graph, where nothing is sent in them: less work for the host."""
     deterministic_mode: bool = False
     """Deterministic kernels alone: two runs on the same devices give the same bits. On a CPU they do in any case."""
     disable_bf16_reduced_precision_matmul: bool = False

@@ -20,6 +20,7 @@ from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
+from megatronish.pipeline.replayed import ReplayingExecutor
 from megatronish.pipeline.stage import ModelStage
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
@@ -37,7 +38,7 @@ class Engine:
     objective: Objective | LogitsObjective
     data_parallel: DataParallel
     optimizer: Optimizer
-    executor: Executor
+    executor: Executor | ReplayingExecutor
     rule: UpdateRule
     observers: list[Observer] = field(default_factory=list, init=False)
     balancing: Balancing = field(init=False)
