@@ -66,7 +66,7 @@ def choose_device(
 
 
 def allocator_note(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Advice for torch's allocator on CUDA, None where somebody has set it: tensors of many sizes leave holes."""
+    """Advice for torch's allocator on CUDA, None where it is set: tensors of many sizes leave holes."""
     if any(name in environ for name in ALLOCATOR_SETTINGS):
         return None
     return (

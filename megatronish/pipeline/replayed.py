@@ -29,7 +29,7 @@ def own_stream(device: torch.device) -> None:
 
 
 def record_on_cuda(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture on the current stream. Other threads (the loader, a checkpoint's, NCCL's) go on meanwhile."""
+    """Capture on the current stream. Calls of other threads (the loader, checkpoints, NCCL) do not end the capture."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         work()

@@ -5,6 +5,7 @@ from megatronish.config.fields import FIELDS
 from megatronish.config.rules.rule import MESH, ConfigRule
 
 SCHEDULES_OF_ONE_CHUNK = ("1f1b", "gpipe")
+_ZERO = ("zero_stage", "use_distributed_optimizer")
 _REPLAYED = "cuda_graph replays micro-batches in which nothing is sent or waited for"
 
 
@@ -62,10 +63,11 @@ RULES = (
     ConfigRule(
         (
             *MESH,
-            *("cuda_graph", "zero_stage", "num_experts", "hidden_dropout", "attention_dropout"),
-            *("pipeline_schedule", "offload_saved_activations"),
+            *("cuda_graph", *_ZERO, "num_experts", "hidden_dropout", "attention_dropout"),
+            *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+            "offload_saved_activations",
         ),
         _cuda_graph,
     ),
-    ConfigRule((*MESH, "cuda_graph", "zero_stage", "global_batch_size", "micro_batch_size"), _something_left),
+    ConfigRule((*MESH, "cuda_graph", *_ZERO, "global_batch_size", "micro_batch_size"), _something_left),
 )
