@@ -111,8 +111,11 @@ def _problem(q: Tensor, k: Tensor, mask: AttentionMask, *, may_compile: bool) ->
 
 @cache
 def _compiled_flex() -> Attend:
-    """FlexAttention, compiled at the first call with each kind of mask and each shape."""
-    return torch.compile(flex_attention, dynamic=False)
+    """FlexAttention, compiled at the first call with each kind of mask and each shape.
+
+    As a full graph: beyond torch's limit of kinds of one function there is an error, and no silent S x S scores.
+    """
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def _distance_bias(slopes: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -124,7 +124,7 @@ def test_flex_attention_computes_what_sdpa_does(
 def test_another_micro_batch_compiles_nothing() -> None:
     """A mask with new documents is a new function and new tensors; the compiled one serves it."""
     counter = CompileCounter()
-    compiled = torch.compile(flex.flex_attention, backend=counter, dynamic=False)
+    compiled = torch.compile(flex.flex_attention, backend=counter, dynamic=False, fullgraph=True)
     with torch.no_grad():
         for shift in range(4):
             q, k, v = _tensors(kv_heads=2, seq_length=200)
