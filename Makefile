@@ -6,6 +6,7 @@ VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 PRETRAIN_FLAGS ?=
 GPU_REPORT_FLAGS ?=
+BENCH_FLAGS ?=
 WORKERS ?= 2
 PART ?= 1/1
 
@@ -15,6 +16,7 @@ READY = $(VENV)/.megatronish-requirements
 PEERS_READY = $(PEERS_VENV)/.megatronish-requirements
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 TORCH = "$$(grep '^torch==' requirements.txt)"
+BENCH_READY = $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.megatronish-requirements,$(wildcard benchmarks/environments/*.txt))
 
 help: ## this list
 	@echo 'make TARGET [PYTHON=python3.12] [VENV=.venv] [PRETRAIN_FLAGS="--train-iters 100 ..."]'
@@ -47,8 +49,9 @@ check: $(READY) ## format, lint, types and layering
 package: $(READY) ## build the sdist and the wheel, and try both in a fresh environment
 	$(RUN) .ci/try_package.py
 
-bench: $(READY) ## side by side with a plain PyTorch loop
-	$(RUN) benchmarks/against_plain_loop.py
+bench: $(READY) ## side by side with what you would use instead, each in an environment of its own (BENCH_FLAGS="--quick")
+	-@$(MAKE) --no-print-directory --keep-going $(BENCH_READY)
+	$(RUN) -m benchmarks.side_by_side $(BENCH_FLAGS)
 
 kernels: $(READY) ## compile the CUDA kernels (needs nvcc, no GPU) and print their registers and spills
 	$(RUN) -m megatronish.ops.build
@@ -63,7 +66,7 @@ gpu-report: $(READY) ## on a GPU, one report of all: tests, kernels, GPT-2 to 8B
 venv: $(READY) ## the environment alone
 
 clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
-	rm -rf .venv .venv-peers demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help pretrain quick test test-fast test-all test-peers check package bench kernels gpu gpu-report venv clean
@@ -91,6 +94,16 @@ $(PEERS_READY): requirements-peers.txt
 	@"$(PYTHON)" -m venv "$(PEERS_VENV)"
 	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
 	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-peers.txt
+	@touch $@
+
+# What megatronish is measured against: one that does not install is told, and then reported in the table.
+# Packages that are built here find torch and setuptools in their environment, not in a copy made for the build.
+.venv-bench/%/.megatronish-requirements: benchmarks/environments/%.txt
+	$(check_python)
+	@echo 'installing benchmarks/environments/$*.txt into .venv-bench/$* (a minute or more, once)'
+	@"$(PYTHON)" -m venv .venv-bench/$*
+	@.venv-bench/$*/bin/python $(PIP_INSTALL) $(TORCH) "$$(grep '^setuptools==' requirements.txt)"
+	@DS_BUILD_OPS=0 .venv-bench/$*/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -r $<
 	@touch $@
 
 # The demo's data. A changed environment is no reason to make them anew, hence the bars.

@@ -1,7 +1,7 @@
 """Collectives and point-to-point transfers over one axis of the mesh. The only file that calls those of a step.
 
 Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
-`Pending`: the caller computes during the transfer. `reduce_from`, `reduce_scatter_to_sequence`,
+`Pending`: the caller computes during the transfer. `copy_to`, `reduce_from`, `reduce_scatter_to_sequence`,
 `gather_whole_sequence`, `split_sequence`, `all_to_all` and `all_to_all_rows` are differentiable: each calls one
 collective forward and the transposed one backward (of the two that cut and join what all ranks hold alike, one of
 both), and waits for it.
@@ -17,19 +17,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatronish.mesh import Axis
+from megatronish.ranges import WAIT, marked
 
 
 class Pending:
-    """Collective in progress; `wait` returns its result. Keeps the tensor that is sent alive until then."""
+    """Collective in progress over `axis`; `wait` returns its result. Keeps what is sent alive until then."""
 
-    def __init__(self, result: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> None:
-        self._result, self._works, self._source = result, works, source
+    def __init__(
+        self, result: Tensor, *works: dist.Work | None, axis: Axis | None = None, source: Tensor | None = None
+    ) -> None:
+        assert axis is not None or not works
+        self._result, self._works, self._axis, self._source = result, works, axis, source
 
     def wait(self) -> Tensor:
         """Result of the collective; on CUDA the current stream waits for it, and the CPU does not."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        if self._axis is not None and self._works:
+            with marked(f"{WAIT}{self._axis.name}"):
+                for work in self._works:
+                    if work is not None:
+                        work.wait()
         self._works, self._source = (), None
         return self._result
 
@@ -45,7 +51,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -
     """All-reduce, [...] -> [...], in place: every rank gets the sum (or maximum) over the axis. Not differentiable."""
     if axis.size == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True))
+    return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True), axis=axis)
 
 
 def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
@@ -57,7 +63,7 @@ def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pe
         return Pending(x)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if into is None else into
-    return Pending(whole, _all_gather(whole, x, group=axis.group, async_op=True), source=x)
+    return Pending(whole, _all_gather(whole, x, group=axis.group, async_op=True), axis=axis, source=x)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
@@ -69,7 +75,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None) -
         return Pending(x)
     x = x.contiguous()
     piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if into is None else into
-    return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), source=x)
+    return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), axis=axis, source=x)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -83,6 +89,18 @@ def piece_of(x: Tensor, axis: Axis) -> Tensor:
     Backward is a slice's: the gradient is zero outside this rank's piece.
     """
     return x if axis.size == 1 else x.chunk(axis.size)[axis.rank]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # A copy: autograd may hand the same gradient to others, and the sum is made in place.
+        return all_reduce(grads[0].clone(), ctx.axis), None
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -121,8 +139,8 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(x: Tensor, axis: Axis) -> Tensor:
     x = x.contiguous()
     exchanged = torch.empty_like(x)
-    dist.all_to_all_single(exchanged, x, group=axis.group)
-    return exchanged
+    work = dist.all_to_all_single(exchanged, x, group=axis.group, async_op=True)
+    return Pending(exchanged, work, axis=axis, source=x).wait()
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -162,6 +180,11 @@ class _SplitSequence(torch.autograd.Function):
         return start_all_gather(grads[0], ctx.axis).wait(), None
 
 
+def copy_to(x: Tensor, tp: Axis) -> Tensor:
+    """[...] -> [...]: identity forward, all-reduce of the gradient backward. `f` of Shoeybi et al. 2019."""
+    return x if tp.size == 1 else _CopyTo.apply(x, tp)
+
+
 def reduce_from(x: Tensor, tp: Axis) -> Tensor:
     """[S, B, D] -> [S, B, D], in place: all-reduce over tp forward, identity backward.
 
@@ -197,7 +220,7 @@ def start_all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: l
     x = x.contiguous()
     arriving = x.new_empty(sum(received), *x.shape[1:])
     work = dist.all_to_all_single(arriving, x, received, sent, group=axis.group, async_op=True)
-    return Pending(arriving, work, source=x)
+    return Pending(arriving, work, axis=axis, source=x)
 
 
 def all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: list[int]) -> Tensor:
@@ -242,18 +265,18 @@ def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
         dist.P2POp(dist.isend, x, after, axis.group, tag),
         dist.P2POp(dist.irecv, arriving, before, axis.group, tag),
     ]
-    return Pending(arriving, *dist.batch_isend_irecv(transfers), source=x)
+    return Pending(arriving, *dist.batch_isend_irecv(transfers), axis=axis, source=x)
 
 
 def start_send(x: Tensor, axis: Axis, *, to: int, tag: int) -> Pending:
     """Send of x, [...], to rank `to` of the axis. On gloo it is finished only when the receive has been posted."""
     x = x.contiguous()
-    return Pending(x, dist.isend(x, axis.ranks[to], group=axis.group, tag=tag))
+    return Pending(x, dist.isend(x, axis.ranks[to], group=axis.group, tag=tag), axis=axis)
 
 
 def start_receive(buffer: Tensor, axis: Axis, *, source: int, tag: int) -> Pending:
     """Receive into `buffer`, [...], from rank `source` of the axis. gloo matches by `tag`, NCCL by order."""
-    return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag))
+    return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag), axis=axis)
 
 
 def barrier(axis: Axis, device: torch.device | None = None) -> None:

@@ -38,14 +38,14 @@ class AttentionSpec:
     softmax: SoftmaxType = "vanilla"
 
     @property
-    def sections(self) -> tuple[int, int, int]:
+    def sections(self) -> dict[str, int]:
         """Features of all queries, all keys and all values: the sections of the qkv projection."""
         size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        return size, kv_size, kv_size
+        return {"q": size, "k": kv_size, "v": kv_size}
 
     def cost(self, model: ModelConfig) -> LayerCost:
         """Kept besides the inputs of linear layers and norms: queries, keys and values."""
-        hidden, (queries, keys, values) = model.hidden_size, self.sections
+        hidden, (queries, keys, values) = model.hidden_size, self.sections.values()
         qkv = LinearShape(hidden, queries + keys + values, "column", self.qkv_bias)
         out = LinearShape(queries, hidden, "row", self.out_bias)
         if self.norm_across_heads:
@@ -98,13 +98,13 @@ class MLPSpec:
         return self.up_offset == 0 and self.clamp is None
 
     @property
-    def sections(self) -> tuple[int, ...]:
+    def sections(self) -> dict[str, int]:
         """Features of the first product: those of the gate and of the up-projection, or the latter alone."""
-        return (self.ffn_size,) * (2 if self.is_gated else 1)
+        return dict.fromkeys(("gate", "up") if self.is_gated else ("up",), self.ffn_size)
 
     def cost(self, model: ModelConfig) -> LayerCost:
         """Kept besides the inputs of linear layers: the activation's input, and plain SwiGLU's activated gate."""
-        features = sum(self.sections)
+        features = sum(self.sections.values())
         return LayerCost(
             linears=(
                 LinearShape(model.hidden_size, features, "column", self.bias),
@@ -134,7 +134,7 @@ class ExpertsSpec:
         A rank has as many rows as its tokens make where the load is even.
         """
         copies, used, size = self.num_experts, self.num_chosen, self.expert.ffn_size
-        features = sum(self.expert.sections)
+        features = sum(self.expert.sections.values())
         kept = features + (size if self.expert.activation == "swiglu" and self.expert.is_plain else 0)
         cost = LayerCost(
             linears=(

@@ -242,8 +242,9 @@ def new_axis(
     Every rank calls this for every group, in the same order: that is how torch keeps their names apart.
     """
     mine = Axis(name, 1, 0, (rank,))
+    make = partial(dist.new_group, timeout=timeout, backend=backend, group_desc=name)  # the name is for profiles
     for ranks in groups:
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend) if len(ranks) >= at_least else None
+        group = make(list(ranks)) if len(ranks) >= at_least else None
         if rank in ranks:
             mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group)
     return mine

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from megatronish.mesh import Axis, Domain
 from megatronish.streams import normal_rectangle
 
-Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "adapter"]
+Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "lora_a", "lora_b"]
 """What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone.
 
 The norms of queries and keys, which are vectors, decay if --apply-wd-to-qk-layernorm says so. Word embedding and head
 have a learning rate of their own with --decoupled-lr.
 
-No layer of the package is a router or an adapter yet; one from outside may be.
+The two factors of LoRA may have different learning rates (LoRA+).
 """
 
 

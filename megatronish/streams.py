@@ -8,7 +8,7 @@ it wrongly, recomputation replays it without any saved state, and a resumed run 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import numpy as np
@@ -82,38 +82,43 @@ def _mix(bits: Tensor) -> Tensor:
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
-def _two_keys(*names: str | int) -> tuple[int, int]:
-    seed = seed_of(*names)
-    return (seed & 0xFFFFFFFF) - 2**31, (seed >> 31) - 2**31
+def mask_keys(streams: Iterable[tuple[str | int, ...]], *, device: torch.device | None = None) -> Tensor:
+    """Keys of the hashes of streams, [streams, 2] int32: two for each name.
+
+    They are tensors, in one for all layers of a forward: so they are copied to a device once and without waiting, and a
+    compiled layer reads a step's name from its inputs instead of being compiled for it.
+    """
+    seeds = [seed_of(*names) for names in streams]
+    on_gpu = device is not None and device.type == "cuda"
+    pairs = [((seed & 0xFFFFFFFF) - 2**31, (seed >> 31) - 2**31) for seed in seeds]
+    keys = torch.tensor(pairs, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+    return keys if device is None else keys.to(device, non_blocking=True)
 
 
-def keep_mask(*names: str | int, places: Sequence[Tensor], columns: Tensor, rate: float) -> Tensor:
+def keep_mask(keys: Tensor, *, places: Sequence[Tensor], columns: Tensor, rate: float) -> Tensor:
     """Dropout mask, [*broadcast(places), columns] bool: False with probability `rate`; for the rest see `_hashes`."""
     # A threshold at `rate` of the range of the hashes drops an element with that probability.
-    return _hashes(*names, places=places, columns=columns) >= round(rate * 2**32) - 2**31
+    return _hashes(keys, places=places, columns=columns) >= round(rate * 2**32) - 2**31
 
 
-def uniform(*names: str | int, places: Sequence[Tensor], columns: Tensor) -> Tensor:
+def uniform(keys: Tensor, *, places: Sequence[Tensor], columns: Tensor) -> Tensor:
     """Uniform values of -1 to 1, [*broadcast(places), columns] fp32; for the rest see `_hashes`."""
-    return _hashes(*names, places=places, columns=columns) / 2.0**31
+    return _hashes(keys, places=places, columns=columns) / 2.0**31
 
 
-def _hashes(*names: str | int, places: Sequence[Tensor], columns: Tensor) -> Tensor:
+def _hashes(keys: Tensor, *, places: Sequence[Tensor], columns: Tensor) -> Tensor:
     """Uniform integers in [-2^31, 2^31), [*broadcast(places), columns] int32.
 
-    `places` are integer tensors that broadcast against each other: the global coordinates of each row (sample, head,
-    position), each below 2^31. `columns` [columns] are the global coordinates on the last dim: channels, or the keys of
-    a query.
+    `keys` [2] are those of the stream (`mask_keys`). `places` are integer tensors that broadcast against each other:
+    the global coordinates of each row (sample, head, position), each below 2^31. `columns` [columns] are the global
+    coordinates on the last dim: channels, or the keys of a query.
     """
-    key_a, key_b = _two_keys(*names)
-    device = places[0].device
-    rows = torch.full(
-        torch.broadcast_shapes(*(place.shape for place in places)), key_a, dtype=torch.int32, device=device
-    )
+    rows, last = keys.unbind()
     # One hash per row, int32 [*broadcast(places)]: every coordinate is mixed in, one after the other.
     for place in places:
         rows = _mix(rows ^ place.to(torch.int32))
-    rows = _mix(rows ^ key_b)
+    rows = _mix(rows ^ last)
     # One hash per element: the column, times an odd constant near 2^32 / golden ratio, is added to the row's hash.
-    spread = columns.to(torch.int32) * (0x9E3779B9 - 2**32)
+    # Inductor would take a range times a constant for an index, which C++ forbids to wrap around; not behind an xor.
+    spread = columns.to(torch.int32).bitwise_xor(0) * (0x9E3779B9 - 2**32)
     return _mix(rows.unsqueeze(-1) + spread)

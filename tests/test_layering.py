@@ -20,7 +20,7 @@ ROWS = (
     ("config",),
     ("launch",),
     ("mesh",),
-    ("comm", "sharding", "streams", "layer_costs", "layer_specs"),
+    ("comm", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
     ("ops", "costs"),
     ("layers", "attention"),
     ("model",),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatronish.layers.dropout import Dropout
-from megatronish.streams import TILE, keep_mask, normal_rectangle, numpy_stream, seed_of, torch_stream
+from megatronish.streams import TILE, keep_mask, mask_keys, normal_rectangle, numpy_stream, seed_of, torch_stream
 
 ROWS = torch.arange(512)
 GOLDEN_SEED = 2803926141705728152
@@ -18,8 +18,12 @@ GOLDEN_INTEGERS = [152, 913, 694, 618]
 GOLDEN_MASK = ["01100011", "11100110", "11101111", "01101110"]
 
 
+def keys_of(*names: str | int) -> Tensor:
+    return mask_keys([names])[0]
+
+
 def mask(*names: str | int, rate: float = 0.5, width: int = 512) -> Tensor:
-    return keep_mask(*names, places=(ROWS,), columns=torch.arange(width), rate=rate)
+    return keep_mask(keys_of(*names), places=(ROWS,), columns=torch.arange(width), rate=rate)
 
 
 def agreement(a: Tensor, b: Tensor) -> float:
@@ -47,7 +51,7 @@ def test_streams_stay_what_they_are() -> None:
     """A change here would give every resumed run other masks, other weights and another order of its data."""
     assert seed_of(1234, "init", "layers.0.mlp.fc1.weight", 0, 0) == GOLDEN_SEED
     assert numpy_stream(1, "order").integers(0, 1000, 4).tolist() == GOLDEN_INTEGERS
-    bits = keep_mask(1234, "dropout", 7, 0, "x", places=(torch.arange(4),), columns=torch.arange(8), rate=0.5)
+    bits = keep_mask(keys_of(1234, "dropout", 7, 0, "x"), places=(torch.arange(4),), columns=torch.arange(8), rate=0.5)
     assert ["".join(map(str, row)) for row in bits.int().tolist()] == GOLDEN_MASK
 
 
@@ -111,13 +115,15 @@ def test_masks_of_other_names_places_and_channels_are_independent() -> None:
         base.roll((1, 1), (0, 1)),
         base.roll((1, -1), (0, 1)),
         base.roll(256, 0),
-        keep_mask(1, "dropout", 5, 0, "mlp_output", places=(ROWS + 512,), columns=torch.arange(512), rate=0.5),
+        keep_mask(keys_of(1, "dropout", 5, 0, "mlp_output"), places=(ROWS + 512,), columns=torch.arange(512), rate=0.5),
     ]
     assert max(agreement(base, other) for other in others) < 4
 
 
 def test_sample_3_at_position_5_is_not_sample_5_at_position_3() -> None:
-    bits = keep_mask(1, "x", places=(torch.arange(64)[:, None], torch.arange(64)), columns=torch.arange(64), rate=0.5)
+    bits = keep_mask(
+        keys_of(1, "x"), places=(torch.arange(64)[:, None], torch.arange(64)), columns=torch.arange(64), rate=0.5
+    )
     above = torch.ones(64, 64).triu(1).bool()
     assert agreement(bits[above], bits.transpose(0, 1)[above]) < 4
 
@@ -127,7 +133,7 @@ def test_a_mask_is_a_function_of_the_global_place() -> None:
 
     def cut(s: slice, h: slice, p: slice) -> Tensor:
         places = (samples[s, None, None], heads[h, None], positions[p])
-        return keep_mask(1, "x", places=places, columns=torch.arange(9), rate=0.3)
+        return keep_mask(keys_of(1, "x"), places=places, columns=torch.arange(9), rate=0.3)
 
     everything = slice(None)
     whole = cut(everything, everything, everything)
@@ -137,25 +143,42 @@ def test_a_mask_is_a_function_of_the_global_place() -> None:
 
 
 def test_places_far_into_a_run_are_as_good() -> None:
-    late = keep_mask(1, "x", places=(ROWS + 2**31 - 512,), columns=torch.arange(512), rate=0.5)
+    late = keep_mask(keys_of(1, "x"), places=(ROWS + 2**31 - 512,), columns=torch.arange(512), rate=0.5)
     assert agreement(late, mask(1, "x")) < 4
     assert abs(late.double().mean().item() - 0.5) < 4 * 0.5 / 512
 
 
 def test_dropout_keeps_the_mean_and_ranks_hold_parts_of_one_mask() -> None:
-    dropout = Dropout(1, 5, torch.arange(40, 44))
+    dropout = Dropout(1, 5, torch.arange(40, 44), layers=(2,)).of_layer(2)
     ones = torch.ones(64, 4, 128)
-    whole = dropout.hidden(ones, layer=2, site="mlp_output", positions=torch.arange(64), rate=0.1)
+    whole = dropout.hidden(ones, site="mlp_output", positions=torch.arange(64), rate=0.1)
     assert whole.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
     assert whole.mean().item() == pytest.approx(1, abs=4 * (0.1 / 0.9 / ones.numel()) ** 0.5)
-    part = dropout.hidden(ones[:16], layer=2, site="mlp_output", positions=torch.arange(16, 32), rate=0.1)
+    part = dropout.hidden(ones[:16], site="mlp_output", positions=torch.arange(16, 32), rate=0.1)
     assert torch.equal(part, whole[16:32])
     probabilities, places = torch.ones(4, 6, 64, 64), torch.arange(64)
-    drop = partial(dropout.attention, layer=2, rate=0.1)
+    drop = partial(dropout.attention, rate=0.1)
     heads = drop(probabilities, first_head=0, queries=places, keys=places)
     assert torch.equal(drop(probabilities[:, :2], first_head=4, queries=places, keys=places), heads[:, 4:])
     rows, columns = torch.tensor([3, 60, 17]), torch.tensor([63, 0, 5, 6])
     block = drop(probabilities[..., :3, :4], first_head=0, queries=rows, keys=columns)
     assert torch.equal(block, heads[:, :, rows][..., columns])
-    one_sample = partial(Dropout(1, 5, torch.tensor([42])).attention, layer=2, rate=0.1)
+    one_sample = partial(Dropout(1, 5, torch.tensor([42]), layers=(2,)).of_layer(2).attention, rate=0.1)
     assert torch.equal(one_sample(probabilities[:1], first_head=0, queries=places, keys=places), heads[2:3])
+
+
+def test_a_site_that_only_a_block_knows_has_a_stream_of_its_own() -> None:
+    dropout, ones = Dropout(1, 5, torch.arange(4), layers=(0, 2)), torch.ones(512, 4, 16)
+    dropped = dropout.of_layer(2).hidden(ones, site="of its own", positions=ROWS, rate=0.5)
+    places = (torch.arange(4), ROWS[:, None])
+    keep = keep_mask(keys_of(1, "dropout", 5, 2, "of its own"), places=places, columns=torch.arange(16), rate=0.5)
+    assert torch.equal(dropped, keep * 2.0)
+
+
+@pytest.mark.parametrize("width", [16, 20])
+def test_a_compiled_mask_is_the_mask(width: int) -> None:
+    """Of a width that is a multiple of a vector register's, and of one that is not."""
+    dropout = Dropout(1, 5, torch.arange(3), layers=(2,)).of_layer(2)
+    x = torch.randn(12, 3, width, generator=torch.Generator().manual_seed(0))
+    drop = partial(dropout.hidden, site="mlp_output", positions=torch.arange(12), rate=0.5)
+    assert torch.equal(torch.compile(drop)(x), drop(x))

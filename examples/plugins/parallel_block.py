@@ -51,7 +51,7 @@ class ParallelBlock(nn.Module):
         """`context` has what all layers of a forward share: positions, masks, dropout, the KV cache."""
         y = self.norm(x)
         y = self.scale * (self.attention(y, context) + self.mlp(y))
-        return x + context.drop(y, layer=self.layer, site="output", rate=self.config.hidden_dropout)
+        return x + context.drop(y, site="output", rate=self.config.hidden_dropout)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatronish.attention.mask import AttentionMask
 from megatronish.attention.ring import ring_attention
 from megatronish.config.training import AttentionBackend
 from megatronish.mesh import Axis
+from megatronish.ranges import ATTENTION, marked
 
 
 def attend(
@@ -40,8 +41,9 @@ def attend(
     n / k query heads share a key/value head. `first_head` is the number of this tp rank's first head among all heads.
     The mask's slopes and `sinks` [n] are those of this tp rank's heads.
     """
-    if cp.size > 1 and method == "p2p":
-        assert backend in ("auto", "flash"), "a rank of a ring sees no whole row of probabilities"
-        return ring_attention(q, k, v, cp=cp, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
-    over_cp = attend_alone if cp.size == 1 else partial(all_to_all_attention, cp=cp)
-    return over_cp(q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout, sinks=sinks)
+    with marked(ATTENTION):
+        if cp.size > 1 and method == "p2p":
+            assert backend in ("auto", "flash"), "a rank of a ring sees no whole row of probabilities"
+            return ring_attention(q, k, v, cp=cp, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
+        over_cp = attend_alone if cp.size == 1 else partial(all_to_all_attention, cp=cp)
+        return over_cp(q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout, sinks=sinks)

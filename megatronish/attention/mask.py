@@ -4,7 +4,6 @@ With ALiBi a mask also says how much a key counts: its score falls with its dist
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -33,6 +32,8 @@ class AttentionMask:
     device: torch.device = CPU
     first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
     slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
+    # What is made once; torch.compile reads dicts, and no cached_property.
+    _wholes: dict[str, Tensor | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _blocks: dict[str, flex_attention.BlockMask] = field(default_factory=dict, init=False, compare=False, repr=False)
     _parts: dict[range, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -73,13 +74,19 @@ class AttentionMask:
             dense = dense & (rows == columns)
         return dense
 
-    @cached_property
+    @property
     def whole(self) -> Tensor | None:
         """Dense mask of the whole sequence, bool [1 or B, 1, q, S], made once; None where none is needed."""
         if not self.needs_dense:
             return None
+        if "dense" not in self._wholes:
+            self._wholes["dense"] = self.dense(*self._all_places())
+        return self._wholes["dense"]
+
+    def _all_places(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the whole sequence."""
         positions = torch.arange(self.seq_length, device=self.device)
-        return self.dense(positions[self.first_query :], positions)
+        return positions[self.first_query :], positions
 
     @property
     def blocks(self) -> flex_attention.BlockMask:
@@ -94,11 +101,12 @@ class AttentionMask:
         """int64 [q], [k] -> what ALiBi adds to their scores, fp32 [1, n, q, k]; None without ALiBi."""
         return distance_bias(self.slopes, queries, keys) if self.slopes else None
 
-    @cached_property
+    @property
     def whole_alibi(self) -> Tensor | None:
         """`alibi` of the whole sequence, [1, n, q, S], made once."""
-        positions = torch.arange(self.seq_length, device=self.device)
-        return self.alibi(positions[self.first_query :], positions)
+        if "alibi" not in self._wholes:
+            self._wholes["alibi"] = self.alibi(*self._all_places())
+        return self._wholes["alibi"]
 
     def whole_bias(self, dtype: torch.dtype) -> Tensor:
         """Additive mask of the whole sequence, [1 or B, n, q, S]: ALiBi, and -inf where a query sees nothing.
@@ -106,8 +114,7 @@ class AttentionMask:
         It is made once for all layers that share the mask.
         """
         if dtype not in self._biases:
-            positions = torch.arange(self.seq_length, device=self.device)
-            bias, seen = self.alibi(positions[self.first_query :], positions), self.whole
+            bias, seen = self.alibi(*self._all_places()), self.whole
             assert bias is not None and seen is not None, "only ALiBi needs numbers"
             self._biases[dtype] = bias.to(dtype).masked_fill(~seen, -torch.inf)
         return self._biases[dtype]

@@ -42,14 +42,20 @@ def all_or_none(axis: Axis, work: Callable[[], T]) -> T:
 
 def same_on_all(axis: Axis, read: Callable[[], T], *, what: str) -> T:
     """Value of `read`, equal on all ranks; UserError if ranks read different values, as where nodes share no folder."""
+    values = from_all(axis, read)
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if other is not None:
+        raise UserError(f"rank {other} does not see what rank 0 sees {what}; let all ranks see one folder")
+    return values[axis.rank]
+
+
+def from_all(axis: Axis, read: Callable[[], T]) -> list[T]:
+    """Values of `read` of all ranks, in the order of the axis."""
     mine = all_or_none(axis, read)
     values: list[T] = [mine] * axis.size
     if axis.size > 1:
         dist.all_gather_object(values, mine, group=axis.group)
-    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-    if other is not None:
-        raise UserError(f"rank {other} does not see what rank 0 sees {what}; let all ranks see one folder")
-    return mine
+    return values
 
 
 def _portable(error: Exception | None, rank: int) -> Exception | None:

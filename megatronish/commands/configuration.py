@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from megatronish.config import read
 from megatronish.config.plans import refuse_unrunnable_plans
+from megatronish.costs.adapters import refuse_wrong_targets
 from megatronish.formats.start import read_start
 
 
@@ -16,4 +17,5 @@ def read_config(
     """
     found = read.read_config(argv, world_size=world_size, read_start=read_start, program=program)
     refuse_unrunnable_plans(found.config)
+    refuse_wrong_targets(found.config.model, found.config.adapter)
     return found

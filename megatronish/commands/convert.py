@@ -11,6 +11,7 @@ from megatronish.commands.ending import exit_status
 from megatronish.commands.plugin_flag import PluginNames
 from megatronish.config.arguments import read_arguments
 from megatronish.config.plugins import import_plugins
+from megatronish.errors import UserError
 
 FormatName = Literal["hf", "megatronish", "megatron"]
 
@@ -21,8 +22,8 @@ class ConvertArguments:
 
     source: Annotated[FormatName, tyro.conf.arg(name="from")]
     """The format of --load."""
-    target: Annotated[FormatName, tyro.conf.arg(name="to")]
-    """The format of --save."""
+    target: Annotated[Literal["hf", "megatronish", "megatron", "peft"], tyro.conf.arg(name="to")]
+    """The format of --save. peft: the adapter of a run, by itself."""
     load: Path
     """A Hugging Face folder, or Megatron-LM's, or our run folder, checkpoints folder or one step's folder."""
     save: Path
@@ -31,6 +32,8 @@ class ConvertArguments:
     """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """megatronish: read this step instead of the newest."""
+    adapter: Path | None = None
+    """A folder with an adapter of the model, of PEFT or of a run with --adapter-type, to merge into the weights."""
     vocab_size: int | None = None
     """Megatron-LM: the true vocabulary that is read, where its arguments do not say it."""
     target_tensor_parallel_size: int | None = None
@@ -62,10 +65,15 @@ def run(arguments: ConvertArguments) -> int:
     """Convert, and report what was done; the exit status."""
     import torch  # late: --help need not wait for it
 
-    from megatronish.formats.convert import convert
+    from megatronish.formats.convert import convert, export_adapter
     from megatronish.formats.prove import prove
 
     import_plugins(arguments.plugin)
+    if arguments.target == "peft":
+        _refuse_for_peft(arguments)
+        number = export_adapter(arguments.load, arguments.save, step=arguments.ckpt_step)
+        print(f"{number} tensors of the adapter\nsaved {arguments.save}")
+        return 0
     asked = {"step": arguments.ckpt_step, "vocab_size": arguments.vocab_size}
     reading = {name: value for name, value in asked.items() if value is not None}
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
@@ -86,6 +94,7 @@ def run(arguments: ConvertArguments) -> int:
         writing={name: value for name, value in writing.items() if value is not None},
         dtype=dtype,
         allow_unmatched=arguments.allow_unmatched,
+        adapter=arguments.adapter,
     )
     print(report)
     print("weights alone were taken: the optimizer's state and the order of the data start from the beginning")
@@ -94,3 +103,11 @@ def run(arguments: ConvertArguments) -> int:
         kinds = {"source": arguments.source, "target": arguments.target}
         print("\n".join(prove(arguments.load, arguments.save, **kinds, reading=reading, dtype=dtype)))
     return 0
+
+
+def _refuse_for_peft(arguments: ConvertArguments) -> None:
+    """UserError for flags that say nothing about an adapter by itself."""
+    if arguments.source != "megatronish":
+        raise UserError(f"--to peft writes the adapter of a run of ours, not of --from {arguments.source}")
+    if arguments.adapter is not None or arguments.prove or arguments.dtype is not None:
+        raise UserError("--to peft writes an adapter as it is; leave --adapter, --dtype and --prove out")

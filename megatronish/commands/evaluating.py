@@ -48,7 +48,9 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
     """The evaluation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     import_plugins(arguments.plugin)
-    found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
+    found = find_trained(
+        arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapter=arguments.adapter
+    )
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length
     stride = seq_length if arguments.stride is None else arguments.stride

@@ -79,7 +79,9 @@ def prepare(arguments: GenerateArguments) -> Generation:
     """The generation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     import_plugins(arguments.plugin)
-    found = find_trained(arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model)
+    found = find_trained(
+        arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapter=arguments.adapter
+    )
     config = found.config(
         ParallelConfig(
             tensor_model_parallel_size=arguments.tensor_model_parallel_size,
@@ -107,7 +109,8 @@ def prepare(arguments: GenerateArguments) -> Generation:
 def write(task: Generation, place: Place) -> int:
     """Generation on one rank, and its exit status."""
     mesh, flags = start_mesh(task.config, place), task.arguments
-    model = load_model(task.found.checkpoint, mesh=mesh, dtype=torch.bfloat16 if flags.bf16 else torch.float32)
+    dtype = torch.bfloat16 if flags.bf16 else torch.float32
+    model = load_model(task.found.checkpoint, mesh=mesh, dtype=dtype, adapter=flags.adapter)
     if mesh.is_main:
         tell_of_long_texts(task)
     start = time.perf_counter()

@@ -19,6 +19,8 @@ class GenerateArguments:
     """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
+    adapter: Path | None = None
+    """A folder with an adapter of the model: of PEFT, or of a run with --adapter-type."""
     tokenizer_model: Path | None = None
     """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -72,6 +74,8 @@ class EvaluateArguments:
     """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
+    adapter: Path | None = None
+    """A folder with an adapter of the model: of PEFT, or of a run with --adapter-type."""
     tokenizer_model: Path | None = None
     """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
     per_document: bool = False

@@ -6,6 +6,7 @@ from functools import partial
 from megatronish.commands.configuration import read_config
 from megatronish.commands.ending import exit_status_of_ranks, is_main
 from megatronish.config.config import Config
+from megatronish.launch.imports import importing
 from megatronish.launch.place import Place, place_from_environment
 
 
@@ -30,9 +31,10 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     Starts the ranks on this machine, or is one of them where torchrun or srun started this process. `notes` are printed
     with the first lines. An error is printed, not raised.
     """
-    from megatronish.inference.sample import print_sample
-    from megatronish.launch.local import launch
-    from megatronish.train.run import train
+    with importing():
+        from megatronish.inference.sample import print_sample
+        from megatronish.launch.local import launch
+        from megatronish.train.run import train
 
     run = partial(train, config, notes)
     status = launch(run, world_size=config.layout.world_size, log_dir=config.run_dir / "logs")

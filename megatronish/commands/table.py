@@ -25,6 +25,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "pretrain": Command("train", "pretrain", "train a GPT from a config and flags, on one rank or many"),
+    "finetune": Command("train", "finetune", "train a model further, whole or with adapters"),
     "verify": Command("train", "verify", "check that a layout trains the same model as one process"),
     "draw": Command("train", "draw", "draw a pipeline schedule, planned or recorded"),
     "collect-corpus": Command("data", "collect_corpus", "collect a small text corpus that every machine has"),
@@ -38,7 +39,6 @@ COMMANDS = {
 """A new command is a module in this folder and a line here."""
 
 TO_COME = {
-    "finetune": "megatronish pretrain --load-hf DIR, or --load DIR --finetune, trains a model further on plain text",
     "chat": "megatronish generate --load DIR --prompt TEXT continues a text",
     "serve": "megatronish generate --load DIR --prompts-file FILE --output FILE answers many prompts",
     "plan": "megatronish pretrain --dry-run prints the expected memory of a layout",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatronish.config.adapter import AdapterConfig
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
@@ -27,6 +28,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
     @property
     def layout(self) -> Layout:

@@ -25,6 +25,8 @@ class OptimizerConfig:
     """The learning rate decays to this."""
     decoupled_min_lr: Annotated[float | None, at_least(0)] = None
     """The learning rate of the word embedding and the output layer decays to this. Derived: --min-lr."""
+    loraplus_lr_ratio: Annotated[float | None, greater_than(0)] = None
+    """Learning rate of LoRA's factors B as a multiple of --lr, 16 in the paper on LoRA+."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape after warm-up."""
     lr_decay_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None

@@ -80,7 +80,7 @@ class LogConfig:
     profile_schedule: bool = False
     """Record what each stage did when, as a picture and a Chrome trace in RUN_DIR/schedule."""
     profile: bool = False
-    """Record these steps with torch's profiler into RUN_DIR/profile; under nsys, open its capture window instead."""
+    """Show where these steps went, by torch's profiler, into RUN_DIR/profile; under nsys, open its capture window."""
     use_pytorch_profiler: bool = False
     """Use torch's profiler under nsys, too."""
     pytorch_profiler_collect_shapes: bool = False

@@ -67,6 +67,8 @@ class TrainingConfig:
     """Options of a plug-in's objective: option=value ..."""
     attention_backend: AttentionBackend = "auto"
     """flash: SDPA; fused_softmax, unfused: explicit probabilities; auto: flash, or, with dropout, fused_softmax."""
+    compile: bool = False
+    """torch.compile of the layers: the first step waits for a compiler, the others are faster (docs/RUNNING.md)."""
     cuda_graph: bool = False
     """Replay micro-batches from one CUDA graph, where nothing is sent in them: less work for the host."""
     deterministic_mode: bool = False

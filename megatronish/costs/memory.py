@@ -9,7 +9,7 @@ layer), and what the allocator and the device's own libraries keep (on CUDA, 1 t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,8 +19,9 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
+from megatronish.costs.adapters import adapter_parameters
 from megatronish.costs.parameters import parameters_of_stage
-from megatronish.layer_costs import DeviceType, LayerCost, NormShape, sum_counts
+from megatronish.layer_costs import Count, DeviceType, LayerCost, NormShape, sum_counts
 from megatronish.layer_specs import layer_specs
 from megatronish.layout import Layout
 
@@ -101,15 +102,17 @@ def expected_memory(
         of_layers = [costs[layer] for layer in stage.all_layers]
         in_matrices = sum_counts(cost.matrices for cost in of_layers)
         num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
+        frozen, learned = Count(), held
+        if config.adapter.is_used:
+            frozen, learned = held, adapter_parameters(model, stage.all_layers, config.adapter)
+            in_matrices = Count()
         # Dense parameters are shared over dp and cp, experts over the ranks that hold the same ones.
         count, state = 0, Memory(0, 0, 0)
-        for own, of_own, shared in (
-            (held.without_experts.per_rank(layout.tp), in_matrices.without_experts.per_rank(layout.tp), zero),
-            (held.experts // grid, in_matrices.experts // grid, zero.of_experts(layout, grid)),
-        ):
-            count += own
-            moments = num_moments(count=own, in_matrices=of_own)
-            state = state.plus(model_state(own, moments, shared, element_bytes=activations.element_bytes))
+        for of, shared in ((_dense_on(layout.tp), zero), (_experts_on(grid), zero.of_experts(layout, grid))):
+            count += of(learned)
+            moments = num_moments(count=of(learned), in_matrices=of(in_matrices))
+            state = state.plus(model_state(of(learned), moments, shared, element_bytes=activations.element_bytes))
+            state = state.plus(frozen_state(of(frozen), shared, element_bytes=activations.element_bytes))
         in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
         table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
         temporary = _temporary(
@@ -171,6 +174,20 @@ def _bias_bytes(config: Config, element_bytes: int) -> int:
     samples = 1 if config.data.reset_attention_mask else training.micro_batch_size
     heads = model.num_attention_heads // config.layout.tp
     return heads * training.seq_length * element_bytes // samples
+
+
+def _dense_on(tp: int) -> Callable[[Count], int]:
+    return lambda count: count.without_experts.per_rank(tp)
+
+
+def _experts_on(grid: int) -> Callable[[Count], int]:
+    return lambda count: count.experts // grid
+
+
+def frozen_state(count: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
+    """Frozen parameters of a rank, in the dtype that is computed in: they have no masters."""
+    size = element_bytes * (-(-count // zero.ranks) if zero.stage == 3 else count)
+    return Memory(0, 0, 0, host=size) if zero.offloads_parameters else Memory(size, 0, 0)
 
 
 def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:

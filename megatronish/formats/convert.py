@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatronish.checkpoint.folder import find_checkpoint, read_state
+from megatronish.checkpoint.tensors import ALONE
 from megatronish.errors import UserError
 from megatronish.formats import native
+from megatronish.formats.adapters import merged, read_native
 from megatronish.formats.complete import check_source, check_target
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.megatron import read as megatron
+from megatronish.formats.peft import folder as peft
+from megatronish.formats.read_adapter import read_adapter, refuse_other_model
 from megatronish.formats.safetensors import nbytes_of
 from megatronish.formats.weights import (
     Description,
@@ -99,11 +104,13 @@ def convert(
     writing: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     allow_unmatched: bool = False,
+    adapter: Path | None = None,
 ) -> Report:
     """Convert the model in `load`, of format `source`, to the folder `save`, of format `target`.
 
-    `dtype` is that of all tensors written; None keeps each tensor's own. UserError, before anything is written, for a
-    tensor without a counterpart (`allow_unmatched` leaves it out) or of another shape than the model says.
+    `dtype` is that of all tensors written; None keeps each tensor's own. `adapter` is merged into the weights.
+    UserError, before anything is written, for a tensor without a counterpart (`allow_unmatched` leaves it out) or of
+    another shape than the model says.
     """
     start = time.perf_counter()
     _check_options(source, FORMATS[source].reads, reading or {}, verb="read")
@@ -112,6 +119,10 @@ def convert(
     description, theirs = FORMATS[source].read(load, **(reading or {}))
     ours = to_ours(theirs, FORMATS[source].rules(description), source=load)
     check_source(load, description, ours, allow_unmatched=allow_unmatched)
+    if adapter is not None:
+        found = read_adapter(adapter, description)
+        refuse_other_model(found, ours.tensors, source=load, over=ALONE)
+        ours = ours._replace(tensors=merged(ours.tensors, found, description.model))
     # Target: the same tensors under its names, in the dtype that is asked for. All are still lazy.
     converted = from_ours(ours.tensors, FORMATS[target].rules(description))
     check_target(target, converted, allow_unmatched=allow_unmatched)
@@ -135,6 +146,16 @@ def convert(
         unmatched_out=converted.left_over,
         left_out=description.left_out,
     )
+
+
+def export_adapter(load: Path, save: Path, *, step: int | None = None) -> int:
+    """Write the adapter of a run in PEFT's format; returns the number of its tensors."""
+    adapter = read_native(load, step=step)
+    folder = find_checkpoint(load, step=step)
+    assert folder is not None
+    source = read_state(folder)["base"].get("source")
+    peft.write(save, adapter, native.description_of(folder), base=str(source))
+    return len(adapter.tensors)
 
 
 def _check_options(name: str, known: Mapping[str, str], given: Mapping[str, Any], *, verb: str) -> None:

@@ -54,14 +54,28 @@ def read(load: Path, *, step: int | None = None) -> Model:
     folder = find_checkpoint(load, step=step) if load.is_dir() else None
     if folder is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
+    refuse_adapters_alone(read_state(folder), folder)
+    left_out = {name: why for name in stored_tensors(CheckpointReader(folder)) if (why := _no_weight(name))}
+    return Model(dataclasses.replace(description_of(folder), left_out=left_out), tensors_in(folder))
+
+
+def refuse_adapters_alone(state: Mapping[str, Any], folder: Path) -> None:
+    """UserError for a checkpoint of a run with adapters, where a whole model is asked for."""
+    if (base := state.get("base")) is not None:
+        raise UserError(
+            f"{folder} holds the adapters of {base.get('source')} alone; name that model, and add --adapter with this "
+            "folder"
+        )
+
+
+def tensors_in(folder: Path) -> dict[str, LazyTensor]:
+    """Lazy weights of one step's folder, by their names without `PREFIX`."""
     reader = CheckpointReader(folder)
-    tensors, left_out = {}, {}
-    for name, stored in stored_tensors(reader).items():
-        if why := _no_weight(name):
-            left_out[name] = why
-        else:
-            tensors[name.removeprefix(PREFIX)] = _lazy(reader, name, stored)
-    return Model(dataclasses.replace(description_of(folder), left_out=left_out), tensors)
+    return {
+        name.removeprefix(PREFIX): _lazy(reader, name, stored)
+        for name, stored in stored_tensors(reader).items()
+        if _no_weight(name) is None
+    }
 
 
 def _no_weight(name: str) -> str | None:

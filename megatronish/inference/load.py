@@ -6,43 +6,57 @@ from typing import NamedTuple
 
 import torch
 
+from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, state_tensors
+from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.config.adapter import AdapterConfig
 from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.model import too_few_positions
+from megatronish.config.run import CheckpointConfig
 from megatronish.config.tokenizer_names import TokenizerType
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
+from megatronish.formats import native
+from megatronish.formats.adapters import SavedAdapter, under_names_of_checkpoints
+from megatronish.formats.fill import load_weights
 from megatronish.formats.hf.config_json import CONFIG
 from megatronish.formats.megatron.names import LATEST
 from megatronish.formats.native import description_of
+from megatronish.formats.read_adapter import read_adapter, refuse_other_model
 from megatronish.formats.safetensors import INDEX
 from megatronish.formats.weights import Description
 from megatronish.layout import ExpertLayout
 from megatronish.mesh import Mesh
+from megatronish.model.adapters import is_adapter
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.stage import build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.sharding import Shard
 from megatronish.tokenizer import build_tokenizer
-from megatronish.train.build import build_engine, nothing
+from megatronish.train.build import build_engine, nothing, with_adapters
 from megatronish.train.engine import Engine
-from megatronish.train.state import tensors_of
+from megatronish.train.state import base_tensors_of, tensors_of
 
 FOREIGN = (CONFIG, LATEST, INDEX)
 
 
 class SavedModel(NamedTuple):
-    """A checkpoint on disk and the description of its model."""
+    """A checkpoint on disk and the description of its model; `adapter` is a folder with an adapter of it."""
 
     checkpoint: Path
     step: int
     description: Description
+    adapter: Path | None = None
+
+    def read_adapter(self) -> SavedAdapter | None:
+        """The adapter, not read yet."""
+        return None if self.adapter is None else read_adapter(self.adapter, self.description)
 
     def config(self, parallel: ParallelConfig, training: TrainingConfig) -> Config:
         """Config of this model in a new layout and sequence length; UserError if one does not fit the model."""
@@ -60,6 +74,8 @@ class SavedModel(NamedTuple):
             training=replace(training, train_iters=1),
             optimizer=OptimizerConfig(lr=1.0),  # no training: the optimizer and the data only have to be valid
             data=DataConfig(mock_data=True),
+            checkpoint=CheckpointConfig(load=str(self.checkpoint)),
+            adapter=AdapterConfig() if (adapter := self.read_adapter()) is None else adapter.config,
         )
         if wrong := problems(config):
             raise UserError("\n".join(wrong))
@@ -94,25 +110,35 @@ class LoadedModel(NamedTuple):
     step: int
 
 
-def find_trained(load: Path, *, step: int | None = None, tokenizer: Path | None = None) -> SavedModel:
+def find_trained(
+    load: Path, *, step: int | None = None, tokenizer: Path | None = None, adapter: Path | None = None
+) -> SavedModel:
     """The checkpoint in a run folder, a checkpoints folder or one step's folder; UserError if there is none.
 
-    `step` None takes the newest. `tokenizer` is a file or folder to use instead of the checkpoint's own.
+    `step` None takes the newest. `tokenizer` is a file or folder to use instead of the checkpoint's own. `adapter` is
+    a folder of PEFT, or of a run with adapters.
     """
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
     if checkpoint is None and any((load / name).is_file() for name in FOREIGN):
         raise UserError(f"{load} holds a model in another format; convert it with megatronish convert")
     if checkpoint is None:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    found = SavedModel(checkpoint, read_state(checkpoint)["step"], description_of(checkpoint))
+    state = read_state(checkpoint)
+    native.refuse_adapters_alone(state, checkpoint)
+    found = SavedModel(checkpoint, state["step"], description_of(checkpoint), adapter)
     return found if tokenizer is None else found.with_tokenizer(tokenizer)
 
 
 def load_model(
-    load: Path, *, step: int | None = None, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
+    load: Path,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    adapter: Path | None = None,
 ) -> LoadedModel:
     """Model for generation: this rank's share over tp and pp, without `mesh` the whole model. A collective call."""
-    found = find_trained(load, step=step)
+    found = find_trained(load, step=step, adapter=adapter)
     if mesh is None:
         mesh = Mesh.start(experts=None if found.description.model.num_experts is None else ExpertLayout())
     assert mesh.dp.size == mesh.cp.size == 1, "generation has no dp and no cp: their ranks would hold copies"
@@ -130,20 +156,36 @@ def load_model(
         vocab_size=description.vocab_size,
         num_positions=description.num_positions,
     )
+    saved = found.read_adapter()
+    if saved is not None:
+        built = with_adapters(built, saved.config, device=mesh.device)
     model, shardings = built.model.to(dtype), built.shardings
     shards = {
         name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains[shardings[name].domain].model)))
         for name, parameter in model.named_parameters()
     }
-    tensors = model_tensors(shards, shardings, mesh.domains) | state_tensors(model.state(), mesh.domains["dense"])
-    load_tensors(found.checkpoint, tensors, mesh=mesh)
+    for shard in shards.values():
+        shard.master.zero_()  # what no file fills is padding
+    tensors = model_tensors(shards, shardings, mesh.domains)
+    if saved is not None:
+        _fill(saved, {name: tensors.pop(name) for name in [*tensors] if is_adapter(name)}, found, mesh)
+    load_tensors(found.checkpoint, tensors | state_tensors(model.state(), mesh.domains["dense"]), mesh=mesh)
     return LoadedModel(model.requires_grad_(False).eval(), description, found.step)
 
 
 def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
     """Engine for evaluation in any layout, without gradients and optimizer states. A collective call."""
     engine = build_engine(config, mesh, vocab_size=found.description.vocab_size, trainable=nothing)
-    load_tensors(found.checkpoint, tensors_of(engine, with_optimizer=False), mesh=mesh)
+    load_tensors(found.checkpoint, base_tensors_of(engine), mesh=mesh)
+    if (saved := found.read_adapter()) is not None:
+        _fill(saved, tensors_of(engine, with_optimizer=False), found, mesh)
     engine.data_parallel.gather_parameters(frozen=True)
     engine.stage.model.eval()
     return engine
+
+
+def _fill(adapter: SavedAdapter, into: dict[str, GlobalTensor], found: SavedModel, mesh: Mesh) -> None:
+    """Fill this rank's part of an adapter; UserError if it was trained with another base. A collective call."""
+    axis = mesh.checkpoint_axis
+    refuse_other_model(adapter, native.tensors_in(found.checkpoint), source=found.checkpoint, over=axis)
+    all_or_none(axis, lambda: load_weights(under_names_of_checkpoints(adapter), into, source=adapter.folder))

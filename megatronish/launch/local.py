@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatronish.errors import UserError
+from megatronish.launch.imports import importing
 from megatronish.launch.place import Place, place_from_environment, threads_per_rank
 from megatronish.launch.rank import Ending, failure, run_here, run_rank
 from megatronish.launch.slurm import unused_places
@@ -82,8 +83,9 @@ def run_local_ranks(
     start_method: Literal["fork", "spawn"] = START_METHOD,
 ) -> int:
     """Start `world_size` ranks on this machine, wait for them, tell the first failure; the exit status of the run."""
-    for module in WARM:
-        importlib.import_module(module)
+    with importing():
+        for module in WARM:
+            importlib.import_module(module)
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
     with tempfile.TemporaryDirectory(prefix="megatronish-") as folder, _forwarded_signals(ranks) as received:

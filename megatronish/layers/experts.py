@@ -60,11 +60,20 @@ def _matrices(weight: Tensor) -> Tensor:
 
 
 class StackedLinear(LinearLayer):
-    """One weight for each of E / ep experts, [E / ep, ..., out, in]; `cuts` says what etp cuts."""
+    """One weight for each of E / ep experts, [E / ep, ..., out, in], of which etp cuts dim `cut_dim`."""
 
-    def __init__(self, shape: tuple[int, ...], *, parallel: ExpertParallel, cut_dim: int, init_std: float) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        parallel: ExpertParallel,
+        cut_dim: int,
+        init_std: float,
+        sections: tuple[str, ...],
+    ) -> None:
         super().__init__()
-        self.shape, self.cut_dim, self.init_std = shape, cut_dim, init_std
+        self.shape, self.cut_dim, self.init_std, self.parallel = shape, cut_dim, init_std, parallel
+        self.section_names = sections
         local = list(shape)
         local[0] //= parallel.ep.size
         local[cut_dim] //= parallel.etp.size
@@ -77,14 +86,17 @@ class StackedLinear(LinearLayer):
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """[N, in] -> [N, out], each row with the weight of its group."""
+        adapter = self.adapter
+        rows = rows if adapter is None else adapter.scaled_input(rows, groups)
         product = GroupedProduct(groups, self.weight.shape)
-        return linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=self.weight_gradients)
+        y = linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=self.weight_gradients)
+        return y if adapter is None else adapter(rows, y, groups)
 
 
 class Experts(nn.Module):
     """E experts of one layer, of which this rank holds E / ep, each cut over etp.
 
-    `activate` takes [N, num_sections F / etp] (two sections: gate before up) to [N, F / etp].
+    `sections` are ("gate", "up"), or ("up",). `activate` takes [N, sections * F / etp] to [N, F / etp].
     """
 
     def __init__(
@@ -93,7 +105,7 @@ class Experts(nn.Module):
         hidden_size: int,
         ffn_size: int,
         *,
-        num_sections: int,
+        sections: tuple[str, ...],
         activate: Callable[[Tensor], Tensor],
         parallel: ExpertParallel,
         init_std: float,
@@ -102,10 +114,10 @@ class Experts(nn.Module):
         super().__init__()
         assert num_experts % parallel.ep.size == 0 and ffn_size % parallel.etp.size == 0
         self.activate, self.parallel = activate, parallel
-        shape = (num_experts, num_sections, ffn_size, hidden_size)
-        self.gate_up = StackedLinear(shape, parallel=parallel, cut_dim=2, init_std=init_std)
+        shape = (num_experts, len(sections), ffn_size, hidden_size)
+        self.gate_up = StackedLinear(shape, parallel=parallel, cut_dim=2, init_std=init_std, sections=sections)
         down = (num_experts, hidden_size, ffn_size)
-        self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std)
+        self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std, sections=("down",))
 
     def forward(self, x: Tensor, weights: Tensor, route: TokenRoute) -> Tensor:
         """[T, D], [T, K] -> [T, D]: this rank's tokens through the experts that they chose.

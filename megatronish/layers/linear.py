@@ -11,7 +11,7 @@ a layer's `weight_gradients` is set, its backward computes the gradient of its i
 (weight_gradients.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish import comm
+from megatronish.layers.adapter import Adaptable, InputDropout
 from megatronish.layers.product import DENSE, Product
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, TensorParallel
@@ -27,7 +28,7 @@ from megatronish.sharding import Cut, Init, Sharding
 ALONE = TensorParallel(Axis("alone"))
 
 
-class LinearLayer(nn.Module):
+class LinearLayer(Adaptable):
     """Layer that multiplies by one weight: base of column-parallel, row-parallel and output layers."""
 
     weight: nn.Parameter
@@ -45,7 +46,7 @@ class LinearLayer(nn.Module):
 class ColumnParallelLinear(LinearLayer):
     """Column-parallel linear layer, [S, B, in] (sequence parallel: [S/tp, B, in]) -> [S, B, out/tp].
 
-    `sections` are parts of `out` that are cut one by one, so that a rank's output holds its part of each.
+    `sections` are parts of `out` that are cut one by one, so that a rank's output holds its part of each, by name.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class ColumnParallelLinear(LinearLayer):
         tp: TensorParallel,
         bias: bool,
         init_std: float,
-        sections: tuple[int, ...] = (),
+        sections: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        sections = sections or (out_features,)
-        assert sum(sections) == out_features and all(section % tp.size == 0 for section in sections)
-        self.tp, self.init_std, self.sections = tp, init_std, sections
+        self.section_names = tuple(sections or ())
+        self.sections = tuple((sections or {"": out_features}).values())
+        assert sum(self.sections) == out_features and all(section % tp.size == 0 for section in self.sections)
+        self.tp, self.init_std = tp, init_std
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
         self.bias = nn.Parameter(torch.empty(out_features // tp.size)) if bias else None
@@ -75,19 +77,33 @@ class ColumnParallelLinear(LinearLayer):
             found["bias"] = Sharding((self.out_features,), cuts)
         return found
 
-    def forward(self, x: Tensor, *, skip_bias: bool = False) -> Tensor:
-        """[S, B, in] -> [S, B, out/tp]. `skip_bias` leaves the bias, and its gradient, to a fused operator after it."""
-        return self.multiply(x, None if skip_bias else self.bias, tp=self.tp)
+    def forward(self, x: Tensor, *, skip_bias: bool = False, drop: InputDropout | None = None) -> Tensor:
+        """[S, B, in] -> [S, B, out/tp]. `skip_bias` leaves the bias, and its gradient, to a fused operator after it.
+
+        `drop` is the dropout of an adapter's input.
+        """
+        y = self.multiply(x, None if skip_bias else self.bias, tp=self.tp)
+        return y if self.adapter is None else self.adapter(x, y, drop)
 
 
 class RowParallelLinear(LinearLayer):
     """Row-parallel linear layer, [S, B, in/tp] -> [S, B, out] (sequence parallel: [S/tp, B, out]).
 
-    The bias is added once, after the reduction.
+    The bias is added once, after the reduction. `section` names the output for adapters.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, tp: TensorParallel, bias: bool, init_std: float) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: TensorParallel,
+        bias: bool,
+        init_std: float,
+        section: str | None = None,
+    ) -> None:
         super().__init__()
+        self.section_names = () if section is None else (section,)
         assert in_features % tp.size == 0
         self.tp, self.init_std = tp, init_std
         self.in_features, self.out_features = in_features, out_features
@@ -102,8 +118,15 @@ class RowParallelLinear(LinearLayer):
             found["bias"] = Sharding((self.out_features,), partial_over=self.tp.partial_over)
         return found
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, in/tp] -> [S, B, out], or [S/tp, B, out] of a cut sequence."""
+    def forward(self, x: Tensor, *, drop: InputDropout | None = None) -> Tensor:
+        """[S, B, in/tp] -> [S, B, out], or [S/tp, B, out] of a cut sequence. `drop`: see ColumnParallelLinear."""
+        adapter = self.adapter
+        if adapter is None:
+            return self._reduced(x)
+        x = adapter.scaled_input(x)
+        return adapter(x, self._reduced(x), drop)
+
+    def _reduced(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return self.multiply(x, self.bias, tp=ALONE)
         y = self.multiply(x, None, tp=ALONE)

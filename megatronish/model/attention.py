@@ -85,7 +85,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.spec, self.layer, self.core = config, spec, layer, core
-        self.local_sections = tuple(section // tp.size for section in spec.sections)
+        self.local_sections = tuple(section // tp.size for section in spec.sections.values())
         num_local_heads = spec.num_heads // tp.size
         self.first_head = tp.axis.rank * num_local_heads
         self.slopes: tuple[float, ...] = ()
@@ -93,17 +93,17 @@ class Attention(nn.Module):
             self.slopes = alibi_slopes(spec.num_heads)[self.first_head : self.first_head + num_local_heads]
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            sum(spec.sections),
+            sum(spec.sections.values()),
             tp=tp,
             bias=spec.qkv_bias,
             init_std=config.init_method_std,
             sections=spec.sections,
         )
         self.out = RowParallelLinear(
-            spec.sections[0], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std
+            spec.sections["q"], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std, section="o"
         )
         if spec.qk_norm:
-            self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in spec.sections[:2])
+            self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in (spec.sections["q"], spec.sections["k"]))
         self.sinks = nn.Parameter(torch.empty(num_local_heads)) if spec.softmax == "learnable" else None
 
     def _make_norm(self, size: int, tp: TensorParallel) -> Norm | AllHeadsNorm:
@@ -132,13 +132,14 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extended(k, v, layer=self.layer)
         mask = context.mask(self.spec.window, self.slopes)
-        dropout = context.attention_dropout(layer=self.layer, rate=self.config.attention_dropout)
+        dropout = context.attention_dropout(rate=self.config.attention_dropout)
         sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
-        return self.out(self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks))
+        attended = self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks)
+        return self.out(attended, drop=context)
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised, clipped and rotated."""
-        parts = self.qkv(x).split(self.local_sections, dim=-1)
+        parts = self.qkv(x, drop=context).split(self.local_sections, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
         if self.spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)

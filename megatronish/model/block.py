@@ -55,7 +55,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout."""
-        drop = partial(context.drop, layer=self.layer, rate=self.config.hidden_dropout)
+        drop = partial(context.drop, rate=self.config.hidden_dropout)
         attended = drop(self.attention(self.attention_norm(x), context), site="attention_output")
         normalised, x = self.mlp_norm.of_sum(x, attended)
         return x + drop(self.mlp(normalised, context), site="mlp_output")

@@ -1,6 +1,6 @@
 """Context of one forward pass: positions, rotation, masks, dropout streams and the KV cache, for all its layers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.core import ProbabilityDropout
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
-from megatronish.layers.dropout import Dropout
+from megatronish.layers.dropout import Dropout, LayerDropout
 from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.rope import RotaryEmbedding, Rotation
@@ -22,33 +22,46 @@ class Context:
     """What one forward pass makes, once, and all its layers read.
 
     `positions` [s] are the places along the whole sequence that the residual stream holds on this rank: a part of them
-    under context or sequence parallelism. `dropout` is None in evaluation. With a `cache` the batch continues where the
-    forward before it ended: document ids are of all tokens so far, the rest is of the new ones.
+    under context or sequence parallelism. With a `cache` the batch continues where the forward before it ended:
+    document ids are of all tokens so far, the rest is of the new ones. `dropout` is that of the layer at work
+    (`of_layer`), None in evaluation.
     """
 
     batch: MicroBatch
     positions: Tensor
     rotation: Rotation | None
     causal_mask: AttentionMask
-    dropout: Dropout | None
+    dropout: LayerDropout | None = None
     cache: KeyValueCache | None = None
     routing: RoutingRecord = field(default_factory=RoutingRecord)
+
+    def of_layer(self, layer: int, dropout: Dropout | None) -> "Context":
+        """What a layer is given: the same, with the layer's own dropout."""
+        return self if dropout is None else replace(self, dropout=dropout.of_layer(layer))
 
     def mask(self, window_size: int | None, slopes: tuple[float, ...] = ()) -> AttentionMask:
         """Mask of a layer with this sliding window and these slopes of ALiBi; layers that are alike share it."""
         return self.causal_mask.variant(window_size, slopes)
 
-    def drop(self, x: Tensor, *, layer: int, site: str, rate: float) -> Tensor:
+    def drop(self, x: Tensor, *, site: str, rate: float) -> Tensor:
         """[s, B, D] -> [s, B, D]: dropout on the residual stream."""
         if self.dropout is None:
             return x
-        return self.dropout.hidden(x, layer=layer, site=site, positions=self.positions, rate=rate)
+        return self.dropout.hidden(x, site=site, positions=self.positions, rate=rate)
 
-    def attention_dropout(self, *, layer: int, rate: float) -> ProbabilityDropout | None:
-        """Dropout on the attention probabilities of a layer; None where nothing is dropped."""
+    def of_input(self, x: Tensor, *, site: str, rate: float, first_column: int = 0, is_whole: bool = False) -> Tensor:
+        """[s, B, in] -> [s, B, in]: dropout on the input of an adapter (layers/adapter.py)."""
+        if self.dropout is None:
+            return x
+        positions = self.dropout.all_positions if is_whole else self.positions
+        assert positions is not None, "an input that no tp rank holds in part has the positions of all"
+        return self.dropout.hidden(x, site=site, positions=positions, rate=rate, first_column=first_column)
+
+    def attention_dropout(self, *, rate: float) -> ProbabilityDropout | None:
+        """Dropout on the layer's attention probabilities; None where nothing is dropped."""
         if self.dropout is None or rate == 0.0:
             return None
-        return partial(self.dropout.attention, layer=layer, rate=rate)
+        return partial(self.dropout.attention, rate=rate)
 
 
 class CausalMasks:
@@ -77,12 +90,11 @@ def make_context(
     cp: Axis,
     rotary: RotaryEmbedding | None,
     masks: CausalMasks,
-    dropout: Dropout | None,
     cache: KeyValueCache | None = None,
     tally: Tally | None = None,
 ) -> Context:
-    """Context of a micro-batch, of which this rank holds [B, S/cp]; without `dropout` in evaluation."""
-    assert cache is None or (dropout is None and cp.size == 1 and not tp.cuts_sequence), "a cache holds whole sequences"
+    """Context of a micro-batch, of which this rank holds [B, S/cp]."""
+    assert cache is None or (cp.size == 1 and not tp.cuts_sequence), "a cache holds whole sequences"
     device = batch.tokens.device
     num_cached = 0 if cache is None else cache.num_columns
     seq_length = batch.tokens.shape[1] * cp.size
@@ -92,7 +104,6 @@ def make_context(
         positions=comm.piece_of(positions, tp.sequence_axis),
         rotation=None if rotary is None else rotary(batch.position_ids),
         causal_mask=masks.of(batch, seq_length=seq_length, num_cached=num_cached),
-        dropout=dropout,
         cache=cache,
         routing=RoutingRecord(cp, tally),
     )

@@ -84,7 +84,7 @@ class MixtureOfExperts(nn.Module):
             spec.num_experts,
             config.hidden_size,
             spec.expert.ffn_size,
-            num_sections=len(spec.expert.sections),
+            sections=tuple(spec.expert.sections),
             activate=partial(activated, bias=None, spec=spec.expert),
             parallel=tp.experts,
             init_std=std,
@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared(x, context)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
         return y
 
@@ -145,7 +145,7 @@ class MixtureOfExperts(nn.Module):
         the token.
         """
         if context.dropout is not None and (self.jitter or self.is_forced):
-            draw = partial(context.dropout.of_router, layer=self.layer, positions=self.own_positions(context))
+            draw = partial(context.dropout.of_router, positions=self.own_positions(context))
             if self.jitter:
                 own = own.float() * (1 + self.jitter * draw(site="jitter", num_columns=own.shape[-1]))
             if self.is_forced and chosen is None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
+from megatronish.attention.zigzag import places_of
 from megatronish.config.model import ModelConfig
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.dropout import Dropout
@@ -57,7 +58,7 @@ class Embedding(nn.Module):
             x = self.norm(x)
         if self.positions is not None:
             x = x + self.positions(context.batch.position_ids)
-        return context.drop(x, layer=0, site="embedding", rate=self.config.hidden_dropout)
+        return context.drop(x, site="embedding", rate=self.config.hidden_dropout)
 
 
 class ModelChunk(NamedTuple):
@@ -183,14 +184,14 @@ class GPT(nn.Module):
             cp=self.execution.cp,
             rotary=self.rotary,
             masks=self.masks,
-            dropout=None if step is None else Dropout(self.execution.dropout_seed, step, batch.sample_ids),
             cache=cache,
             tally=tally,
         )
+        dropout = None if step is None else self._dropout(step, batch, chunk)
         if x is None:
-            x = self.embedding(context)
+            x = self.embedding(context.of_layer(0, dropout))
         for layers, again in self.execution.recompute.groups([str(n) for n in self.chunks[chunk].layers]):
-            run = partial(self._through, layers, context)
+            run = partial(self._through, layers, context, dropout)
             if again:
                 learns = x.requires_grad or self._learns(layers)
                 x = recompute(run, x, how=self.execution.recompute, learns=learns)
@@ -198,12 +199,19 @@ class GPT(nn.Module):
                 x = run(x)
         return x
 
+    def _dropout(self, step: int, batch: MicroBatch, chunk: int) -> Dropout:
+        """Dropout of the chunk's layers, and of the embedding, which layer 0 names."""
+        layers, cp, tokens = sorted({0, *self.chunks[chunk].layers}), self.execution.cp, batch.tokens
+        positions = places_of(tokens.shape[1] * cp.size, cp.rank, cp.size, device=tokens.device)
+        seed = self.execution.dropout_seed
+        return Dropout(seed, step, batch.sample_ids, layers=layers, all_positions=positions)
+
     def _learns(self, layers: Sequence[str]) -> bool:
         return any(parameter.requires_grad for layer in layers for parameter in self.layers[layer].parameters())
 
-    def _through(self, layers: Sequence[str], context: Context, x: Tensor) -> Tensor:
+    def _through(self, layers: Sequence[str], context: Context, dropout: Dropout | None, x: Tensor) -> Tensor:
         for layer in layers:
-            x = self.layers[layer](x, context)
+            x = self.layers[layer](x, context.of_layer(int(layer), dropout))
         return x
 
     def logits(self, x: Tensor) -> Tensor:

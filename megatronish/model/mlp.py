@@ -28,20 +28,22 @@ class MLP(nn.Module):
         self.has_fused_activation = spec.is_plain and spec.activation not in ("squared_relu", "quick_geglu")
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
-            sum(spec.sections),
+            sum(spec.sections.values()),
             tp=tp,
             bias=spec.bias,
             init_std=config.init_method_std,
             sections=spec.sections,
         )
-        self.fc2 = RowParallelLinear(spec.ffn_size, config.hidden_size, tp=tp, bias=spec.bias, init_std=output_std)
+        self.fc2 = RowParallelLinear(
+            spec.ffn_size, config.hidden_size, tp=tp, bias=spec.bias, init_std=output_std, section="down"
+        )
 
-    def forward(self, x: Tensor, _context: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """[S, B, D] -> [S, B, D]: fc1, activation, fc2."""
         # A fused activation adds fc1's bias and sums its gradient in passing; torch adds it best in the product itself.
         fused = self.has_fused_activation and is_fused(x)
-        x = self.fc1(x, skip_bias=fused)
-        return self.fc2(activated(x, self.fc1.bias if fused else None, self.spec))
+        x = self.fc1(x, skip_bias=fused, drop=context)
+        return self.fc2(activated(x, self.fc1.bias if fused else None, self.spec), drop=context)
 
 
 def activated(x: Tensor, bias: Tensor | None, spec: MLPSpec) -> Tensor:

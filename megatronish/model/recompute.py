@@ -45,6 +45,8 @@ def recompute(
 
     `learns` says that `run` has parameters that learn: then there is a backward even where all before it is frozen.
     """
+    if torch.compiler.is_compiling():
+        return run(*inputs)  # inside one graph the compiler chooses what it computes again
     if not torch.is_grad_enabled() or not (learns or any(x.requires_grad for x in inputs)):
         return run(*inputs)
     if not any(x.requires_grad for x in inputs):

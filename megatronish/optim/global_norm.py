@@ -14,8 +14,10 @@ ByDomain = Mapping[str, Iterable[Tensor]]
 """Tensors whose elements this rank counts, by the name of their reduction domain."""
 
 
-def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> float:
-    """The 2-norm of all elements, each counted once. The whole rule:
+def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> Tensor:
+    """The 2-norm of all elements, each counted once: a scalar in fp64 on `device`, not read yet.
+
+    The whole rule:
 
     1. Of the model ranks and stages that hold the same elements (a norm's weight over tp, a tied embedding over pp) one
        counts them: `Sharding.is_counted`.
@@ -26,7 +28,7 @@ def global_norm(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, d
     4. The sums of all domains are added, and summed over the pipeline stages.
     """
     squares = {name: [sum_of_squares(part).to(device) for part in parts] for name, parts in counted.items()}
-    return float(_total(squares, domains, pp=pp, zero=torch.zeros((), dtype=torch.float64, device=device)).sqrt())
+    return _total(squares, domains, pp=pp, zero=torch.zeros((), dtype=torch.float64, device=device)).sqrt()
 
 
 def num_zeros(counted: ByDomain, domains: Mapping[str, Domain], *, pp: Axis, device: torch.device) -> int:

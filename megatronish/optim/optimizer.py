@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,16 @@ from megatronish.sharding import Shard, Sharding
 
 OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
 """The optimizers of --optimizer, under the names of `OPTIMIZER_NAMES`, which has their memory and their options."""
+
+
+Rate = Literal["usual", "vocabulary", "lora_b"]
+"""Which learning rate a parameter has: --lr, --decoupled-lr, or --loraplus-lr-ratio times --lr."""
+
+
+def _rate_of(sharding: Sharding, config: OptimizerConfig) -> Rate:
+    if sharding.is_vocabulary and config.decoupled_lr is not None:
+        return "vocabulary"
+    return "lora_b" if sharding.role == "lora_b" and config.loraplus_lr_ratio is not None else "usual"
 
 
 def optimizer_line(config: OptimizerConfig, masters_on: torch.device) -> str:
@@ -51,11 +62,13 @@ class Optimizer:
         options = options_of(OPTIMIZER_NAMES, config.optimizer, config.optimizer_args)
         kind: Callable[..., Update] = OPTIMIZERS[config.optimizer]
         make = partial(kind, **options)
-        # With a learning rate of its own, the vocabulary (word embedding, output layer) has an update rule of its own.
-        apart = {name for name, each in shardings.items() if each.is_vocabulary and config.decoupled_lr is not None}
-        self.update = make(whole.only(shardings.keys() - apart), config)
-        self.update_of_vocabulary = make(whole.only(apart), config) if apart else None
-        self.state = self.update.state | (self.update_of_vocabulary.state if self.update_of_vocabulary else {})
+        # Parameters that have a learning rate of their own have an update rule of their own.
+        self.loraplus_lr_ratio = config.loraplus_lr_ratio
+        by_rate: dict[Rate, set[str]] = {"usual": set()}
+        for name, sharding in shardings.items():
+            by_rate.setdefault(_rate_of(sharding, config), set()).add(name)
+        self.updates = {rate: make(whole.only(names), config) for rate, names in by_rate.items()}
+        self.state = {name: state for update in self.updates.values() for name, state in update.state.items()}
         self._num_steps = 0
 
     @property
@@ -66,9 +79,8 @@ class Optimizer:
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._num_steps = value
-        self.update.start_after(value)
-        if self.update_of_vocabulary is not None:
-            self.update_of_vocabulary.start_after(value)
+        for update in self.updates.values():
+            update.start_after(value)
 
     def step(self, *, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None) -> None:
         """One update of every master from its gradient. Every rank of the stage calls it, even one without masters.
@@ -76,7 +88,11 @@ class Optimizer:
         `decoupled_learning_rate` is that of word embedding and output layer, with --decoupled-lr.
         """
         self._num_steps += 1
-        self.update.step(learning_rate=learning_rate, weight_decay=weight_decay)
-        if self.update_of_vocabulary is not None:
-            assert decoupled_learning_rate is not None, "--decoupled-lr comes with a schedule of its own"
-            self.update_of_vocabulary.step(learning_rate=decoupled_learning_rate, weight_decay=weight_decay)
+        assert "vocabulary" not in self.updates or decoupled_learning_rate, "--decoupled-lr has a schedule of its own"
+        rates: dict[Rate, float] = {
+            "usual": learning_rate,
+            "vocabulary": decoupled_learning_rate or 0.0,
+            "lora_b": learning_rate * (self.loraplus_lr_ratio or 1.0),
+        }
+        for rate, update in self.updates.items():
+            update.step(learning_rate=rates[rate], weight_decay=weight_decay)

@@ -21,11 +21,15 @@ from megatronish.sharding import Sharding, collect_shardings
 
 @dataclass(frozen=True)
 class ModelStage:
-    """The modules of this rank's pipeline stage, the sharding of their parameters, and the layers of all stages."""
+    """The modules of this rank's pipeline stage, the sharding of their parameters, and the layers of all stages.
+
+    `is_adapted`: the model has adapters, on this stage or on another one, and nothing else learns.
+    """
 
     model: GPT
     shardings: dict[str, Sharding]
     stages: Stages
+    is_adapted: bool = False
 
 
 def build_stage(

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatronish import comm
 from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
+from megatronish.ranges import BUBBLE, marked
 from megatronish.schedule.plan import Action, Placement
 
 Shape = tuple[int, int, int]
@@ -85,7 +86,9 @@ class Line:
 
     def take(self, action: Action, shape: Shape) -> Tensor:
         """Wait for the input of `action`, [S, B, D], whose receive was posted."""
-        return self.boundary.whole(self.receiving.pop(action).wait(), shape)
+        with marked(BUBBLE):
+            piece = self.receiving.pop(action).wait()
+        return self.boundary.whole(piece, shape)
 
     def send(self, x: Tensor, *, to: int, tag: int) -> None:
         """Start sending x [S, B, D] to stage `to`, after the last send on this line is complete."""

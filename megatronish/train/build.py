@@ -1,6 +1,7 @@
 """Assembly of an engine, one function a step, in the order in which the parts are wrapped around each other.
 
 build_stage         the modules of this rank's stage (pipeline/stage.py)
+with_adapters       adapters of its linear layers
 freeze              which parameters learn
 make_data_parallel  initial values; parameters and gradients over the data ranks, as the ZeRO stage says
 split_backward      weight gradients deferred to W actions, where the schedule has them
@@ -8,15 +9,17 @@ Optimizer           over the fp32 masters that this rank keeps
 build_executor      the loop over the actions of a plan
 with_graphs         with --cuda-graph, the replay of micro-batches around it
 
-What changes the modules of a stage (`linear.set_products` for another matrix product, adapters) belongs between
-build_stage and freeze.
+What changes the modules of a stage (`linear.set_products` for another matrix product) belongs between build_stage and
+freeze.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from megatronish.config.adapter import AdapterConfig
 from megatronish.config.config import Config
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.data_parallel.data_parallel import DataParallel
@@ -27,8 +30,10 @@ from megatronish.layers.cross_entropy import VocabParallelLogits
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
+from megatronish.model.adapters import add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock
+from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
@@ -42,7 +47,7 @@ from megatronish.pipeline.replayed import Record, ReplayingExecutor, record_on_c
 from megatronish.pipeline.stage import ModelStage, build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
-from megatronish.sharding import Sharding, initialize
+from megatronish.sharding import Sharding, collect_shardings, initialize
 from megatronish.train.engine import Engine
 from megatronish.train.update_rule import UpdateRule
 
@@ -55,6 +60,11 @@ Trainable = Callable[[str, Sharding], bool]
 def everything(_name: str, _sharding: Sharding) -> bool:
     """Choice of an engine that trains the whole model."""
     return True
+
+
+def adapters_alone(name: str, _sharding: Sharding) -> bool:
+    """Choice of an engine with adapters: the model itself is frozen."""
+    return is_adapter(name)
 
 
 def nothing(_name: str, _sharding: Sharding) -> bool:
@@ -81,6 +91,8 @@ def build_engine(
     objective = objective or objective_of(training)
     settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
+    # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole.
+    device = torch.device("meta") if settings.zero_stage == 3 else mesh.device
     stage = build_stage(
         model,
         stages,
@@ -90,15 +102,19 @@ def build_engine(
         sequence_parallel=config.parallel.sequence_parallel,
         execution=execution_of(config, mesh),
         make_block=make_block,
-        # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole.
-        device=torch.device("meta") if settings.zero_stage == 3 else None,
+        device=device,
     )
+    if config.adapter.is_used:
+        stage = with_adapters(stage, config.adapter, device=device)
+        trainable = adapters_alone if trainable is everything else trainable
     learning = freeze(stage, trainable)
     data_parallel = make_data_parallel(stage, mesh, settings, seed=None if trainable is nothing else training.seed)
     weight_gradients = None
     if stages.schedule.has_weight_gradients:
         weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
         split_backward(stage.model, weight_gradients)
+    if config.training.compile and why_not_compiled(mesh.device.type) is None:
+        compile_layers(stage.model.layers.values())
     optimizer = Optimizer(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )
@@ -123,6 +139,13 @@ def execution_of(config: Config, mesh: Mesh) -> Execution:
         ),
         dropout_seed=config.training.seed,
     )
+
+
+def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.device) -> ModelStage:
+    """The stage with the adapters of the config, whose parameters are uninitialised."""
+    with device:
+        add_adapters(stage.model, config)
+    return replace(stage, shardings=collect_shardings(stage.model), is_adapted=True)
 
 
 def freeze(stage: ModelStage, trainable: Trainable) -> dict[str, Sharding]:

@@ -5,11 +5,10 @@ reduces, clips and updates. build.py puts one together; the trainer, the tests a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from megatronish import comm
 from megatronish.attention.zigzag import places_of
@@ -22,10 +21,11 @@ from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
 from megatronish.pipeline.replayed import ReplayingExecutor
 from megatronish.pipeline.stage import ModelStage
+from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
-from megatronish.train.reduction import reduce_sums
-from megatronish.train.results import StepResult, StepSums, Totals, Votes, no_votes
+from megatronish.train.reduction import meet_stages, reduce_sums
+from megatronish.train.results import StepResult, Totals, Votes, no_votes
 from megatronish.train.update_rule import UpdateRule
 
 
@@ -41,6 +41,7 @@ class Engine:
     executor: Executor | ReplayingExecutor
     rule: UpdateRule
     observers: list[Observer] = field(default_factory=list, init=False)
+    meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,13 +65,14 @@ class Engine:
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
-            self.clip(result.grad_norm)
-            self.data_parallel.wait_for_offload()
-            self.optimizer.step(
-                learning_rate=learning_rate,
-                weight_decay=weight_decay,
-                decoupled_learning_rate=decoupled_learning_rate,
-            )
+            with marked(OPTIMIZER):
+                self.clip(result.grad_norm)
+                self.data_parallel.wait_for_offload()
+                self.optimizer.step(
+                    learning_rate=learning_rate,
+                    weight_decay=weight_decay,
+                    decoupled_learning_rate=decoupled_learning_rate,
+                )
             self.data_parallel.gather_parameters()
             self.balancing.end_step(result.expert_load)
         self.rule.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
@@ -96,12 +98,15 @@ class Engine:
                 begin_action=self.data_parallel.begin_action,
                 observers=self.observers,
             )
+        if self.meets_stages:
+            meet_stages(self.mesh)
         self.data_parallel.finish_reduction()
-        totals = self._reduce(sums, votes(), self.balancing.shapes)
+        mesh, counted, shapes = self.mesh, self.data_parallel.counted_gradients(), self.balancing.shapes
+        norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device)
+        totals = reduce_sums(sums, votes(), norm, objective=self.objective.names, model=shapes, mesh=mesh)
         metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
         metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
-        counted, mesh = self.data_parallel.counted_gradients(), self.mesh
-        grad_norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device) / scale
+        grad_norm = totals.norm / scale
         origin = self.balancing.not_finite(sums, totals.model, mesh)
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
         skipped = self.rule.skips(grad_norm)
@@ -118,7 +123,8 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
-        totals = self._reduce(self.executor.run(forwards, self._local(micro_batches), step=None), {}, {})
+        sums = self.executor.run(forwards, self._local(micro_batches), step=None)
+        totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
         return Totals(totals.objective, self._weight(micro_batches))
 
     def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
@@ -139,11 +145,6 @@ class Engine:
         """
         weight = torch.tensor(sum(self.objective.weight(batch) for batch in micro_batches))
         return int(comm.all_reduce(weight, self.mesh.dp))
-
-    def _reduce(
-        self, sums: Mapping[str, Tensor], votes: Mapping[str, float], model: Mapping[str, tuple[int, ...]]
-    ) -> StepSums:
-        return reduce_sums(sums, votes, objective=self.objective.names, model=model, mesh=self.mesh)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

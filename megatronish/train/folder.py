@@ -29,6 +29,11 @@ FIXED = (
     "data.reset_position_ids",
     "data.reset_attention_mask",
     "data.eod_mask_loss",
+    "adapter.adapter_type",
+    "adapter.adapter_targets",
+    "adapter.lora_rank",
+    "adapter.lora_alpha",
+    "adapter.use_rslora",
 )
 TOLD_BY_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size")
 NAMES_OF_DATA = ("data.data_path", "data.train_data_path", "data.split", "data.mock_data")

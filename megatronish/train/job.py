@@ -92,7 +92,10 @@ class TrainingJob:
         return Speed(
             seq_length=config.training.seq_length,
             model_flops_per_token=model_flops_per_token(
-                config.model, vocab_size=self.vocab_size, seq_length=config.training.seq_length
+                config.model,
+                vocab_size=self.vocab_size,
+                seq_length=config.training.seq_length,
+                is_frozen=config.adapter.is_used,
             ),
             num_devices=self.mesh.world.size,
             peak_tflops=config.log.peak_tflops_per_device or peak_tflops(self.device_name, config.training.precision),

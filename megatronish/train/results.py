@@ -53,8 +53,12 @@ class Totals(NamedTuple):
 
 
 class StepSums(NamedTuple):
-    """Sums of a step over all ranks: the objective's, those of the model's layers, and the votes of hooks."""
+    """Sums of a step over all ranks: the objective's, those of the model's layers, and the votes of hooks.
+
+    `norm` is that of the gradient, read together with them.
+    """
 
     objective: Mapping[str, float]
     model: Mapping[str, Tensor]
     votes: Mapping[str, float]
+    norm: float

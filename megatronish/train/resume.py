@@ -1,6 +1,7 @@
 """The start of a run: its own newest checkpoint, that of --load, a Hugging Face model, or initial weights."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.start import of_another_format
 from megatronish.formats.upcycle import upcycled
 from megatronish.optim.learning_rate import LearningRateSchedule
+from megatronish.train.base import Base, load_base, refuse_other_base
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.job import TrainingJob
@@ -28,13 +30,15 @@ class Begun(NamedTuple):
     """Start of a run: its progress, and what is kept in addition to the weights.
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
-    `hook_states` are those of the resumed run, by name: see `Hook.state`.
+    `hook_states` are those of the resumed run, by name: see `Hook.state`. `base` says which frozen model the run's
+    adapters are for.
     """
 
     progress: Progress
     origin: dict[str, Any]
     hook_states: dict[str, dict[str, Any]]
     schedule: LearningRateSchedule
+    base: Base | None = None
 
 
 def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun:
@@ -42,13 +46,18 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
     keep, own = job.config.checkpoint, job.config.save_dir
     axis = engine.mesh.checkpoint_axis
     all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
+    base = None
+    if engine.stage.is_adapted:
+        base = load_base(job, engine)
+        say(f"adapters of the frozen model {base.source}")
+        keep = replace(keep, load=None, load_hf=None)
     has_begun, checkpoint = same_on_all(axis, partial(_look, keep, own), what=f"in {own}")
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
         return _from_hf(job, engine, Path(keep.load_hf), say)
     if checkpoint is None:
-        return Begun(Progress(), {}, {}, job.schedule)
+        return Begun(Progress(), {} if base is None else base.origin, {}, job.schedule, base)
     with offering_another(axis):
         saved = all_or_none(axis, partial(read_run, checkpoint))
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
@@ -58,6 +67,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
         if weights_only:
             refuse_other_function(state["config"], facts["config"], source=checkpoint)
             return
+        refuse_other_base(state.get("base"), base, checkpoint)
         refuse_other_run(state, facts)
         changed = differences(state["config"], facts["config"])
         if changed:
@@ -75,7 +85,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
     if keep.use_checkpoint_opt_param_scheduler and not weights_only:
         schedule = saved_schedule(saved)
         say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
-    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}), schedule)
+    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}), schedule, base)
 
 
 def resume(

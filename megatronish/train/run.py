@@ -30,7 +30,7 @@ from megatronish.train.hooks.experts import LogExperts
 from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
-from megatronish.train.hooks.profiler import step_profiler
+from megatronish.train.hooks.profiler import MeetStages, step_profiler
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.table import hooks_of
@@ -100,7 +100,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
     say(opening)
     engine = job.build_engine()
-    progress, origin, hook_states, schedule = begin(job, engine, say)
+    progress, origin, hook_states, schedule, base = begin(job, engine, say)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
@@ -109,6 +109,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
     facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
+    facts |= {} if base is None else {"base": {"source": base.source, "identity": base.identity}}
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(
@@ -210,9 +211,9 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:
     """Hooks of --profile and --record-memory-history, on the ranks that they record."""
     log, folder, rank = config.log, config.run_dir / "profile", mesh.world.rank
+    hooks: list[Hook] = [MeetStages(log)] if log.profile and mesh.pp.size > 1 else []
     if rank not in (log.profile_ranks or (0,)):
-        return []
-    hooks: list[Hook] = []
+        return hooks
     if log.profile:
         hooks.append(step_profiler(log, folder, rank=rank, device=mesh.device))
     if log.record_memory_history:

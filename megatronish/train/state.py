@@ -11,6 +11,7 @@ from megatronish.checkpoint.save import model_tensors, optimizer_tensors, state_
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, with_fields
+from megatronish.model.adapters import is_adapter
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.train.engine import Engine
 
@@ -21,11 +22,24 @@ LARGEST_COUNT = 2**62
 
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
-    """Tensors of this rank as a checkpoint has them, by name."""
-    where = (engine.stage.shardings, engine.mesh.domains)
-    tensors = model_tensors(engine.data_parallel.shards, *where)
-    tensors |= state_tensors(engine.stage.model.state(), engine.mesh.domains["dense"])
-    return tensors | (optimizer_tensors(engine.optimizer, *where) if with_optimizer else {})
+    """Tensors of this rank as a checkpoint has them, by name: of a model with adapters, those of the adapters."""
+    tensors = _model_tensors(engine)
+    if engine.stage.is_adapted:
+        tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    if with_optimizer:
+        tensors |= optimizer_tensors(engine.optimizer, engine.stage.shardings, engine.mesh.domains)
+    return tensors
+
+
+def base_tensors_of(engine: Engine) -> dict[str, GlobalTensor]:
+    """Tensors of the frozen model that adapters are for, as the model's own checkpoint has them."""
+    return {name: tensor for name, tensor in _model_tensors(engine).items() if not is_adapter(name)}
+
+
+def _model_tensors(engine: Engine) -> dict[str, GlobalTensor]:
+    shardings, domains = engine.stage.shardings, engine.mesh.domains
+    tensors = model_tensors(engine.data_parallel.shards, shardings, domains)
+    return tensors | state_tensors(engine.stage.model.state(), domains["dense"])
 
 
 def num_not_finite(engine: Engine) -> int:

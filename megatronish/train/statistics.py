@@ -13,7 +13,7 @@ def params_norm(engine: Engine) -> float:
     """The 2-norm of all parameters. Collective."""
     masters = {name: [shard.master] for name, shard in _counted_shards(engine)}
     mesh = engine.mesh
-    return global_norm.global_norm(_by_domain(engine, masters), mesh.domains, pp=mesh.pp, device=mesh.device)
+    return float(global_norm.global_norm(_by_domain(engine, masters), mesh.domains, pp=mesh.pp, device=mesh.device))
 
 
 def num_zeros(engine: Engine) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatronish.config.config import Config
+from megatronish.costs.adapters import adapter_table
 from megatronish.costs.flops import model_flops_per_token
 from megatronish.costs.memory import bytes_of_uneven_load, expected_memory, format_bytes, memory_table
 from megatronish.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
@@ -16,6 +17,7 @@ from megatronish.launch.device import choose_device
 from megatronish.launch.place import Place, place_from_environment
 from megatronish.layer_costs import DeviceType
 from megatronish.layer_specs import layer_specs
+from megatronish.model.compiled import why_not_compiled
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
@@ -49,7 +51,9 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
     model, training, parallel, layout = config.model, config.training, config.parallel, config.layout
     tokens = config.global_batch_size * training.seq_length
     num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
-    flops = tokens * model_flops_per_token(model, vocab_size=vocab_size, seq_length=training.seq_length)
+    flops = tokens * model_flops_per_token(
+        model, vocab_size=vocab_size, seq_length=training.seq_length, is_frozen=config.adapter.is_used
+    )
     stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     on_cpu = device == "cpu" or parallel.optimizer_cpu_offload or parallel.param_cpu_offload
     masters_on = torch.device("cpu" if on_cpu else "cuda")
@@ -72,14 +76,31 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         + _active(config, vocab_size)
         + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
         + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
+        *_adapters(config, vocab_size),
         f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
         f"{flops:.3g} model FLOPs",
         "memory expected on a device:",
         memory_table(expected_memory(config, loads, vocab_size=vocab_size, device=device_type)),
         *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
-        *(f"note: {note}" for note in notes),
+        *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
     ]
     return "\n".join(lines)
+
+
+def _adapters(config: Config, vocab_size: int) -> list[str]:
+    """Which sections have an adapter, and how many parameters learn."""
+    if not config.adapter.is_used:
+        return []
+    number = num_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
+    table = adapter_table(config.model, config.adapter, num_parameters=number)
+    base = config.checkpoint.load_hf or config.checkpoint.load
+    return [f"{config.adapter.adapter_type} of the frozen model {base}:", table]
+
+
+def _compiler(config: Config, device_type: DeviceType) -> list[str]:
+    """Why --compile compiles nothing, if so."""
+    note = why_not_compiled(device_type) if config.training.compile else None
+    return [] if note is None else [note]
 
 
 def _active(config: Config, vocab_size: int) -> str:

@@ -14,6 +14,7 @@ from megatronish.data.loader import Prefetcher
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
+from megatronish.ranges import DATA, UPDATE, marked
 from megatronish.train.engine import Engine, StepResult
 
 
@@ -133,11 +134,12 @@ class Trainer:
                 hook.finish(self)
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
-        start = time.perf_counter()
-        micro_batches = next(batches)
-        data_seconds = time.perf_counter() - start
         for hook in self.hooks:
             hook.before_step(self)
+        start = time.perf_counter()
+        with marked(DATA):
+            micro_batches = next(batches)
+        data_seconds = time.perf_counter() - start
         record = replace(self.step(micro_batches), data_seconds=data_seconds)
         for hook in self.hooks:
             hook.decided(self, record.result.votes)
@@ -154,14 +156,15 @@ class Trainer:
             None if decoupled is None else decoupled.learning_rate(learned_from),
         )
         start = time.perf_counter()
-        result = self.engine.step(
-            micro_batches,
-            num_steps_done=before.step,
-            learning_rate=rates.base,
-            weight_decay=schedule.learning_rate.weight_decay(learned_from),
-            decoupled_learning_rate=rates.decoupled,
-            votes=self._votes,
-        )
+        with marked(UPDATE):
+            result = self.engine.step(
+                micro_batches,
+                num_steps_done=before.step,
+                learning_rate=rates.base,
+                weight_decay=schedule.learning_rate.weight_decay(learned_from),
+                decoupled_learning_rate=rates.decoupled,
+                votes=self._votes,
+            )
         seconds = time.perf_counter() - start
         size = schedule.batch_size.at(before.consumed_samples)
         self.progress = Progress(

@@ -48,7 +48,7 @@ class Case:
         if self.dropout == 0.0:
             return None
         samples = torch.arange(2, device=device) + 40
-        return partial(Dropout(1, 5, samples).attention, layer=3, rate=self.dropout)
+        return partial(Dropout(1, 5, samples, layers=(3,)).of_layer(3).attention, rate=self.dropout)
 
 
 CASES = {

@@ -102,8 +102,8 @@ def documents_of(case: Case, seq_length: int) -> Tensor | None:
 
 
 def dropout_of(case: Case) -> ProbabilityDropout | None:
-    masks = Dropout(1, 5, torch.arange(case.batch) + 40)
-    return partial(masks.attention, layer=3, rate=case.dropout) if case.dropout else None
+    masks = Dropout(1, 5, torch.arange(case.batch) + 40, layers=(3,)).of_layer(3)
+    return partial(masks.attention, rate=case.dropout) if case.dropout else None
 
 
 def compute(case: Case, whole: Tensors, mine: Tensor, *, cp: Axis, method: Method = "p2p") -> list[Tensor]:

@@ -16,7 +16,7 @@ from megatronish.commands.main import run
 from megatronish.commands.table import COMMANDS, TO_COME
 from megatronish.errors import UserError
 
-SCRIPTS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
+SCRIPTS = [ROOT / "pretrain_gpt.py", ROOT / "finetune_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
 
 
 def megatronish(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -65,7 +65,7 @@ def test_the_help_of_a_command_names_the_command(words: list[str], capsys: pytes
         (["train_tokenizer"], "train_tokenizer is not a command; did you mean megatronish train-tokenizer?"),
         (["xyzzy"], "xyzzy is not a command; megatronish --help lists the commands"),
         (["--config", "demo"], "--config is not a command; the command comes first: megatronish pretrain --config ..."),
-        (["finetune", "--lr", "1"], "megatronish finetune is not there yet; megatronish pretrain --load-hf DIR"),
+        (["chat", "--lr", "1"], "megatronish chat is not there yet; megatronish generate --load DIR --prompt TEXT"),
     ],
 )
 def test_an_unknown_command_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:

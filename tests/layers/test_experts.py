@@ -73,7 +73,7 @@ def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: 
     router_weight, gate_up, down, tokens = weights()
     router = Router(D, settings, init_std=1.0).double()
     experts = Experts(
-        E, D, F_SIZE, num_sections=2, activate=swiglu, parallel=parallel, init_std=1.0, output_std=1.0
+        E, D, F_SIZE, sections=("gate", "up"), activate=swiglu, parallel=parallel, init_std=1.0, output_std=1.0
     ).double()
     router.weight.data.copy_(router_weight)
     first, part = parallel.ep.rank * E // ep, parallel.etp.rank * F_SIZE // etp

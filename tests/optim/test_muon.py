@@ -320,5 +320,5 @@ def test_of_what_tp_does_not_cut_one_copy_is_summed() -> None:
 def test_a_rank_that_keeps_nothing_computes_and_steps_nothing() -> None:
     optimizer = optimizer_of({}, {}, ALONE)
     optimizer.step(learning_rate=0.1, weight_decay=0.1)
-    assert isinstance(optimizer.update, Muon)
+    assert isinstance(optimizer.updates["usual"], Muon)
     assert (optimizer.num_steps, optimizer.state) == (1, {})

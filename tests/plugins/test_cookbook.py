@@ -102,7 +102,7 @@ def _built_options(_place: Place) -> list[float]:
     config = read_config(tiny(Path("never-written"), f"{flags} --block parallel --block-args scale=0.5"))[0]
     engine: Any = build_engine(config, Mesh.start(), vocab_size=101)
     (scale,) = set(engine.stage.model.layers["1"].scale.tolist())
-    return [*engine.optimizer.update.betas, scale, engine.objective.coefficient]
+    return [*engine.optimizer.updates["usual"].betas, scale, engine.objective.coefficient]
 
 
 # the optimizer

@@ -19,6 +19,7 @@ RTOL = 1e-5
 SMALLEST_MARGIN = 1e-5  # of scores, whose rounding noise is about 1e-7
 SMALLEST_DISTANCE = 1e-6  # of a value from the limit of a clamp, where the gradient jumps; noise as that of scores
 NUM_SEEDS = 10
+COMPILE_SECONDS = 600.0  # for a machine whose cores are busy with other compilers, and whose cache is empty
 
 
 @cache
@@ -59,12 +60,18 @@ def assert_near(name: str, actual: Sequence[float], expected: Sequence[float]) -
     assert actual == pytest.approx(expected, rel=RTOL), f"{name}: {actual} instead of {expected}"
 
 
+def run_layout(problem: Problem, spread: Spread, *others: object) -> list[Record]:
+    """What the ranks of a layout saw."""
+    timeout = 60.0 if spread.compile is None else COMPILE_SECONDS
+    return run_ranks(spread.layout.world_size, train, problem, spread, *others, timeout=timeout)
+
+
 def assert_equal_to_serial(problem: Problem, spread: Spread) -> None:
     """One process and the ranks of a layout train the same model."""
     problem = with_margin(problem)
     reference = serial(problem)
     assert min(reference.grad_norms) > CLIP
-    assert_same_training(run_ranks(spread.layout.world_size, train, problem, spread), reference)
+    assert_same_training(run_layout(problem, spread), reference)
 
 
 def assert_same_training(records: Sequence[Record], reference: Record) -> None:
@@ -180,7 +187,7 @@ def assert_near_in_half_precision(exact: Problem, spread: Spread, **precision: b
     choices = reference.routed.choices or None
     alone = Spread(Layout(), micro_batch_size=exact.global_batch_size)
     one_process = train(Place(), rounded, alone, choices)
-    ranks = run_ranks(spread.layout.world_size, train, rounded, spread, choices)
+    ranks = run_layout(rounded, spread, choices)
     for record, near in [(one_process, reference), *((rank, reference) for rank in ranks), (ranks[0], one_process)]:
         assert record.losses == pytest.approx(near.losses, rel=BF16_LOSS)
         assert record.grad_norms == pytest.approx(near.grad_norms, rel=BF16_NORM)

@@ -25,16 +25,18 @@ def to_hf(folder: Path, save: Path) -> Report:
     return convert(folder, save, source="megatronish", target="hf")
 
 
-def logits_of(checkpoints: Path, tokens: Tensor, *, tp: int, ep: int = 1) -> Tensor:
+def logits_of(checkpoints: Path, tokens: Tensor, *, tp: int, ep: int = 1, adapter: Path | None = None) -> Tensor:
     """Logits [B, S, V] of a checkpoint in fp32, on tp ranks, of which ep hold different experts."""
-    return torch.tensor(run_ranks(tp, _logits, checkpoints, tokens.tolist(), ExpertLayout(ep, tp // ep))[0])
+    return torch.tensor(run_ranks(tp, _logits, checkpoints, tokens.tolist(), ExpertLayout(ep, tp // ep), adapter)[0])
 
 
 @torch.no_grad()
-def _logits(place: Place, checkpoints: Path, tokens: list[list[int]], experts: ExpertLayout) -> list[list[list[float]]]:
+def _logits(
+    place: Place, checkpoints: Path, tokens: list[list[int]], experts: ExpertLayout, adapter: Path | None
+) -> list[list[list[float]]]:
     layout = Layout(tp=place.world_size)
     mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous, experts=experts)
-    trained = load_model(checkpoints, mesh=mesh)
+    trained = load_model(checkpoints, mesh=mesh, adapter=adapter)
     ids = torch.tensor(tokens)
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     mask = torch.ones_like(ids, dtype=torch.bool)

@@ -62,6 +62,8 @@ class Spread:
     offload: str = "none"
     ep: int = 1
     etp: int | None = None
+    compile: str | None = None
+    """The backend of torch.compile, with --compile."""
 
     @property
     def parallel(self) -> ParallelConfig:

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import pytest
+import torch
 from clamps import watched_clamps
 from engines import evaluated
 from problem import DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS, VOCABULARY, Problem, Spread
@@ -162,26 +165,27 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
 
 
 def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConfig) -> Engine:
-    return build_engine(
-        Config(
-            model=problem.model,
-            parallel=spread.parallel,
-            recompute=spread.recompute,
-            training=TrainingConfig(
-                seq_length=problem.seq_length,
-                micro_batch_size=spread.micro_batch_size,
-                global_batch_size=problem.global_batch_size,
-                seed=problem.seed,
-                bf16=problem.bf16,
-                fp16=problem.fp16,
-                loss_scale=128.0 if problem.fp16 else None,
-                attention_backend=spread.attention_backend,
-            ),
-            optimizer=optimizer,
+    config = Config(
+        model=problem.model,
+        parallel=spread.parallel,
+        recompute=spread.recompute,
+        training=TrainingConfig(
+            seq_length=problem.seq_length,
+            micro_batch_size=spread.micro_batch_size,
+            global_batch_size=problem.global_batch_size,
+            seed=problem.seed,
+            bf16=problem.bf16,
+            fp16=problem.fp16,
+            loss_scale=128.0 if problem.fp16 else None,
+            attention_backend=spread.attention_backend,
+            compile=spread.compile is not None,
         ),
-        mesh,
-        vocab_size=VOCABULARY,
+        optimizer=optimizer,
     )
+    with pytest.MonkeyPatch.context() as patch:
+        if spread.compile is not None:
+            patch.setattr(torch, "compile", partial(torch.compile, backend=spread.compile))
+        return build_engine(config, mesh, vocab_size=VOCABULARY)
 
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:

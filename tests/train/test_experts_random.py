@@ -12,7 +12,7 @@ from test_experts_layouts import COMMON, EXPERTS, alone, train
 from megatronish.config.read import ConfigError, read_config
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import Dropout
-from megatronish.streams import uniform
+from megatronish.streams import mask_keys, uniform
 from megatronish.train.build import build_engine
 
 MODEL = f"{COMMON} {EXPERTS} --moe-router-topk 2 --swiglu --moe-aux-loss-coeff 0.01"
@@ -70,21 +70,22 @@ def test_nothing_is_random_in_evaluation(kind: str) -> None:
 
 def test_values_are_uniform_and_named_by_token_layer_and_step() -> None:
     positions, samples = torch.arange(64), torch.tensor([3, 9])
-    dropout = Dropout(1, 5, samples)
-    drawn = dropout.of_router(layer=2, site="jitter", positions=positions, num_columns=48)
+    dropout = Dropout(1, 5, samples, layers=(2, 3))
+    drawn = dropout.of_layer(2).of_router(site="jitter", positions=positions, num_columns=48)
     assert drawn.shape == (64, 2, 48) and drawn.dtype == torch.float32
     assert (
         drawn.abs().max() <= 1 and abs(float(drawn.mean())) < 0.03 and float(drawn.var()) == pytest.approx(1 / 3, 0.03)
     )
-    part = dropout.of_router(layer=2, site="jitter", positions=positions[16:32], num_columns=48)
+    part = dropout.of_layer(2).of_router(site="jitter", positions=positions[16:32], num_columns=48)
     assert torch.equal(part, drawn[16:32])
     others = [
-        Dropout(1, 6, samples).of_router(layer=2, site="jitter", positions=positions, num_columns=48),
-        dropout.of_router(layer=3, site="jitter", positions=positions, num_columns=48),
-        dropout.of_router(layer=2, site="forced choice", positions=positions, num_columns=48),
+        Dropout(1, 6, samples, layers=(2,)).of_layer(2).of_router(site="jitter", positions=positions, num_columns=48),
+        dropout.of_layer(3).of_router(site="jitter", positions=positions, num_columns=48),
+        dropout.of_layer(2).of_router(site="forced choice", positions=positions, num_columns=48),
     ]
     assert all((drawn == other).float().mean() < 0.001 for other in others)
-    place = uniform(1, "dropout", 5, 2, "jitter", places=(torch.tensor(9), torch.tensor(7)), columns=torch.arange(48))
+    keys = mask_keys([(1, "dropout", 5, 2, "jitter")])[0]
+    place = uniform(keys, places=(torch.tensor(9), torch.tensor(7)), columns=torch.arange(48))
     assert torch.equal(place, drawn[7, 1])
 
 

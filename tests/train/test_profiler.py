@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import statistics
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,14 @@ from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
 
 from megatronish.config.run import LogConfig
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
-from megatronish.train.hooks.profiler import NsightWindow, OperatorProfile, StepWindow, step_profiler
+from megatronish.train.hooks.profiler import MeetStages, NsightWindow, OperatorProfile, StepWindow, step_profiler
+from megatronish.train.plot import read_lines
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
-WINDOW = "--profile --profile-step-start 2 --profile-step-end 4 --train-iters 5"
+TIMES = ("step_seconds", "data_seconds")
+WINDOW = (
+    "--profile --profile-step-start 2 --profile-step-end 4 --train-iters 5 --hidden-dropout 0 --attention-dropout 0"
+)
 
 
 def names_in(trace: Path) -> set[str]:
@@ -40,8 +45,65 @@ def test_a_profile_is_a_trace_a_table_and_the_slowest_operators_and_changes_no_l
     assert len(rows) == 10
     assert [float(time) for time, _ in rows] == sorted((float(time) for time, _ in rows), reverse=True)
     assert sum(float(share) for _, share in rows) <= 100.5
-    train_on_ranks(tiny(tmp_path / "plain", "--pp 2 --train-iters 5"), world_size=2)
+    train_on_ranks(
+        tiny(tmp_path / "plain", "--pp 2 --train-iters 5 --hidden-dropout 0 --attention-dropout 0"), world_size=2
+    )
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "plain")
+
+
+COMMUNICATION = {f"communication {axis}" for axis in ("tp", "cp", "dp", "pp", "ep")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ("", 1, set()),
+        ("--tp 2 --sequence-parallel", 2, {"communication tp"}),
+        ("--dp 2 --use-distributed-optimizer", 2, {"communication dp"}),
+        ("--dp 2 --zero-stage 3", 2, {"communication dp"}),
+        ("--pp 2 --pipeline-schedule 1f1b", 2, {"communication pp", "pipeline bubble"}),
+        ("--cp 2", 2, {"communication cp", "communication dp"}),
+        ("--dp 2 --ep 2 --num-experts 4 --moe-router-topk 2", 2, {"communication ep", "communication dp"}),
+    ],
+    ids=["one process", "tp sp", "zero 1", "zero 3", "1f1b", "cp", "ep"],
+)
+def test_the_rows_of_a_profile_are_the_time_of_the_step(
+    flags: str, world_size: int, expected: set[str], tmp_path: Path
+) -> None:
+    ranks = " ".join(map(str, range(world_size)))
+    window = f"--profile --profile-step-start 2 --profile-step-end 6 --profile-ranks {ranks}"
+    flags += f" --hidden-dropout 0 --attention-dropout 0 {window}"
+    output = train_on_ranks(tiny(tmp_path / "run", flags), world_size=world_size)
+    lines = {line["step"]: line for line in read_lines(tmp_path / "run" / "metrics.jsonl")}
+    for rank in range(world_size):
+        path = tmp_path / "run" / "profile" / f"rank_{rank}_step_2_to_5.breakdown"
+        found = json.loads(path.with_suffix(".breakdown.json").read_text())
+        assert [step["step"] for step in found["steps"]] == [2, 3, 4, 5]
+        rows = found["mean"]
+        assert rows.keys() & {*COMMUNICATION, "pipeline bubble"} == expected, rows
+        assert {"matrix products", "attention", "other compute", "optimizer", "data", "host"} <= rows.keys()
+        assert path.with_suffix(".breakdown.png").read_bytes().startswith(b"\x89PNG")
+        table = path.with_suffix(".breakdown.txt").read_text()
+        assert table.startswith(f" where a step of rank {rank} went: ")
+        if rank == 0:
+            assert table in output
+            # The clock of the loop. A busy machine may take the processor away between the two: the median counts.
+            errors = [
+                abs(step["seconds"] - step["rows"]["hooks"] - sum(lines[step["step"]][name] for name in TIMES))
+                / step["seconds"]
+                for step in found["steps"]
+            ]
+            assert statistics.median(errors) < 0.03, errors
+
+
+def test_stages_meet_at_the_end_of_recorded_steps_alone() -> None:
+    hook = MeetStages(LogConfig(profile=True, profile_step_start=2, profile_step_end=4))
+    engine = SimpleNamespace(meets_stages=False)
+    seen = []
+    for done in range(5):
+        hook.before_step(cast(Trainer, SimpleNamespace(engine=engine, progress=SimpleNamespace(step=done))))
+        seen.append(engine.meets_stages)
+    assert seen == [False, True, True, False, False]
 
 
 def test_a_profile_has_shapes_and_lines_of_python_where_asked(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ RULES: dict[str, Rule] = {
     "logging_steps": field("log_interval"),
     "save_total_limit": field("keep_last"),
     "output_dir": field("run_dir"),
+    "torch_compile": field("compile"),
     "seed": field("seed"),
     "resume_from_checkpoint": RESUME,
     "plugins": PLUGINS,
@@ -76,7 +77,7 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            *("torch_compile", "torch_compile_backend", "tf32", "dataset_processes", "dataloader_num_workers"),
+            *("torch_compile_backend", "torch_compile_mode", "tf32", "dataset_processes", "dataloader_num_workers"),
             *("dataloader_pin_memory", "dataloader_prefetch_factor", "eval_batch_size", "pad_to_sequence_len"),
             *("ddp_timeout", "ddp_bucket_cap_mb", "low_cpu_mem_usage", "dp_shard_size", "heads_k_stride", "gc_steps"),
             *("gradient_checkpointing_kwargs", "auto_resume_from_checkpoints", "save_safetensors", "local_rank"),

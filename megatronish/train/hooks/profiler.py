@@ -7,6 +7,7 @@ torch's profiler records, as only one of the two can listen to a GPU.
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 from megatronish.config.run import LogConfig
+from megatronish.train.breakdown import ENDING, Breakdown
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 NUM_ROWS = 10  # of the table of the slowest operators
@@ -82,7 +84,7 @@ class StepWindow(Hook):
 
 
 class OperatorProfile(StepWindow):
-    """Recording by torch's profiler: a Chrome trace and a table of operators in `folder`, the slowest printed."""
+    """Recording by torch's profiler: a Chrome trace, where the steps went, and a table of operators."""
 
     def __init__(self, folder: Path, *, log: LogConfig, rank: int, device: torch.device) -> None:
         super().__init__(first=log.profile_step_start, last=log.profile_step_end - 1, is_main=rank == 0)
@@ -104,22 +106,40 @@ class OperatorProfile(StepWindow):
         stack.enter_context(record_function(f"step {step}"))
 
     def write(self) -> None:
-        """Write trace and table, and print the slowest operators on the main rank."""
+        """Write trace, tables and chart; on the main rank print where the steps went, and the slowest operators."""
         assert self._profile is not None
         steps = f"{self.first}" if self.first == self.last else f"{self.first}_to_{self.last}"
-        trace = self.folder / f"rank_{self.rank}_step_{steps}.trace.json.gz"
+        trace = self.folder / f"rank_{self.rank}_step_{steps}{ENDING}"
         averages = self._profile.key_averages()
         key = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        lines = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(trace))
             table = averages.table(sort_by=key, row_limit=100, max_name_column_width=80)
-            trace.with_name(trace.name.replace(".trace.json.gz", ".txt")).write_text(table)
+            trace.with_name(trace.name.replace(ENDING, ".txt")).write_text(table)
+            lines = _break_down(trace, rank=self.rank)
         except (OSError, RuntimeError) as error:
             tqdm.write(f" {self.steps} of rank {self.rank} were profiled and could not be written: {error}")
         if self.is_main:
-            tqdm.write("\n".join([f" profile of {self.steps}: {trace}", *slowest(averages, key=key)]))
+            first = f" profile of {self.steps}: {trace}"
+            tqdm.write("\n".join([first, *lines, " slowest operators", *slowest(averages, key=key)]))
         self._profile = None
+
+
+def _break_down(trace: Path, *, rank: int) -> list[str]:
+    """Write where the steps of a trace went, as text, JSON and a chart next to it; the lines of the text."""
+    # matplotlib takes a second to import: only where it is used.
+    from megatronish.train.plot_breakdown import plot_breakdown
+
+    breakdown = Breakdown.of_trace(trace, rank=rank)
+    if not breakdown.steps:  # the run ended in the first of them
+        return []
+    beside = partial(trace.name.replace, ENDING)
+    trace.with_name(beside(".breakdown.txt")).write_text("\n".join([*breakdown.table(), ""]))
+    breakdown.write(trace.with_name(beside(".breakdown.json")))
+    plot_breakdown(breakdown, trace.with_name(beside(".breakdown.png")))
+    return breakdown.table()
 
 
 def slowest(averages: EventList, *, key: str) -> list[str]:
@@ -128,7 +148,6 @@ def slowest(averages: EventList, *, key: str) -> list[str]:
         (getattr(each, key), each)
         for each in averages
         if not each.is_user_annotation
-        and not each.key.startswith(("step ", "ProfilerStep"))
         and (key == "self_cpu_time_total" or each.device_type == torch.autograd.DeviceType.CUDA)
     ]
     total = sum(time for time, _ in times) or 1.0
@@ -137,6 +156,20 @@ def slowest(averages: EventList, *, key: str) -> list[str]:
         "     self time   share    calls  operator",
         *(f"  {time / 1e3:9.2f} ms  {time / total:6.1%} {each.count:8d}  {each.key:.70}" for time, each in rows),
     ]
+
+
+class MeetStages(Hook):
+    """Lets the stages of a pipeline wait for each other at the end of recorded steps; every rank has this hook.
+
+    So the end of the bubble is measured as such, also by a rank whose peers record nothing.
+    """
+
+    def __init__(self, log: LogConfig) -> None:
+        self.steps = range(log.profile_step_start, log.profile_step_end)
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Tell the engine whether the step is recorded."""
+        trainer.engine.meets_stages = trainer.progress.step + 1 in self.steps
 
 
 class NsightWindow(StepWindow):

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import Any
 
 from megatronish.config.config import Config
 from megatronish.train.trackers.tracker import Points, RunDescription, RunSummary, Tracker
@@ -29,6 +28,9 @@ class TensorBoard(Tracker):
 
     def begin(self, run: RunDescription) -> None:
         """Open a file of events, and write the texts."""
+        # It takes a tenth of a second to import: here only the thread of this tracker waits for it.
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(self.folder), max_queue=self.queue_size, purge_step=run.first_step + 1)
         _leave_errors_to_calls(self._writer)
         for tag, text in (("run", run.first_lines), ("config", run.config_text)):
@@ -47,7 +49,7 @@ class TensorBoard(Tracker):
         self._writer.close()
 
 
-def _leave_errors_to_calls(writer: SummaryWriter) -> None:
+def _leave_errors_to_calls(writer: Any) -> None:
     """Let the thread of TensorBoard's writer end without a traceback: its next call raises the same error."""
     with suppress(AttributeError):
         thread = writer._get_file_writer().event_writer._async_writer._worker

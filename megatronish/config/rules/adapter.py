@@ -1,0 +1,43 @@
+"""Rules on adapters and on the model that they are for."""
+
+from megatronish.config.config import Config
+from megatronish.config.fields import FIELDS
+from megatronish.config.rules.rule import ConfigRule
+
+_OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio")
+
+
+def _idle(config: Config) -> str | None:
+    """Complaint about a setting of adapters that the type of adapter does not read."""
+    kind = config.adapter.adapter_type
+    values = {**vars(config.adapter), "loraplus_lr_ratio": config.optimizer.loraplus_lr_ratio}
+    if kind is None and config.adapter.adapter_targets:
+        return "adapter_targets are for a run with adapters; add --adapter-type lora, or leave --adapter-targets out"
+    for name in _OF_LORA:
+        if kind != "lora" and values[name] != FIELDS[name].default:
+            given = "" if kind is None else f", not to adapter_type={kind}"
+            return (
+                f"{name}={str(values[name]).lower()} belongs to LoRA{given}; add --adapter-type lora, or leave "
+                f"{FIELDS[name].flag} out"
+            )
+    return None
+
+
+def _base(config: Config) -> str | None:
+    keep, kind = config.checkpoint, config.adapter.adapter_type
+    if kind is None:
+        return None
+    if keep.load is None and keep.load_hf is None:
+        return (
+            f"adapter_type={kind} is for a trained model, and none is given; add --load-hf DIR (of Hugging "
+            "Face) or --load DIR (of a run)"
+        )
+    if keep.moe_use_upcycling:
+        return f"adapter_type={kind} needs a base that stays as it is; upcycle first, in a run of its own"
+    return None
+
+
+RULES = (
+    ConfigRule(("adapter_type", "adapter_targets", *_OF_LORA), _idle),
+    ConfigRule(("adapter_type", "load", "load_hf", "moe_use_upcycling"), _base),
+)

@@ -1,0 +1,101 @@
+"""PEFT's adapter_config.json: read into our config of adapters, and written from it."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatronish.config.adapter import AdapterConfig
+from megatronish.errors import UserError
+from megatronish.formats.adapters import settings_of
+from megatronish.formats.hf import tensors as hf
+from megatronish.formats.weights import Description
+
+CONFIG = "adapter_config.json"
+DOWN = (".down_proj", ".mlp.c_proj", ".dense_4h_to_h")
+NOT_DONE = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases of adapters",
+    "layer_replication": "repeated layers",
+    "trainable_token_indices": "rows of the embedding that learn",
+    "modules_to_save": "whole modules that learn",
+}
+
+
+def their_config(
+    config: AdapterConfig,
+    modules: list[str],
+    parameters: list[str],
+    ranks: Mapping[str, int],
+    description: Description,
+    base: str,
+) -> dict[str, Any]:
+    """Content of adapter_config.json. Modules are listed by their full names, so that no other one matches."""
+    found: dict[str, Any] = {
+        "peft_type": "LORA" if config.adapter_type == "lora" else "IA3",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "fan_in_fan_out": hf.config_json(description)["model_type"] == "gpt2",
+        "target_modules": modules,
+    }
+    if config.adapter_type == "ia3":
+        down = [name for name in modules if name.endswith(DOWN)]
+        return found | {"feedforward_modules": down}
+    # The scale alpha / r, or alpha / sqrt(r), stays that of one section.
+    alphas = {
+        name: config.lora_alpha * (math.sqrt(number) if config.use_rslora else number) for name, number in ranks.items()
+    }
+    return found | {
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
+        "bias": "none",
+        "rank_pattern": {name: config.lora_rank * number for name, number in ranks.items()},
+        "alpha_pattern": alphas,
+        **({"target_parameters": parameters} if parameters else {}),
+    }
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}; name a folder that PEFT has saved") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object; fetch it again")
+    return found
+
+
+def our_config(path: Path, theirs: Mapping[str, Any]) -> AdapterConfig:
+    """Config of an adapter from PEFT's; UserError for what it asks for and is not done here."""
+    kind = theirs.get("peft_type")
+    if kind not in ("LORA", "IA3"):
+        raise UserError(f"{path}: peft_type={kind} is not supported; LORA and IA3 are")
+    for key, what in NOT_DONE.items():
+        if theirs.get(key):
+            raise UserError(f"{path}: {key} asks for {what}, which are not supported; merge the adapter with PEFT")
+    if theirs.get("bias", "none") != "none":
+        raise UserError(f"{path}: bias={theirs['bias']} trains biases, which is not supported; merge it with PEFT")
+    if kind == "IA3":
+        return AdapterConfig(adapter_type="ia3")
+    rank, alpha, rs = theirs.get("r", 8), theirs.get("lora_alpha", 8), bool(theirs.get("use_rslora"))
+    config = AdapterConfig(
+        adapter_type="lora",
+        lora_rank=rank,
+        lora_alpha=float(alpha),
+        lora_dropout=float(theirs.get("lora_dropout") or 0.0),
+        use_rslora=rs,
+    )
+    ranks, alphas = theirs.get("rank_pattern") or {}, theirs.get("alpha_pattern") or {}
+    for name in {*ranks, *alphas}:
+        their_rank = ranks.get(name, rank)
+        scale = alphas.get(name, alpha) / (math.sqrt(their_rank) if rs else their_rank)
+        if not math.isclose(scale, settings_of(config).scale, rel_tol=1e-12):
+            raise UserError(
+                f"{path}: {name} is scaled by {scale:g} and others by {settings_of(config).scale:g}; adapters of one "
+                "scale are read, merge it with PEFT"
+            )
+    return config

@@ -1,0 +1,36 @@
+"""Reader of an adapter in either format: PEFT's, or that of a run."""
+
+from pathlib import Path
+
+from megatronish.checkpoint.all_or_none import all_or_none
+from megatronish.errors import UserError
+from megatronish.formats.adapters import SavedAdapter, read_native
+from megatronish.formats.identity import identity_of
+from megatronish.formats.peft import folder as peft
+from megatronish.formats.peft.config import CONFIG
+from megatronish.formats.weights import Description, LazyTensor
+from megatronish.mesh import Axis
+
+
+def read_adapter(load: Path, description: Description) -> SavedAdapter:
+    """Adapter in a folder of PEFT or of a run, for a model of this description."""
+    return peft.read(load, description) if (load / CONFIG).is_file() else read_native(load)
+
+
+def refuse_other_model(adapter: SavedAdapter, base: dict[str, LazyTensor], *, source: Path, over: Axis) -> None:
+    """UserError if the adapter says that it was trained with other weights than these. Collective: it reads them all.
+
+    PEFT's format does not say.
+    """
+    if adapter.base is None:
+        return
+    identity = identity_of(base, over=over)
+
+    def compare() -> None:
+        if identity != adapter.base:
+            raise UserError(
+                f"the adapter {adapter.folder} was trained with the weights {str(adapter.base)[:12]}, and {source} has "
+                f"the weights {identity[:12]}; name the model that it was trained with"
+            )
+
+    all_or_none(over, compare)

@@ -1,0 +1,62 @@
+"""The frozen model that a run's adapters are for: its loading, and the check that it is the same one again."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.checkpoint.all_or_none import all_or_none
+from megatronish.errors import UserError
+from megatronish.formats import native
+from megatronish.formats.fill import load_weights, open_hf
+from megatronish.formats.identity import identity_of
+from megatronish.formats.weights import Model
+from megatronish.train.engine import Engine
+from megatronish.train.job import TrainingJob
+from megatronish.train.state import base_tensors_of
+
+
+class Base(NamedTuple):
+    """Base model of a run with adapters. `source` is where it was read, `identity` what it is (formats/identity.py).
+
+    `origin` is the description that came with it, of another format.
+    """
+
+    source: str
+    identity: str
+    origin: dict[str, Any]
+
+
+def load_base(job: TrainingJob, engine: Engine) -> Base:
+    """Fill the frozen parameters from --load-hf, or from the checkpoint of --load. Collective."""
+    keep, axis = job.config.checkpoint, engine.mesh.checkpoint_axis
+    source = Path(keep.load_hf or keep.load or "")
+    into = {name: each for name, each in base_tensors_of(engine).items() if not name.endswith(native.LOAD)}
+    if keep.load_hf is not None:  # has no state of routers
+        into = {name: each for name, each in into.items() if name.removeprefix(native.PREFIX) in engine.stage.shardings}
+
+    def read() -> Model:
+        model = native.read(source) if keep.load_hf is None else open_hf(source)
+        load_weights(model.tensors, into, source=source)
+        return model
+
+    model = all_or_none(axis, read)
+    engine.data_parallel.gather_parameters(frozen=True)
+    return Base(str(source), identity_of(model.tensors, over=axis), dict(model.description.origin))
+
+
+def refuse_other_base(saved: Any, base: Base | None, checkpoint: Path) -> None:
+    """UserError if the adapters of a checkpoint were trained with another model; `saved` is what its state says."""
+    if base is None and saved is None:
+        return
+    if base is None:
+        raise UserError(
+            f"{checkpoint} holds adapters alone, of the model {saved['source']}; name their --adapter-type, and the "
+            "model with --load-hf or --load"
+        )
+    if saved is None:
+        raise UserError(f"{checkpoint} holds a whole model and no adapters; choose another --run-dir for adapters")
+    if saved["identity"] != base.identity:
+        raise UserError(
+            f"the adapters of {checkpoint} were trained with {saved['source']}, with the weights "
+            f"{saved['identity'][:12]}, and {base.source} has the weights {base.identity[:12]}; name that model with "
+            "--load-hf or --load"
+        )

@@ -1,0 +1,131 @@
+"""Tests of the benchmark against other frameworks: a tiny run, who is thrown out, and the report."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import side_by_side, turns
+from benchmarks.contestants.case import SIZES, Case
+from benchmarks.contestants.entries import BASELINE, ENTRIES, groups
+from benchmarks.side_by_side_report import BEGIN, END, write_report
+
+FP32 = Case("one", "tiny", "fp32")
+
+SCRIPT = """
+import json, sys
+print(json.dumps({"parameters": 5}), flush=True)
+for number, line in enumerate(sys.stdin):
+    if "step" in line and number == int(sys.argv[2]):
+        raise SystemExit("out of luck")
+    print(json.dumps({"seconds": 0.5, "loss": float(sys.argv[1]), "peak": 2**20}), flush=True)
+"""
+
+
+def contestant(name: str, folder: Path, *, loss: float = 2.0, fails_at: int = -1) -> turns.Runner:
+    command = [sys.executable, "-c", SCRIPT, str(loss), str(fails_at)]
+    runner = turns.start(name, [command], threads=1, folder=folder)
+    turns.wait_until_built(runner)
+    return runner
+
+
+def record(*, failure: str | None = None) -> dict[str, Any]:
+    seconds = [0.2] * 20
+    rows = [
+        {"name": BASELINE, "failure": None, "seconds": seconds, "losses": [5.0], "peak_bytes": 2**30},
+        {"name": "megatronish", "failure": failure, "seconds": [0.1] * 20, "losses": [5.0], "peak_bytes": 2**29},
+    ]
+    return {
+        "date": "2000-01-01 00:00",
+        "commit": "abc",
+        "machine": "two cores",
+        "torch": "2",
+        "load": 0.5,
+        "threads": 2,
+        "case": {"layout": "one", "size": "small", "numbers": "fp32"},
+        "tokens": 2048,
+        "flops": 10**10,
+        "parameters": 6_901_760,
+        "products_flops_per_second": 2 * 10**11,
+        "rows": rows,
+    }
+
+
+@pytest.mark.processes
+def test_a_quick_run_trains_the_plain_loop_and_megatronish_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--quick", "--only", "one", "--contestants", "megatronish", "--threads", "1"]
+    assert side_by_side.main(flags) == 0
+    printed = capsys.readouterr().out
+    assert "one process: tiny, fp32" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("  megatronish  "))
+    assert "**" in row and "GiB" in row  # it was measured
+
+
+@pytest.mark.processes
+def test_who_trains_another_model_or_fails_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    runners = [
+        contestant("plain loop", tmp_path),
+        contestant("equal", tmp_path),
+        contestant("other loss", tmp_path, loss=2.001),
+        contestant("failing", tmp_path, fails_at=2),
+    ]
+    try:
+        turns.take_turns(runners, range(1), measured=False)
+        assert side_by_side.leave_if_other(runners, FP32) == ["other loss"]
+        turns.take_turns(runners, range(1, 5), measured=True)
+        assert [len(runner.seconds) for runner in runners] == [4, 4, 0, 1]
+        assert [runner.failure for runner in runners] == [
+            None,
+            None,
+            "begins with loss 2.001, the plain loop with 2.0",
+            "its process ended: out of luck",
+        ]
+    finally:
+        for runner in runners:
+            runner.end()
+
+
+def test_the_report_is_made_of_several_runs(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(each) + "\n" for each in (record(failure="not installed"), record())))
+    page = tmp_path / "BENCHMARKS.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_report(results, tmp_path)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| megatronish | 20,480 (20,480 to 20,480) | **2.00** (2.00 to 2.00) | 0.50 GiB | 50% | 0e+00 |" in text
+    assert "not installed" not in text  # the newer run replaces it
+    assert (tmp_path / "pictures" / "side_by_side.png").stat().st_size > 1000
+
+
+def test_contestants_that_do_not_fit_into_memory_are_measured_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, entries = Case("one", "gpt2-124m", "fp32"), list(ENTRIES[1:8])
+    monkeypatch.setattr("benchmarks.contestants.entries.available_memory", lambda: 100 << 30)
+    assert groups(entries, case) == [entries]
+    monkeypatch.setattr("benchmarks.contestants.entries.available_memory", lambda: 18 << 30)
+    several = groups(entries, case)
+    assert len(several) > 1 and all(group[0] == entries[0] for group in several)
+    assert {entry.name for group in several for entry in group} == {entry.name for entry in entries}
+
+
+def test_an_environment_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(side_by_side, "ENVIRONMENTS", tmp_path)
+    litgpt = next(entry for entry in ENTRIES if entry.name == "litgpt")
+    runner = side_by_side.begin(litgpt, FP32, threads=1, state=tmp_path / "state.pt")
+    assert runner.failure is not None and runner.failure.startswith("not installed")
+
+
+def test_an_unknown_word_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        side_by_side.parse(["--only", "one,dp3"])
+    assert "'dp3' is none of one, dp2, tp2, pp2" in capsys.readouterr().err
+
+
+def test_a_case_counts_its_tokens_and_flops() -> None:
+    small = SIZES["small"]
+    assert Case("one", "small", "fp32").num_tokens == 2048
+    assert Case("dp2", "small", "fp32").num_tokens == Case("pp2", "small", "fp32").num_tokens == 4096
+    matrices = 6 * 12 * small.hidden_size**2 + small.vocab_size * small.hidden_size
+    assert Case("one", "small", "fp32").linear_flops == 6 * matrices

@@ -1,0 +1,114 @@
+"""Tests of --compile: compiled ranks train what one eager process trains, and nothing is compiled twice.
+
+Two layouts run code that inductor has made. The others run their graphs with torch's own operations (aot_eager), which
+takes seconds and not minutes: what is ours, where graphs begin and end and what is constant in them, is the same. With
+`pytest --all-layouts` inductor compiles them all.
+"""
+
+from dataclasses import replace
+
+import pytest
+from comparison import COMPILE_SECONDS, assert_equal_to_serial, assert_near_in_half_precision
+from expert_cases import EXPERTS
+from pairwise import Chosen
+from problem import EOD, Problem, Spread
+from ranks import run_ranks
+from theorem import Samples, build
+from theorem_cases import choices, problem_of, spread_of
+from torch._dynamo.utils import counters
+
+from megatronish.config.optimizer import OptimizerConfig
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.launch.place import Place
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
+from megatronish.model.compiled import why_not_compiled
+
+LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
+    "one process": (Layout(), {"family": "gpt2"}),
+    "tp, sequence parallel": (Layout(tp=2), {"family": "llama", "sequence_parallel": True}),
+    "ring, selective recomputation": (Layout(cp=2), {"family": "qwen", "recompute": "selective"}),
+    "zb-h1, recomputation": (Layout(pp=2), {"family": "llama", "schedule": "zb-h1", "recompute": "uniform"}),
+    "ZeRO-3": (Layout(dp=2), {"family": "gpt2", "zero": 3}),
+}
+
+
+BY_INDUCTOR = ("one process", "tp, sequence parallel")
+
+
+def backend_of(name: str, request: pytest.FixtureRequest) -> str:
+    """What compiles a case."""
+    return "inductor" if name in BY_INDUCTOR or request.config.getoption("--all-layouts") else "aot_eager"
+
+
+def case(layout: Layout, others: Chosen, *, backend: str = "aot_eager") -> tuple[Problem, Spread]:
+    """The first value of each feature, with dropout, and two layers or more; compiled."""
+    first = {feature: values[0] for feature, values in choices(layout).items()}
+    chosen = first | {"dropout": 0.1, "documents": False, "num_microbatches": 3} | others
+    return problem_of(layout, chosen), replace(spread_of(layout, chosen), compile=backend)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compiled_ranks_train_what_one_eager_process_trains(name: str, request: pytest.FixtureRequest) -> None:
+    assert_equal_to_serial(*case(*LAYOUTS[name], backend=backend_of(name, request)))
+
+
+def test_compiled_experts_train_what_one_eager_process_trains(request: pytest.FixtureRequest) -> None:
+    problem, spread = case(Layout(dp=2), {"family": "llama"}, backend=backend_of("experts", request))
+    model = replace(problem.model, num_experts=4, moe_router_topk=2, **EXPERTS["softmax"])
+    assert_equal_to_serial(replace(problem, model=model), replace(spread, ep=2))
+
+
+def test_in_bf16_compiled_layers_are_as_near_to_fp32_as_eager_ones(request: pytest.FixtureRequest) -> None:
+    backend = backend_of("bf16", request)
+    assert_near_in_half_precision(*case(Layout(), {"family": "llama", "dropout": 0.0}, backend=backend), bf16=True)
+
+
+def graphs(place: Place, problem: Problem, spread: Spread) -> list[int]:
+    """Graphs after each of four steps, of other samples each, and of four more with another seed, and an evaluation."""
+    mesh, found = Mesh.of(spread.parallel, place), []
+    counters.clear()
+    for seed in (problem.seed, problem.seed + 1):
+        engine = build(mesh, replace(problem, seed=seed), spread, OptimizerConfig(lr=1e-3))
+        for step in range(4):
+            batches = micro_batches(
+                Samples(problem.seq_length),
+                consumed_samples=step * problem.global_batch_size,
+                global_batch_size=problem.global_batch_size,
+                share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
+                collate=Collator(EOD),
+            )
+            engine.step(batches, num_steps_done=100 * seed + step, learning_rate=1e-3, weight_decay=0.1)
+            found.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"] or place.world_size > 1, counters["graph_break"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["one process", "tp, sequence parallel"])
+def test_nothing_is_compiled_after_the_first_step(name: str) -> None:
+    problem, spread = case(*LAYOUTS[name])
+    model = replace(problem.model, num_layers=4)
+    for counted in run_ranks(
+        spread.layout.world_size, graphs, replace(problem, model=model), spread, timeout=COMPILE_SECONDS
+    ):
+        assert counted[0] > 0 and counted == counted[:1] * 8
+
+
+def compiled_without_a_compiler(_place: Place, problem: Problem, spread: Spread) -> tuple[str | None, list[str]]:
+    """What is said, and which layers of an engine are compiled all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        engine = build(Mesh.start(), problem, spread, OptimizerConfig(lr=1e-3))
+        layers = engine.stage.model.layers.items()
+        return why_not_compiled("cpu"), [name for name, layer in layers if "forward" in vars(layer)]
+
+
+def test_without_a_compiler_one_sentence_says_so_and_layers_run_eagerly() -> None:
+    note, compiled = run_ranks(1, compiled_without_a_compiler, *case(*LAYOUTS["one process"]))[0]
+    assert compiled == []
+    assert note == (
+        "--compile has no effect, the layers run eagerly: there is no C++ compiler 'no-such-compiler'; "
+        "install one, or name it in CXX"
+    )
+    assert why_not_compiled("cpu") is None
