@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 PRETRAIN_FLAGS ?=
+GPU_REPORT_FLAGS ?=
 BENCH_FLAGS ?=
 WORKERS ?= 2
 PART ?= 1/1
@@ -59,13 +60,16 @@ gpu: $(READY) ## the tests that need a GPU, with the CUDA kernels where they can
 	-$(RUN) setup.py --quiet build_ext --inplace
 	$(RUN) -m pytest -m gpu -rs
 
+gpu-report: $(READY) ## on a GPU, one report of all: tests, kernels, GPT-2 to 8B beside a plain loop and FSDP2; nine minutes
+	$(RUN) benchmarks/gpu_report/report.py $(GPU_REPORT_FLAGS)
+
 venv: $(READY) ## the environment alone
 
 clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick test test-fast test-all test-peers check package bench kernels gpu venv clean
+.PHONY: help pretrain quick test test-fast test-all test-peers check package bench kernels gpu gpu-report venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

@@ -207,20 +207,23 @@ __global__ void __launch_bounds__(kThreads) backward(const ActivationBackward<T>
     }
   }
   if (!has_bias) return;
-  constexpr int kWide = Tile<kColumns>::kWide;
-  __shared__ float of_warp[kWarps][kInputs * kWide];
+  // Column c of a lane lies at c * kStride + lane: 32 lanes that store one c, and 32 threads that read neighbouring
+  // columns, each meet all 32 banks of shared memory.
+  constexpr int kWide = Tile<kColumns>::kWide, kStride = kWarpSize + (kColumns > 1 ? kWarpSize / kColumns : 0);
+  __shared__ float of_warp[kWarps][kInputs][kColumns * kStride];
 #pragma unroll
   for (int k = 0; k < kInputs; ++k) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) of_warp[tile.warp][k * kWide + tile.lane * kColumns + c] = sum[k][c];
+    for (int c = 0; c < kColumns; ++c) of_warp[tile.warp][k][c * kStride + tile.lane] = sum[k][c];
   }
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < kInputs * kWide; i += kThreads) {
-    const int input = i / kWide, at = tile.first_column + i % kWide;
+    const int input = i / kWide, inside = i % kWide, at = tile.first_column + inside;
     if (at >= p.shape.columns) continue;
+    const int place = inside % kColumns * kStride + inside / kColumns;
     float total = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) total += of_warp[warp][i];
+    for (int warp = 0; warp < kWarps; ++warp) total += of_warp[warp][input][place];
     p.partial[(tile.number * kInputs + input) * p.shape.columns + at] = total;
   }
 }

@@ -41,15 +41,35 @@ struct Backward {
   float scale;
 };
 
+// a / b and a % b, a at least 0 and b above. A GPU divides 64 bits by a subroutine, and 32 bits, all that rows of less
+// than 2^32 need, in a fraction of its instructions: a short row has few others.
+struct Division {
+  int64_t quotient;
+  int remainder;
+
+  __device__ __forceinline__ Division(int64_t a, int b) {
+    if (a >> 32 == 0) {
+      const uint32_t low = static_cast<uint32_t>(a), divisor = static_cast<uint32_t>(b), times = low / divisor;
+      quotient = times;
+      remainder = static_cast<int>(low - times * divisor);
+    } else {
+      quotient = a / b;
+      remainder = static_cast<int>(a - quotient * b);
+    }
+  }
+};
+
 // Keys [from, to) that order lets the query of a row see.
 struct Span {
   int from, to;
 
-  __device__ __forceinline__ Span(const Scores& shape, const Sight& sight, int64_t row) : from(0), to(shape.keys) {
+  // `query` is the row's place among the queries of its head.
+  __device__ __forceinline__ Span(const Scores& shape, const Sight& sight, int64_t row, int query)
+      : from(0), to(shape.keys) {
     if (row >= shape.rows) {
       to = 0;
     } else if (sight.causal) {
-      const int64_t end = row % shape.queries + 1 + shape.keys - shape.queries;
+      const int64_t end = static_cast<int64_t>(query) + 1 + shape.keys - shape.queries;
       to = static_cast<int>(end > 0 ? end : 0);
       from = end > sight.window ? static_cast<int>(end - sight.window) : 0;
     }
@@ -60,6 +80,7 @@ struct Span {
 template <typename T, bool kMasked>
 struct ScoresRow {
   int64_t offset;
+  Division place;  // the head of all samples, and the query
   Span span;
   Cut<T> cut;
   const T* scores;
@@ -68,15 +89,16 @@ struct ScoresRow {
 
   __device__ __forceinline__ ScoresRow(const Forward<T>& p, int64_t row)
       : offset(row * p.shape.keys),
-        span(p.shape, p.sight, row),
+        place(row, p.shape.queries),
+        span(p.shape, p.sight, row, place.remainder),
         cut(row < p.shape.rows ? p.shape.keys : 0, p.scores + offset, p.probabilities + offset),
         scores(p.scores + offset),
         visible(p.sight.visible),
         sign(p.sign) {
     if constexpr (kMasked) {
-      const int64_t head = row / p.shape.queries;
-      visible += head / p.sight.heads * p.sight.sample_stride + head % p.sight.heads * p.sight.head_stride +
-                 row % p.shape.queries * p.sight.query_stride;
+      const Division head(place.quotient, p.sight.heads);
+      visible += head.quotient * p.sight.sample_stride + head.remainder * p.sight.head_stride +
+                 place.remainder * p.sight.query_stride;
     }
   }
 
@@ -200,7 +222,7 @@ struct GradRow {
 
   __device__ __forceinline__ GradRow(const Backward<T>& p, int64_t row)
       : offset(row * p.shape.keys),
-        span(p.shape, p.sight, row),
+        span(p.shape, p.sight, row, p.sight.causal ? Division(row, p.shape.queries).remainder : 0),
         cut(row < p.shape.rows ? p.shape.keys : 0, p.grad + offset, p.probabilities + offset, p.grad_scores + offset),
         grad(p.grad + offset),
         probabilities(p.probabilities + offset) {}

@@ -279,6 +279,6 @@ def start_receive(buffer: Tensor, axis: Axis, *, source: int, tag: int) -> Pendi
     return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag), axis=axis)
 
 
-def barrier(axis: Axis) -> None:
-    """Barrier: returns when every rank of the axis has called it."""
-    all_reduce(torch.zeros(1), axis)
+def barrier(axis: Axis, device: torch.device | None = None) -> None:
+    """Barrier: returns when every rank of the axis has called it. `device` is one that the axis communicates on."""
+    float(all_reduce(torch.zeros(1, device=device), axis))

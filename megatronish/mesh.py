@@ -4,7 +4,7 @@ A module is never told the mesh: it is handed the `Axis` it communicates on. An 
 `comm` then issues no collective; that is how one process runs the same code as a thousand.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatronish.config.parallel import ParallelConfig
 from megatronish.launch.place import Place
 from megatronish.layout import Coordinates, ExpertLayout, Layout
+from megatronish.schedule.plan import EVERY_LINE, Kind, lines
 from megatronish.schedule.schedules import SCHEDULES
 
 
@@ -90,12 +91,15 @@ class ExpertParallel:
 class Mesh:
     """The axes of this process.
 
-    `data` flattens dp and cp: gradients reduce over both. `domains` cut it into the groups that ZeRO shards over and
-    across them, by the name of each reduction domain. `embedding_axis` joins the first and the last position of the
-    pipeline. `p2p_axes` are four more process groups over the ranks of pp, for what stages send: one by kind
-    (F activations, B their gradients) and direction (True: to a later stage). NCCL matches by order within a group, so
-    no two directions may share one. `checkpoint_axis` is the world once more, over gloo: checkpoints are written by a
-    thread in the background of training, and what two threads send through one group would be mixed up.
+    Gradients reduce over dp and cp: `domains` cut these ranks into the groups that ZeRO shards over and across them, by
+    the name of each reduction domain. `embedding_axis` joins the first and the last position of the pipeline.
+    `p2p_axes` are more process groups over the ranks of pp, for what stages send: one by kind (F activations, B their
+    gradients) and direction (True: to a later stage), of those that the schedule has. NCCL matches by order within a
+    group, so no two directions may share one. `checkpoint_axis` is the world once more, over gloo: checkpoints are
+    written by a thread in the background of training, and what two threads send through one group would be mixed up.
+
+    On GPUs `world` moves tensors of the GPU and of the CPU, `dp` and `checkpoint_axis` those of the CPU, and every
+    other axis those of the GPU: a group of gloo connects each of its ranks with each, when it is made.
     """
 
     layout: Layout
@@ -107,9 +111,8 @@ class Mesh:
     dp: Axis
     cp: Axis
     tp: Axis
-    data: Axis
     embedding_axis: Axis
-    p2p_axes: dict[tuple[str, bool], Axis]
+    p2p_axes: Mapping[tuple[str, bool], Axis]
     domains: dict[str, Domain]
     experts: ExpertParallel
 
@@ -139,6 +142,8 @@ class Mesh:
             zero_stage=parallel.zero,
             copies=parallel.num_distributed_optimizer_instances,
             embedding_stages=(placement[0].stage, placement[-1].stage),
+            # Two chunks a stage, where a schedule takes any number, already go round on every line of more.
+            lines=lines(schedule.place(num_stages=parallel.layout.pp, num_chunks=schedule.num_chunks or 2)),
             experts=parallel.expert_layout if has_experts else None,
         )
 
@@ -156,13 +161,15 @@ class Mesh:
         zero_stage: int = 0,
         copies: int = 1,
         embedding_stages: tuple[int, int] = (0, -1),
+        lines: Collection[tuple[Kind, bool]] = EVERY_LINE,
         experts: ExpertLayout | None = None,
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
         `init_method` is `env://` or `file://PATH`, as torch.distributed has it; a `store` that is open takes its place.
         `copies` is the number of groups that shard what ZeRO shards. `embedding_stages` hold the first and the last
-        position of the model. `experts` is the grid of a model with experts, on the same ranks.
+        position of the model; `lines` are those of `p2p_axes`. `experts` is the grid of a model with experts, on the
+        same ranks.
         """
         layout = layout or Layout()
         device = device or torch.device("cpu")
@@ -172,10 +179,12 @@ class Mesh:
             dist.init_process_group(backend, rank=rank, world_size=layout.world_size, timeout=timeout, **meeting)
         elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        axis = partial(new_axis, rank=rank, timeout=timeout)
+        everyone = tuple(range(layout.world_size))
+        world = Axis("world", len(everyone), rank, everyone, dist.group.WORLD if everyone[1:] else None)
+        axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend))
         stages = layout.groups("pp")
         ends = [[ranks[stage] for stage in embedding_stages] for ranks in stages]
-        tp, data = axis("tp", layout.groups("tp")), axis("data", layout.groups("dp", "cp"))
+        tp = axis("tp", layout.groups("tp"))
         embedding = axis("embedding", [pair for pair in ends if pair[0] != pair[1]])
         domain = partial(_domain, zero_stage=zero_stage, copies=copies, axis=axis, device=device)
         domains = {"dense": replace(domain("dense", layout.groups("dp", "cp")), model={"tp": tp}, embedding=embedding)}
@@ -188,17 +197,14 @@ class Mesh:
             layout=layout,
             coordinates=layout.coordinates(rank),
             device=device,
-            world=axis("world", [list(range(layout.world_size))]),
-            checkpoint_axis=axis("checkpoint", [list(range(layout.world_size))], backend="gloo"),
+            world=world,
+            checkpoint_axis=axis("checkpoint", [everyone], backend=backend_of("cpu", backend, otherwise="gloo")),
             pp=axis("pp", stages),
-            dp=axis("dp", layout.groups("dp")),
+            dp=axis("dp", layout.groups("dp"), backend=backend_of("cpu", backend)),
             cp=axis("cp", layout.groups("cp")),
             tp=tp,
-            data=data,
             embedding_axis=embedding,
-            p2p_axes={
-                (kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind in "FB" for up in (True, False)
-            },
+            p2p_axes={(kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind, up in sorted(lines)},
             domains=domains,
             experts=ExpertParallel(**expert_axes),
         )
@@ -211,6 +217,15 @@ class Mesh:
     def with_domain(self, domain: Domain) -> "Mesh":
         """The same mesh with one more reduction domain."""
         return replace(self, domains={**self.domains, domain.name: domain})
+
+
+def backend_of(device_type: str, backend: str, *, otherwise: str | None = None) -> str:
+    """The part of a process group's `backend` that moves tensors of a device: cuda:nccl of cpu:gloo,cuda:nccl.
+
+    A backend without parts is that of every device; `otherwise` takes its place.
+    """
+    parts = backend.split(",")
+    return next((part for part in parts if part.startswith(f"{device_type}:")), otherwise or backend)
 
 
 def new_axis(

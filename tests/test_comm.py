@@ -165,7 +165,7 @@ def test_a_tensor_arrives_where_it_was_sent_to_under_its_tag(n: int) -> None:
 def test_an_axis_of_size_one_sends_nothing_and_hands_the_tensor_back() -> None:
     mesh = Mesh.start()
     assert not dist.is_initialized()  # so any collective would raise
-    axes = [mesh.world, mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.data, mesh.embedding_axis, *mesh.p2p_axes.values()]
+    axes = [mesh.world, mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.embedding_axis, *mesh.p2p_axes.values()]
     assert [(axis.size, axis.rank, axis.group) for axis in axes] == [(1, 0, None)] * len(axes)
     x = torch.ones(4, 2, 3, requires_grad=True)
     assert all(
@@ -178,7 +178,7 @@ def test_an_axis_of_size_one_sends_nothing_and_hands_the_tensor_back() -> None:
 
 def sizes_and_groups(place: Place) -> list[tuple[str, int, int, tuple[int, ...], bool]]:
     mesh = Mesh.start(Layout(pp=2, tp=2), rank=place.rank, init_method=place.rendezvous)
-    axes: list[Axis] = [mesh.world, mesh.pp, mesh.dp, mesh.tp, mesh.data, mesh.embedding_axis]
+    axes: list[Axis] = [mesh.world, mesh.pp, mesh.dp, mesh.tp, mesh.embedding_axis]
     return [(axis.name, axis.size, axis.rank, axis.ranks, axis.group is not None) for axis in axes]
 
 
@@ -188,6 +188,5 @@ def test_among_many_ranks_too_an_axis_of_size_one_has_no_group() -> None:
         ("pp", 2, 1, (1, 3), True),
         ("dp", 1, 0, (3,), False),
         ("tp", 2, 1, (2, 3), True),
-        ("data", 1, 0, (3,), False),
         ("embedding", 2, 1, (1, 3), True),
     ]

@@ -1,6 +1,7 @@
 """Tests of named random streams: their statistics, and independence of how a tensor is cut."""
 
 import math
+from functools import partial
 from itertools import combinations
 
 import numpy as np

@@ -1,19 +1,19 @@
-"""Attention over a whole sequence, on one rank's heads: SDPA, or explicit probabilities (explicit.py).
+"""Attention over a whole sequence, on one rank's heads: without probabilities in memory, or with (explicit.py).
 
-SDPA knows no sinks; with them its flash operations run (sinks.py). It draws masks of its own from the global generator;
-so dropout has an attention of its own, block by block (dropped.py).
+Without, it is SDPA or FlexAttention (flash.py). SDPA knows no sinks; with them its flash operations run (sinks.py). It
+draws masks of its own from the global generator; so dropout has an attention of its own, block by block (dropped.py).
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from megatronish.attention.dropped import dropped_attention
 from megatronish.attention.explicit import explicit_attention
+from megatronish.attention.flash import flash_attention
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.sinks import sink_attention
 from megatronish.config.training import AttentionBackend
@@ -33,13 +33,13 @@ def attend_alone(
 ) -> Tensor:
     """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
 
-    n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` and `flash` are
-    SDPA (flash attention where the device has it), and with dropout attention block by block.
+    n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` is SDPA
+    (flash attention where the device has it) or FlexAttention, `flash` SDPA; with dropout both are attention block by
+    block.
     """
     explicit = backend in ("fused_softmax", "unfused")
     if dropout is not None and not explicit:
         return dropped_attention(q, k, v, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
-    grouped = k.shape[2] != q.shape[2]
     q, k, v = (rearrange(x, "s b n h -> b n s h") for x in (q, k, v))
     if explicit:
         drop: Callable[[Tensor], Tensor] | None = None
@@ -51,13 +51,5 @@ def attend_alone(
     elif sinks is not None:
         out = sink_attention(q, k, v, sinks, mask=mask)
     else:
-        dense = mask.whole_bias(q.dtype) if mask.slopes else mask.whole
-        # On CUDA flash attention takes neither a mask nor fp32, and the "efficient" kernels take no grouped heads: SDPA
-        # would fall back to its math backend, which keeps S x S scores. So key/value heads are repeated, as they are
-        # for tiles (operations.py). Read from torch's sources (2.13); it has not run on a GPU yet.
-        if grouped and q.is_cuda and (dense is not None or q.dtype == torch.float32):
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            grouped = False
-        is_causal = dense is None and q.shape[2] > 1  # a single query is the last one
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=is_causal, enable_gqa=grouped)
+        out = flash_attention(q, k, v, mask=mask, may_compile=backend == "auto")
     return rearrange(out, "b n s h -> s b (n h)")

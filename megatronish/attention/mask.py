@@ -8,8 +8,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from megatronish.attention.alibi import distance_bias
+from megatronish.attention.block_mask import block_mask
 
 BlockMask = Literal["nothing", "dense", "causal", "everything"]
 """What a block of queries sees of a block of keys; "dense" where only a dense mask can say."""
@@ -33,6 +35,7 @@ class AttentionMask:
     # What is made once; torch.compile reads dicts, and no cached_property.
     _wholes: dict[str, Tensor | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _blocks: dict[str, flex_attention.BlockMask] = field(default_factory=dict, init=False, compare=False, repr=False)
     _parts: dict[range, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
     _variants: dict[tuple[int | None, tuple[float, ...]], "AttentionMask"] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -54,6 +57,11 @@ class AttentionMask:
     def _windowed(self) -> bool:
         return self.window_size is not None and self.window_size < self.seq_length
 
+    @property
+    def needs_dense(self) -> bool:
+        """Whether the mask of the whole sequence is more than plain causal: one query at the end sees all of it."""
+        return not (self.is_causal and self.first_query in (0, self.seq_length - 1))
+
     def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
         """int64 [q], [k] -> bool [1 or B, 1, q, k]: True where a query (row) sees a key (column)."""
         distance = queries.int()[:, None] - keys.int()
@@ -68,11 +76,8 @@ class AttentionMask:
 
     @property
     def whole(self) -> Tensor | None:
-        """Dense mask of the whole sequence, bool [1 or B, 1, q, S], made once; None where attention is plain causal.
-
-        Attention of a single query at the end, which sees all, needs none either.
-        """
-        if self.is_causal and self.first_query in (0, self.seq_length - 1):
+        """Dense mask of the whole sequence, bool [1 or B, 1, q, S], made once; None where none is needed."""
+        if not self.needs_dense:
             return None
         if "dense" not in self._wholes:
             self._wholes["dense"] = self.dense(*self._all_places())
@@ -82,6 +87,15 @@ class AttentionMask:
         """Queries and keys of the whole sequence."""
         positions = torch.arange(self.seq_length, device=self.device)
         return positions[self.first_query :], positions
+
+    @property
+    def blocks(self) -> flex_attention.BlockMask:
+        """The same for FlexAttention, without ALiBi, made once: blocks of scores in place of a dense mask."""
+        assert self.first_query == 0, "a block mask is that of a whole sequence"
+        if "whole" not in self._blocks:
+            made = block_mask(self.seq_length, self.window_size, self.document_ids, device=self.device)
+            self._blocks["whole"] = made
+        return self._blocks["whole"]
 
     def alibi(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """int64 [q], [k] -> what ALiBi adds to their scores, fp32 [1, n, q, k]; None without ALiBi."""

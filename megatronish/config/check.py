@@ -12,6 +12,7 @@ from megatronish.config.marks import REQUIRED
 from megatronish.config.model import ModelConfig
 from megatronish.config.rules import (
     adapter,
+    cuda_graph,
     data,
     experts,
     model,
@@ -42,6 +43,7 @@ RULES = (
     *run.RECORD_RULES,
     *optimizer.RATE_RULES,
     *training.PRECISION_RULES,
+    *cuda_graph.RULES,
     *optimizer.WEIGHT_DECAY_RULES,
     *data.RULES,
     *run.CHECKPOINT_RULES,

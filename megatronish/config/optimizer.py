@@ -75,6 +75,8 @@ class OptimizerConfig:
     """Newton-Schulz steps that make a matrix orthogonal."""
     muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
     """Of these steps: quintic has one set for each of five, simple has Jordan's for all."""
+    muon_fp32_matmul_prec: Literal["highest", "high", "medium"] = "highest"
+    """Matrix products of these steps: highest is fp32, high TF32 (on GPUs that have it), medium bf16."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """A step of muon times sqrt(max(rows, columns)), sqrt(rows / columns) or sqrt(max(1, rows / columns))."""
     muon_extra_scale_factor: Annotated[float, greater_than(0)] = 1.0

@@ -69,6 +69,8 @@ class TrainingConfig:
     """auto, flash: SDPA, and with dropout attention block by block; fused_softmax, unfused: explicit probabilities."""
     compile: bool = False
     """torch.compile of the layers: the first step waits for a compiler, the others are faster (docs/RUNNING.md)."""
+    cuda_graph: bool = False
+    """Replay micro-batches from one CUDA graph, where nothing is sent in them: less work for the host."""
     deterministic_mode: bool = False
     """Deterministic kernels alone: two runs on the same devices give the same bits. On a CPU they do in any case."""
     disable_bf16_reduced_precision_matmul: bool = False

@@ -141,7 +141,7 @@ def load_model(
     found = find_trained(load, step=step, adapter=adapter)
     if mesh is None:
         mesh = Mesh.start(experts=None if found.description.model.num_experts is None else ExpertLayout())
-    assert mesh.data.size == 1, "generation has no dp and no cp: their ranks would hold copies"
+    assert mesh.dp.size == mesh.cp.size == 1, "generation has no dp and no cp: their ranks would hold copies"
     description = found.description
     parallel = ParallelConfig(
         tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size, data_parallel_size=1

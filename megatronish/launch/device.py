@@ -6,7 +6,7 @@ rank sees what its launcher shows it, so they tell each other in the store in wh
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from megatronish.errors import RunError, UserError
 from megatronish.launch.place import Place
+
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables that torch reads once, when it first uses a GPU."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,16 @@ def choose_device(
     if wanted == "auto" and (lacking := _count_lacking(place, store, has_own=has_own, identity=identity)):
         return ChosenDevice(torch.device("cpu"), _why_cpu(place, visible.count, lacking=lacking))
     return ChosenDevice(torch.device("cuda", index))
+
+
+def allocator_note(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Advice for torch's allocator on CUDA, None where it is set: tensors of many sizes leave holes."""
+    if any(name in environ for name in ALLOCATOR_SETTINGS):
+        return None
+    return (
+        "memory: torch's allocator keeps segments of fixed sizes, in whose holes larger tensors do not fit; export "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets them grow"
+    )
 
 
 def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store | None:

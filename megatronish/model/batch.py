@@ -59,6 +59,25 @@ class MicroBatch:
         """A copy in page-locked memory, from which a GPU reads without the CPU. It needs a GPU."""
         return self._copied(Tensor.pin_memory)
 
+    def clone(self) -> "MicroBatch":
+        """A copy in memory of its own."""
+        return self._copied(Tensor.clone)
+
+    def copy_(self, other: "MicroBatch") -> None:
+        """Overwrite the tensors, in place, by those of a micro-batch of the same shapes; the count stays."""
+        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of the tensors, one fewer without documents."""
+        return [tensor.shape for tensor in self._tensors]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        tensors = (self.tokens, self.labels, self.loss_mask, self.position_ids, self.sample_ids, self.document_ids)
+        return [tensor for tensor in tensors if tensor is not None]
+
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> "MicroBatch":
         return replace(
             self,

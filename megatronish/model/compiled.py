@@ -59,7 +59,9 @@ def _run(compiled: Callable[..., Tensor], layer: TransformerBlock, x: Tensor, co
     if context.cache is not None:
         return _forward(layer, x, context)
     # The mask that layers share is made here: a first layer that made it would be a graph of its own.
-    context.mask(layer.attention.spec.window, layer.attention.slopes)
+    mask = context.mask(layer.attention.spec.window, layer.attention.slopes)
+    if x.is_cuda and mask.needs_dense:
+        _ = mask.blocks
     return compiled(layer, x, context)
 
 

@@ -10,8 +10,10 @@ orthogonalised there, and the updates are copied back.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice, repeat
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,23 +46,44 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 SMALLEST_NORM = 1e-7  # a matrix of a smaller norm is not scaled up to norm 1: it is nothing but rounding
 
 
-def orthogonalized(matrix: Tensor, *, num_steps: int, kind: str) -> Tensor:
+Precision = Literal["highest", "high", "medium"]
+"""Of matrix products, by torch's names: fp32, TF32, bf16."""
+
+
+def orthogonalized(matrix: Tensor, *, num_steps: int, kind: str, precision: Precision = "highest") -> Tensor:
     """[m, n] -> [m, n]: U V^T of the SVD U S V^T, approximately, by Newton-Schulz iterations.
 
     `kind` is a key of COEFFICIENTS. The singular values of a random matrix end in 0.98 .. 1.03 with quintic, in
     0.7 .. 1.2 with simple. Five steps amplify a small singular value by at most 490: a rounding difference between two
-    layouts, 1e-7 of the matrix's norm, becomes 5e-5 of an update even where the matrix is rank-deficient.
+    layouts, 1e-7 of the matrix's norm, becomes 5e-5 of an update even where the matrix is rank-deficient. In bf16, as
+    in Jordan's code, singular values end in a band that is wider by a few percent, and so do layouts differ.
     """
     # 1. Work on the wide side, m <= n, so that the products below are [m, m]; scale to norm 1, so that no singular
     #    value exceeds 1.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     x = wide / torch.linalg.vector_norm(wide).clamp_min(SMALLEST_NORM)
+    if precision == "medium":
+        x = x.bfloat16()
     coefficients = COEFFICIENTS[kind]
     # 2. x -> a x + (b X X^T + c (X X^T)^2) x: a polynomial of the singular values that moves them towards 1.
-    for a, b, c in islice(chain(coefficients, repeat(coefficients[-1])), num_steps):
-        square = x @ x.mT
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x if wide is matrix else x.mT
+    with _products_of(precision, x):
+        for a, b, c in islice(chain(coefficients, repeat(coefficients[-1])), num_steps):
+            square = x @ x.mT
+            x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x if wide is matrix else x.mT).to(matrix.dtype)
+
+
+@contextmanager
+def _products_of(precision: Precision, x: Tensor) -> Iterator[None]:
+    """On CUDA, fp32 products in TF32 for this block, if `precision` says so; everything else stays as it was set."""
+    before = torch.get_float32_matmul_precision()
+    if precision == "high" and x.is_cuda:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if torch.get_float32_matmul_precision() != before:
+            torch.set_float32_matmul_precision(before)
 
 
 class Muon:
@@ -113,8 +136,13 @@ class Muon:
         row = distribution.collect(buffer)
         # 2. Orthogonalise the matrices that this rank owns, in place in its row [1, width].
         for matrix in distribution.owned(round_, row):
-            kind = config.muon_coefficient_type
-            matrix.copy_(orthogonalized(matrix, num_steps=config.muon_num_ns_steps, kind=kind))
+            found = orthogonalized(
+                matrix,
+                num_steps=config.muon_num_ns_steps,
+                kind=config.muon_coefficient_type,
+                precision=config.muon_fp32_matmul_prec,
+            )
+            matrix.copy_(found)
         # 3. Spread: all-gather the rows, [1, width] -> [ranks, width].
         return distribution.spread(row)
 

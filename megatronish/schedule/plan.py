@@ -11,6 +11,7 @@ alone. In a plan without W actions B is the whole backward.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "W"]
@@ -64,6 +65,19 @@ class Route(NamedTuple):
 
     source: StageChunk | None
     target: StageChunk | None
+
+
+EVERY_LINE: tuple[tuple[Kind, bool], ...] = (("F", True), ("F", False), ("B", True), ("B", False))
+"""Kind and direction (True: to a later stage) of all that stages may send."""
+
+
+def lines(placement: Placement) -> set[tuple[Kind, bool]]:
+    """Kind and direction of what stages send under this placement. Activations go to a later stage in every one."""
+    found: set[tuple[Kind, bool]] = {("F", True)}
+    for before, after in pairwise(placement):
+        if before.stage != after.stage:
+            found |= {("F", after.stage > before.stage), ("B", before.stage > after.stage)}
+    return found
 
 
 def routes(placement: Placement) -> dict[tuple[Kind, StageChunk], Route]:

@@ -7,6 +7,7 @@ make_data_parallel  initial values; parameters and gradients over the data ranks
 split_backward      weight gradients deferred to W actions, where the schedule has them
 Optimizer           over the fp32 masters that this rank keeps
 build_executor      the loop over the actions of a plan
+with_graphs         with --cuda-graph, the replay of micro-batches around it
 
 What changes the modules of a stage (`linear.set_products` for another matrix product) belongs between build_stage and
 freeze.
@@ -42,6 +43,7 @@ from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import loss_scale_of
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import ChunkOutput, Executor
+from megatronish.pipeline.replayed import Record, ReplayingExecutor, record_on_cuda
 from megatronish.pipeline.stage import ModelStage, build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
@@ -116,7 +118,7 @@ def build_engine(
     optimizer = Optimizer(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )
-    executor = build_executor(config, stage, mesh, objective, weight_gradients)
+    executor = with_graphs(config, build_executor(config, stage, mesh, objective, weight_gradients), mesh)
     rule = UpdateRule(loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad)
     return Engine(mesh, stage, objective, data_parallel, optimizer, executor, rule)
 
@@ -208,6 +210,17 @@ def build_executor(
         boundary=Boundary(config.model.hidden_size, dtype, mesh.device, stage.model.tp),
         weight_gradients=weight_gradients,
     )
+
+
+def with_graphs(
+    config: Config, executor: Executor, mesh: Mesh, *, record: Record = record_on_cuda
+) -> Executor | ReplayingExecutor:
+    """With --cuda-graph, an executor that replays micro-batches from a graph."""
+    if not config.training.cuda_graph:
+        return executor
+    domain = mesh.domains["dense"]
+    sends, gathers = domain.shard.size * domain.replicate.size > 1, domain.shard.size > 1
+    return ReplayingExecutor(executor, record, first=gathers, last=sends)
 
 
 def run_chunk(

@@ -19,6 +19,7 @@ from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
+from megatronish.pipeline.replayed import ReplayingExecutor
 from megatronish.pipeline.stage import ModelStage
 from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
@@ -37,7 +38,7 @@ class Engine:
     objective: Objective | LogitsObjective
     data_parallel: DataParallel
     optimizer: Optimizer
-    executor: Executor
+    executor: Executor | ReplayingExecutor
     rule: UpdateRule
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile

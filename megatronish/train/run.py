@@ -15,10 +15,12 @@ from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
+from megatronish.errors import UserError
 from megatronish.launch.determinism import set_determinism
-from megatronish.launch.device import choose_backend, choose_device, meeting_store
+from megatronish.launch.device import allocator_note, choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
+from megatronish.pipeline.replayed import own_stream
 from megatronish.tokenizer import encode_prompt
 from megatronish.train.console import Console
 from megatronish.train.engine import Engine
@@ -72,6 +74,12 @@ def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] =
         on_note(note)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if (note := allocator_note()) is not None:
+            on_note(note)
+    if config.training.cuda_graph:
+        if device.type != "cuda":
+            raise UserError("cuda_graph needs a GPU, and this run is on the CPU; leave --cuda-graph out")
+        own_stream(device)  # from here on all work of this rank is there
     backend = choose_backend(parallel.distributed_backend, device)
     has_experts = config.model.num_experts is not None
     return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store)

@@ -143,7 +143,8 @@ def _gradient_squares(engine: Engine) -> dict[str, float]:
     sharing = engine.data_parallel
     for name in engine.stage.shardings:
         part = sharing.gradients.get(name)
-        squares = torch.zeros((), dtype=torch.float64) if part is None else part.double().square().sum().cpu()
+        squares = torch.zeros((), dtype=torch.float64) if part is None else part.double().square().sum()
+        squares = squares.to(engine.mesh.device)  # where the axes of a model communicate
         domain = sharing.domains[engine.stage.shardings[name].domain]
         for axis in (domain.shard, *(domain.model[cut.axis] for cut in engine.stage.shardings[name].cuts)):
             comm.all_reduce(squares, axis)

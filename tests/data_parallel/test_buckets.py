@@ -91,7 +91,7 @@ class Seen(NamedTuple):
 def a_step(place: Place, overlap: bool) -> Seen:
     mesh = Mesh.start(Layout(dp=place.world_size), rank=place.rank, init_method=place.rendezvous)
     model = chain()
-    buckets = buckets_of(dict(model.named_parameters()), data=mesh.data, overlap=overlap)
+    buckets = buckets_of(dict(model.named_parameters()), data=mesh.domains["dense"].replicate, overlap=overlap)
     assert [bucket.plan.names for bucket in buckets.buckets] == [
         ("3.weight",),
         ("2.weight",),
@@ -158,7 +158,7 @@ def ready_in_any_order(place: Place) -> tuple[list[int], dict[str, Tensor]]:
     """Rank 0 finishes its gradients first to last, rank 1 last to first; one gradient comes never."""
     mesh = Mesh.start(Layout(dp=2), rank=place.rank, init_method=place.rendezvous)
     parameters = zeros(a=2, b=2, c=2, unused=2, d=2)
-    buckets = buckets_of(parameters, data=mesh.data, bucket_size=2)
+    buckets = buckets_of(parameters, data=mesh.domains["dense"].replicate, bucket_size=2)
     buckets.zero()
     buckets.begin_action(("B", 0, 0), True)
     launched = []
@@ -233,7 +233,9 @@ def finish_partial_and_tied(place: Place) -> dict[str, list[float]]:
         "tied": Sharding((2,), cuts=(Cut(0, "tp"),), tied=True),
     }
     sizes = {"norm": 2} if mesh.pp.rank == 1 else {"norm": 2, "tied": 2}
-    buckets = buckets_of(zeros(**sizes), shardings, data=mesh.data, tp=mesh.tp, embedding=mesh.embedding_axis)
+    buckets = buckets_of(
+        zeros(**sizes), shardings, data=mesh.domains["dense"].replicate, tp=mesh.tp, embedding=mesh.embedding_axis
+    )
     buckets.zero()
     for view in views_of(buckets).values():
         view.fill_(10.0**place.rank)

@@ -89,7 +89,7 @@ def send(place: Place, flags: str) -> tuple[Sent, Shape, int]:
     take_step(job, engine, 0)
     mesh = job.mesh
     dense = mesh.domains["dense"]
-    axes = [axis for axis in (mesh.data, dense.shard, dense.replicate) if axis.group is not None]
+    axes = [axis for axis in (dense.shard, dense.replicate) if axis.group is not None]
     with Counting({axis.group.group_name: axis.size for axis in axes if axis.group is not None}) as counting:
         take_step(job, engine, 1)
     around = [p for name, p in engine.stage.model.named_parameters() if not name.startswith("layers.")]

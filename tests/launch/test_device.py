@@ -13,7 +13,14 @@ import torch.distributed as dist
 from jobs import run_job, started, tiny
 
 from megatronish.errors import UserError
-from megatronish.launch.device import ChosenDevice, VisibleDevices, choose_backend, choose_device, device_index
+from megatronish.launch.device import (
+    ChosenDevice,
+    VisibleDevices,
+    allocator_note,
+    choose_backend,
+    choose_device,
+    device_index,
+)
 from megatronish.launch.place import Place, place_from_environment
 
 LOCAL = Place(rank=3, world_size=4, local_rank=3, local_world_size=4, rendezvous="file:///meet")
@@ -203,3 +210,9 @@ def test_a_gpu_is_joined_by_nccl_and_its_tensors_on_the_cpu_by_gloo() -> None:
     assert choose_backend("gloo", torch.device("cuda", 0)) == "gloo"
     with pytest.raises(UserError, match=r"distributed_backend=nccl needs a GPU for every rank, .*; leave it out"):
         choose_backend("nccl", torch.device("cpu"))
+
+
+def test_expandable_segments_are_advised_where_the_allocator_is_as_torch_sets_it() -> None:
+    assert "expandable_segments:True" in (allocator_note({}) or "")
+    assert allocator_note({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}) is None
+    assert allocator_note({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) is None

@@ -162,7 +162,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
         launched.clear()
         queue.launched.clear()
         buckets.zero()
-        loss = float(executor.run(actions, batches(mesh.data.rank), step=0, begin_action=starting)["loss"])
+        loss = float(executor.run(actions, batches(mesh.dp.rank), step=0, begin_action=starting)["loss"])
         buckets.finish_reduction()
         found = {name: view.clone() for name, view in views.items()}
         seen.append(Seen(loss, found, queue.lengths, list(launched), list(queue.launched)))

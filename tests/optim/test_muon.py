@@ -42,6 +42,27 @@ def values_of(seed: int) -> dict[str, Tensor]:
 # The iteration
 
 
+@pytest.mark.parametrize(("shape", "worst"), [((64, 24), 0.04), ((128, 512), 0.04)])
+def test_in_bf16_a_step_is_as_orthogonal_within_a_few_percent(shape: tuple[int, int], worst: float) -> None:
+    """Singular values stay near 1, and the direction is that of fp32: what Jordan et al. rely on."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1e-4
+    exact = orthogonalized(matrix, num_steps=5, kind="quintic")
+    rounded = orthogonalized(matrix, num_steps=5, kind="quintic", precision="medium")
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    values = torch.linalg.svdvals(rounded.double())
+    assert values.min() > 0.9 and values.max() < 1.1
+    assert (rounded - exact).norm() / exact.norm() < worst
+
+
+def test_tf32_is_for_cuda_alone_and_leaves_the_setting_as_it_was() -> None:
+    matrix = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    before = torch.get_float32_matmul_precision()
+    found = orthogonalized(matrix, num_steps=5, kind="simple", precision="high")
+    assert torch.equal(found, orthogonalized(matrix, num_steps=5, kind="simple"))
+    assert torch.get_float32_matmul_precision() == before
+
+
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (7, 7)])
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 @pytest.mark.parametrize("num_steps", [1, 5, 7])
@@ -117,6 +138,17 @@ def test_steps_are_those_of_torchs_muon() -> None:
         reference.step()
     moved = (parameter.detach() - 1).norm()
     assert (ours - parameter.detach()).norm() < 0.02 * moved
+
+
+def test_a_step_of_muon_has_the_products_that_the_config_says() -> None:
+    stepped = []
+    for precision in ("highest", "medium"):
+        values, gradients = values_of(0), values_of(1)
+        config = replace(MUON, muon_fp32_matmul_prec=precision)  # type: ignore[arg-type]
+        muon_of(values, gradients, config).step(learning_rate=0.1, weight_decay=0.0)
+        stepped.append(values[QKV])
+    assert not torch.equal(*stepped)
+    torch.testing.assert_close(*stepped, rtol=0, atol=0.1 * 0.05)
 
 
 @pytest.mark.parametrize("mode", SCALES)

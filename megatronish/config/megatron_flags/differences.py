@@ -36,6 +36,7 @@ DIFFERENCES: dict[str, str] = {
     "clamps either gated activation.",
     "no_rope_freq": "A number N must divide the number of layers in Megatron-LM; here it need not.",
     "decoupled_min_lr": "Ignored silently by Megatron-LM without `--decoupled-lr`; here that is an error.",
+    "muon_fp32_matmul_prec": "Megatron-LM's default is medium; here it is highest.",
     "muon_coefficient_type": "Megatron-LM has more sets; here a set beyond the last repeats the last.",
     "use_checkpoint_args": "In Megatron-LM the checkpoint wins silently; here what contradicts it is an error.",
     "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",

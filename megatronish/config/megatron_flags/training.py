@@ -65,7 +65,6 @@ OPTIMIZER: dict[str, Known] = {
     "muon-tp-mode": refused(
         "a matrix is made orthogonal as a whole, however it is cut; leave it out", 1, ("duplicated", "distributed")
     ),
-    "muon-fp32-matmul-prec": idle("the iteration computes in fp32, more exactly than any of its choices", 1),
     "muon-scalar-optimizer": refused("what is no matrix of a layer is adam's; leave it out", 1, ("adam",)),
     "muon-use-syrk": idle(_SPEED),
     **all_idle(

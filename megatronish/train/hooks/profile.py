@@ -105,7 +105,7 @@ class ProfileSchedule(Hook):
 
 def _offset(pp: Axis, device: torch.device) -> float:
     """Offset of the first stage's clock from the clock of this rank, in seconds."""
-    comm.barrier(pp)
+    comm.barrier(pp, device)
     now = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
     clocks = comm.start_all_gather(now, pp).wait()
     offset = float(clocks[0] - clocks[pp.rank])

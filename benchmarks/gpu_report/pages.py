@@ -1,0 +1,177 @@
+"""Page of the GPU report in Markdown, from what its parts have measured: aims first, then the tables."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+Report = Mapping[str, Any]
+
+PLAIN, OURS = "plain, compiled", "megatronish"
+MFU_MODEL, LEAST_MFU = "1.3b", 0.45
+LEAST_OF_COPY = {"forward": 0.85, "backward": 0.75}
+LEAST_OF_COPY_CROSS_ENTROPY = 0.80
+COPIED = ("softmax", "norm", "cross entropy")  # operations that are held against a copy
+HEAD = ("model", "layers", "B x S", "contender", "ms a step", "tokens/s", "of plain", "TFLOP/s", "MFU", "of data sheet")
+MEMORY_HEAD = ("model", "contender", "peak GiB", "expected GiB", "peak / expected")
+
+
+class Aim(NamedTuple):
+    """An aim, what was found, and whether that meets it; None where nothing was found."""
+
+    text: str
+    found: str
+    is_met: bool | None
+
+
+def page(report: Report) -> str:
+    """The whole report."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    about = report["circumstances"]
+    memory = f", {about['memory_gib']:.0f} GiB" if about["memory_gib"] else ""
+    yield "# GPU report"
+    yield ""
+    yield f"{about['date']}, {about['device']}{memory}, torch {about['torch']}, CUDA {about['cuda']}, Python"
+    yield f"{about['python']}, commit {about['commit']}, load average {about['load']:.1f}."
+    if report["is_trial"]:
+        yield ""
+        yield "**A trial of the report itself, at tiny sizes: its numbers mean nothing.**"
+    yield from _section("Aims", ("aim", "found", ""), [(a.text, a.found, _verdict(a)) for a in aims(report)])
+    rows: Sequence[Row] = report["sweep"]
+    yield from _section("Training, bf16, one device", HEAD, [sweep_cells(row, rows) for row in rows])
+    yield ""
+    yield "A step is the median of up to 20, with the middle half; the loss of each is read on the host. MFU is model"
+    yield "FLOPs (causal attention once, nothing computed twice) over a bf16 matrix product of 8192 x 8192 x 8192"
+    yield "measured in the same process; the last column has the maker's peak in its place."
+    yield from _section("Memory", MEMORY_HEAD, [cells for row in rows if (cells := memory_cells(row))])
+    for row in rows:
+        if row.get("where"):
+            yield from _block(f"Where a step of {row['contender']} goes, {row['model']}", row["where"])
+    for part in report["parts"]:
+        if part["name"] == "kernels":
+            yield from ("", "## Kernels, against a copy in the same run", "", *_table_in(part["output"]))
+    parts = [(each["name"], each["status"], f"{each['seconds']:.0f} s") for each in report["parts"]]
+    yield from _section("Parts", ("part", "status", "time"), parts)
+    for part in report["parts"]:
+        if part["status"] != "done" or part["name"].startswith("tests"):
+            yield from _block(f"End of {part['name']}: {part['status']}", part["output"].splitlines()[-15:])
+
+
+def aims(report: Report) -> list[Aim]:
+    """Every aim with what was found. A trial meets and misses none."""
+    rows: Sequence[Row] = [] if report["is_trial"] else report["sweep"]
+    best = max((mfu(row) for row in rows if row["model"] == MFU_MODEL and _is_ours(row)), default=None)
+    found = [
+        Aim(
+            f"MFU of at least {LEAST_MFU:.0%} at {MFU_MODEL.upper()}, bf16",
+            "not measured" if best is None else f"{best:.1%}",
+            None if best is None else best >= LEAST_MFU,
+        )
+    ]
+    ratios = {row["model"]: max(_ratios(row["model"], rows), default=None) for row in rows}
+    told = ", ".join(f"{model} {ratio:.2f}" for model, ratio in ratios.items() if ratio is not None)
+    measured = [ratio for ratio in ratios.values() if ratio is not None]
+    found.append(
+        Aim("never below the plain compiled loop", told or "not measured", min(measured) >= 1 if measured else None)
+    )
+    return [*found, *kernel_aims([] if report["is_trial"] else report["parts"])]
+
+
+def kernel_aims(parts: Sequence[Row]) -> Iterator[Aim]:
+    """Bandwidth of the kernels against a copy: the least of each group."""
+    shares: dict[tuple[str, float], list[float]] = {}
+    for cells in (line.strip("| ").split(" | ") for part in parts for line in _table_in(part["output"])[2:]):
+        operation, direction, share = cells[0], cells[2], cells[5]
+        if "cross entropy" in operation:
+            shares.setdefault(("cross entropy", LEAST_OF_COPY_CROSS_ENTROPY), []).append(_percent(share))
+        elif any(each in operation for each in COPIED):
+            shares.setdefault((f"norms and softmax, {direction}", LEAST_OF_COPY[direction]), []).append(_percent(share))
+    wanted = [(f"norms and softmax, {name}", least) for name, least in LEAST_OF_COPY.items()]
+    for name, least in (*wanted, ("cross entropy", LEAST_OF_COPY_CROSS_ENTROPY)):
+        text, of = f"{name}: at least {least:.0%} of a copy's bandwidth", shares.get((name, least))
+        told = "not measured" if not of else f"{min(of):.0%} to {max(of):.0%}, median {statistics.median(of):.0%}"
+        yield Aim(text, told, min(of) >= least if of else None)
+
+
+def sweep_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """A contender's cells of the table of speed."""
+    shape = row["shape"]
+    sizes = f"{shape['micro_batch_size']} x {shape['seq_length']}"
+    begin = (row["model"], str(shape["num_layers"]), sizes, row["contender"])
+    if "error" in row:
+        return (*begin, row["error"].replace("|", "/"), *["-"] * 5)
+    seconds = sorted(row["seconds"])
+    middle = f"{1e3 * seconds[len(seconds) // 4]:.1f} to {1e3 * seconds[-1 - len(seconds) // 4]:.1f}"
+    plain = next((each for each in rows if _is_plain(each, row["model"])), None)
+    rate, sheet = tokens_per_second(row) * row["flops_per_token"], row["data_sheet_tflops"]
+    return (
+        *begin,
+        f"{1e3 * statistics.median(seconds):.1f} ({middle})",
+        f"{tokens_per_second(row):,.0f}",
+        "-" if plain is None else f"{tokens_per_second(row) / tokens_per_second(plain):.2f}",
+        f"{rate / 1e12:.1f}",
+        f"{mfu(row):.1%}",
+        "-" if sheet is None else f"{rate / 1e12 / sheet:.1%}",
+    )
+
+
+def memory_cells(row: Row) -> tuple[str, ...] | None:
+    """A contender's cells of the table of memory; None without numbers."""
+    if "error" in row:
+        return None
+    peak, expected = row["peak_bytes"], row["expected_bytes"]
+    told = ["-" if size is None else f"{size / 2**30:.2f}" for size in (peak, expected)]
+    return (row["model"], row["contender"], *told, f"{peak / expected:.2f}" if peak and expected else "-")
+
+
+def tokens_per_second(row: Row) -> float:
+    """Tokens of a micro-batch over the median step."""
+    tokens: int = row["shape"]["micro_batch_size"] * row["shape"]["seq_length"]
+    return tokens / statistics.median(row["seconds"])
+
+
+def mfu(row: Row) -> float:
+    """Model FLOPs over those of a matrix product in the same process; 0 for a contender that failed."""
+    rate: float = 0.0 if "error" in row else tokens_per_second(row) * row["flops_per_token"] / row["product_flops"]
+    return rate
+
+
+def _ratios(model: str, rows: Sequence[Row]) -> Iterator[float]:
+    plain = next((row for row in rows if _is_plain(row, model)), None)
+    for row in rows:
+        if plain is not None and row["model"] == model and _is_ours(row) and "error" not in row:
+            yield tokens_per_second(row) / tokens_per_second(plain)
+
+
+def _is_plain(row: Row, model: str) -> bool:
+    return row["model"] == model and row["contender"] == PLAIN and "error" not in row
+
+
+def _is_ours(row: Row) -> bool:
+    contender: str = row["contender"]
+    return contender.startswith(OURS)
+
+
+def _verdict(aim: Aim) -> str:
+    return "not measured" if aim.is_met is None else "met" if aim.is_met else "**missed**"
+
+
+def _percent(text: str) -> float:
+    return float(text.rstrip("%")) / 100
+
+
+def _table_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("|")]
+
+
+def _block(title: str, lines: Sequence[str]) -> Iterator[str]:
+    yield from ("", f"## {title}", "", "```", *lines, "```")
+
+
+def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield from ("", f"## {title}", "")
+    for cells in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cells)} |"

@@ -1,0 +1,119 @@
+"""Tests of benchmarks/gpu_report without a GPU: a trial of the whole report, and what it says of its aims."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+
+FOLDER = ROOT / "benchmarks" / "gpu_report"
+SHAPE = {"num_layers": 24, "micro_batch_size": 4, "seq_length": 2048}
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, as if Python had been started with it."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("report")
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("pages")
+
+
+@pytest.mark.processes
+def test_a_trial_writes_the_whole_report_on_a_cpu(report: ModuleType, tmp_path: Path) -> None:
+    """Both files, every contender with the same first loss, and no aim that is met or missed by a trial."""
+    assert report.main(["--tiny", "--folder", str(tmp_path), "--part", "sweep tiny-llama", "--part", "tests"]) == 0
+    found = json.loads((tmp_path / "report.json").read_text())
+    first, *others = [row["first_loss"] for row in found["sweep"]]
+    assert len(others) >= 2
+    assert all(abs(loss - first) < 0.01 * first for loss in others)
+    page = (tmp_path / "report.md").read_text()
+    assert "its numbers mean nothing" in page
+    assert "| met |" not in page and "missed" not in page
+    for contender in ("megatronish", "plain, compiled", "FSDP2, compiled"):
+        assert f"| tiny-llama | 2 | 2 x 64 | {contender} |" in page
+    assert "## Where a step of megatronish goes, tiny-llama" in page
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to report on")
+def test_without_a_gpu_there_is_no_report_but_a_trial(report: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([]) == 2
+    assert "torch sees none here; --tiny tries it without one" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_part_that_fails_hangs_or_has_no_time_loses_itself_alone(report: ModuleType) -> None:
+    def ended(code: str, *, limit: float = 60.0, left: float = 60.0, needs_gpu: bool = False) -> Any:
+        return report.run(report.Part("part", ["-c", code], limit, needs_gpu), left=left, has_gpu=False)
+
+    assert ended("print('fine')")[2:4:2] + ended("print('fine')")[4:] == ("done", "fine\n")
+    assert ended("raise SystemExit(3)").status == "failed"
+    slow = ended("import time; print('begun', flush=True); time.sleep(60)", limit=2.0)
+    assert (slow.status, slow.output) == ("too long", "begun\n")
+    assert ended("", left=0.0).status == "left out"
+    assert ended("", needs_gpu=True).output == "there is no GPU here"
+
+
+def test_lines_of_a_part_that_was_killed_are_kept(report: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.jsonl"
+    assert report.rows_in(path) == []
+    path.write_text('{"model": "124m"}\n{"model": "35')
+    assert report.rows_in(path) == [{"model": "124m"}]
+
+
+def a_report(*, ours: float, plain: float, kernels: str = "", is_trial: bool = False) -> dict[str, Any]:
+    """Invented seconds of a step at 1.3B, and a table of kernels; one contender has failed."""
+
+    def row(contender: str, **found: Any) -> dict[str, Any]:
+        return {"model": "1.3b", "shape": SHAPE, "contender": contender, "flops_per_token": 1e10, **found}
+
+    def timed(contender: str, seconds: float) -> dict[str, Any]:
+        speeds = {"product_flops": 5e14, "data_sheet_tflops": 1000.0}
+        return row(contender, seconds=[seconds] * 4, peak_bytes=3 * 2**30, expected_bytes=2 * 2**30, **speeds)
+
+    failed = row("FSDP2, compiled", error="OutOfMemoryError: a | b")
+    return {
+        "circumstances": dict.fromkeys(("date", "device", "torch", "cuda", "python", "commit"), "-")
+        | {"memory_gib": 80.0, "load": 0.0},
+        "is_trial": is_trial,
+        "sweep": [
+            timed("megatronish", 10 * ours),
+            timed("megatronish --compile", ours),
+            timed("plain, compiled", plain),
+            failed,
+        ],
+        "parts": [{"name": "kernels", "status": "done", "seconds": 1.0, "output": kernels}],
+    }
+
+
+def test_aims_are_met_or_missed_in_the_open(pages: ModuleType) -> None:
+    """8,192 tokens of 10 GFLOP in 0.3 s are 273 TFLOP/s, 55 % of a product of 500; in 0.5 s they are 33 %."""
+    fast, slow = (pages.aims(a_report(ours=seconds, plain=0.4)) for seconds in (0.3, 0.5))
+    assert [(aim.found, aim.is_met) for aim in fast[:2]] == [("54.6%", True), ("1.3b 1.33", True)]
+    assert [(aim.found, aim.is_met) for aim in slow[:2]] == [("32.8%", False), ("1.3b 0.80", False)]
+    assert all(aim.is_met is None for aim in pages.aims(a_report(ours=0.3, plain=0.4, is_trial=True)))
+    page = pages.page(a_report(ours=0.5, plain=0.4))
+    assert "| 1.3b | 24 | 4 x 2048 | megatronish --compile | 500.0 (500.0 to 500.0) | 16,384 | 0.80 |" in page
+    assert "| FSDP2, compiled | OutOfMemoryError: a / b |" in page
+    assert "| 1.3b | megatronish | 3.00 | 2.00 | 1.50 |" in page
+
+
+def test_a_kernel_is_held_against_the_aim_of_its_kind_and_pass(pages: ModuleType) -> None:
+    table = ["| operation | shape | pass | time | GB/s | of a copy |", "| --- | --- | --- | --- | --- | --- |"]
+    for operation, direction, share in (
+        *(("layer norm", "forward", 86), ("rms norm", "forward", 84), ("scaled causal softmax", "backward", 76)),
+        *(("cross entropy", "forward", 81), ("cross entropy", "backward", 80), ("bias + gelu", "forward", 10)),
+    ):
+        table.append(f"| {operation} | 8x8 | {direction} | 1 us | 1 | {share}% |")
+    found = pages.aims(a_report(ours=0.3, plain=0.4, kernels="\n".join(["a line before", *table])))[2:]
+    assert [aim.is_met for aim in found] == [False, True, True]
+    assert found[0].found == "84% to 86%, median 85%"
