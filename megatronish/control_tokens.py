@@ -55,7 +55,9 @@ class HuggingFaceControls:
 
     def __init__(self, model: tokenizers.Tokenizer, *, eos: str) -> None:
         added = model.get_added_tokens_decoder()
-        self.names = {token.content: number for number, token in added.items() if token.special and token.content}
+        self.names: Mapping[str, int] = {
+            token.content: number for number, token in added.items() if token.special and token.content
+        }
         self.eos = eos
         self.identity = hashlib.sha256(model.to_str().encode()).hexdigest()
         self._private = {
@@ -104,7 +106,7 @@ class SentencePieceControls:
 
     def __init__(self, model: Any) -> None:
         pieces = [number for number in range(model.get_piece_size()) if model.is_control(number)]
-        self.names = {model.id_to_piece(number): number for number in pieces}
+        self.names: Mapping[str, int] = {model.id_to_piece(number): number for number in pieces}
         if model.eos_id() < 0:
             raise UserError("the SentencePiece model has no eos piece to end an answer with; take another tokenizer")
         self.eos = model.id_to_piece(model.eos_id())
@@ -123,7 +125,6 @@ class SentencePieceControls:
             done = end
         return found
 
-
     def _pieces(self, text: str) -> Any:
         """Pieces with their places. Versions of the library up to 0.2.0 have another word for them."""
         try:
@@ -139,7 +140,7 @@ class ByteControls:
     eos = "<|endoftext|>"
 
     def __init__(self, *, eod: int) -> None:
-        self.names = {self.eos: eod}
+        self.names: Mapping[str, int] = {self.eos: eod}
         self.identity = f"bytes {eod}"
 
     def encode(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:

@@ -54,7 +54,8 @@ class Tokenizer(ABC):
     def control_encoder(self) -> ControlEncoder:
         """Encoder of texts with control tokens, for chats. UserError if the tokenizer has none."""
         raise UserError(
-            f"a tokenizer of the kind {type(self).__name__} has no control tokens for chats; take another --tokenizer-type"
+            f"a tokenizer of the kind {type(self).__name__} has no control tokens for chats; take another "
+            "--tokenizer-type"
         )
 
 
@@ -232,7 +233,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
 
     def control_encoder(self) -> ControlEncoder:
-        return HuggingFaceControls(self._model, eos=self._model.id_to_token(self.eod))
+        return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
 
 
 def _check_unicode(text: str) -> None:

@@ -34,7 +34,7 @@ class DataConfig:
     mock_data: bool = False
     """Train on made-up tokens that can be learned; needs no file and no tokenizer."""
     dataset_type: Annotated[str, NamedIn(DATASET_NAMES), tyro.conf.arg(metavar=in_braces(DATASET_NAMES))] = "pretrain"
-    """What the data paths hold: pretrain reads .bin/.idx pairs; a plug-in's kind may read other files, or none."""
+    """What the data paths hold: pretrain reads .bin/.idx pairs, chat JSON lines; a plug-in's kind what it likes."""
     dataset_args: tuple[str, ...] = ()
     """Options of a plug-in's kind of data sets: option=value ..."""
     data_cache_path: str | None = None

@@ -25,6 +25,7 @@ class MicroBatch:
     position_ids: Tensor  # int64 [B, S]
     sample_ids: Tensor  # int64 [B]
     document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
+    dataset_ids: Tensor | None = None  # int64 [B, S], the data set of each label, where losses are reported for each
     counted: InitVar[int | None] = None
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""
@@ -48,6 +49,7 @@ class MicroBatch:
             labels=cut(self.labels),
             loss_mask=cut(self.loss_mask),
             position_ids=cut(self.position_ids),
+            dataset_ids=None if self.dataset_ids is None else cut(self.dataset_ids),
         )
         return part.pinned() if self.tokens.is_pinned() else part
 
@@ -68,5 +70,6 @@ class MicroBatch:
             position_ids=copy(self.position_ids),
             sample_ids=copy(self.sample_ids),
             document_ids=None if self.document_ids is None else copy(self.document_ids),
+            dataset_ids=None if self.dataset_ids is None else copy(self.dataset_ids),
             counted=self.num_loss_tokens,
         )

@@ -2,17 +2,17 @@
 
 An answer is everything from the end of the generation prompt to the token that ends the turn, inclusive.
 
-By beginnings: the text up to before the answer (with the generation prompt), up to after it, and the whole text are each
-a beginning of the next. That fails where a template looks ahead or back; whether it does is seen for every conversation.
+By beginnings: the text before the answer (with the generation prompt), the text up to its end, and the whole text are
+each a beginning of the next. That fails where a template looks ahead or back, which every conversation is checked for.
 
 By marks: characters that no data have are put around the contents of answers, inside of their outer space, because
 templates trim. Without the marks the text must be the same as ever. That fails where a template takes a content apart,
 at a </think> for example. The token that ends the turn is the next control token.
 
-One of them suffices, as each is verified by itself; where both apply, they must agree. {% generation %} blocks, which few
-templates have, must agree too: alone they do not suffice, as some leave out the token that ends the turn. Answers that
-neither finds in the whole conversation, because a template drops the thoughts of earlier turns, become samples of their
-own, each ended by the answer: so the model sees what it will see when it answers.
+One of them suffices, as each is verified by itself; where both apply, they must agree. {% generation %} blocks, which
+few templates have, must agree too: alone they do not suffice, as some leave out the token that ends the turn. Answers
+that neither finds in the whole conversation, because a template drops the thoughts of earlier turns, become samples of
+their own, each ended by the answer: so the model sees what it will see when it answers.
 """
 
 import re
@@ -162,7 +162,7 @@ def _rendered(
 
 
 def _contents_by_marks(template: ChatTemplate, chat: Conversation, text: str) -> dict[int, Place]:
-    """Places of the contents of answers, by characters put around them; those whose marks do not come back are left out.
+    """Places of the contents of answers, by marks around them, except of those that lose their marks.
 
     Each content has marks of its own. None is found if the marks have changed the rest of the text.
     """

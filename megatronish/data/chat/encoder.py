@@ -86,10 +86,9 @@ class ChatEncoder:
     def _plain(self, record: PlainText) -> EncodedChat:
         """Plain text with an end: special tokens that it spells are text. A token across the border is the prompt's."""
         placed = self.controls.encode(record.prompt + record.completion, ())
-        counts = self.train_on != "all" and len(record.prompt)
-        mask = [begin >= counts for begin in placed.begins]
+        border = 0 if self.train_on == "all" else len(record.prompt)
         tokens = [*self._beginning, *placed.ids, self._eos]
-        mask = [self.train_on == "all"] * len(self._beginning) + [*mask, True]
+        mask = [*(border == 0 for _ in self._beginning), *(begin >= border for begin in placed.begins), True]
         return EncodedChat(np.array(tokens, np.int32), np.array(mask, np.bool_), (self._eos,))
 
 

@@ -44,7 +44,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Value of an operation whose size is bounded."""
-        size = _size(left, right) if operator == "*" else abs(right) * abs(left).bit_length() if _ints(left, right) else 0
+        size = (
+            _size(left, right) if operator == "*" else abs(right) * abs(left).bit_length() if _ints(left, right) else 0
+        )
         if size > LARGEST_PRODUCT:
             raise jinja2.exceptions.SecurityError(f"a value of size {size:,} is not allowed")
         return super().call_binop(context, operator, left, right)
