@@ -80,12 +80,12 @@ class _Search:
 
     def answer(self, number: int) -> Place:
         """Place of an answer, with the token that ends the turn."""
-        prompt, until = self._by_beginnings(number)
+        prompt, until, space = self._by_beginnings(number)
         content = self.contents.get(number)
         has_calls = "tool_calls" in self.chat.messages[number]
         if until is None and (content is None or has_calls):
             raise self._unclear(number, "the template changes what it wrote before when messages follow")
-        begin = prompt if prompt is not None else content.begin if content is not None else None
+        begin = prompt if prompt is not None else self._before(content, space)
         if begin is None or (content is not None and begin > content.begin):
             raise self._unclear(number, "the generation prompt is no beginning of it")
         end = self._end_in(begin, until) if until is not None else None
@@ -101,15 +101,27 @@ class _Search:
         self._check_blocks(number, place, content, until)
         return place
 
-    def _by_beginnings(self, number: int) -> tuple[int | None, int | None]:
-        """Where an answer begins, and where its turn ends; None for what is no beginning of the whole text."""
+    def _by_beginnings(self, number: int) -> tuple[int | None, int | None, str]:
+        """Where an answer begins, and where its turn ends; None for what is no beginning of the whole text.
+
+        Then the space that is before the content of the answer where the conversation ends with it.
+        """
         messages, tools = self.chat.messages, self.chat.tools
         prompt = _rendered(self.template, messages[:number], tools, generation_prompt=True)
         until = _rendered(self.template, messages[: number + 1], tools)
         begin = None if prompt is None or not self.text.startswith(prompt) else len(prompt)
+        space = ""
+        if prompt is not None and until is not None and until.startswith(prompt):
+            space = until[len(prompt) : len(until) - len(until[len(prompt) :].lstrip())]
         if begin is None or until is None or len(until) <= begin or not self.text.startswith(until):
-            return begin, None
-        return begin, len(until)
+            return begin, None, space
+        return begin, len(until), space
+
+    def _before(self, content: Place | None, space: str) -> int | None:
+        """Beginning of an answer by its content, with the space that the model writes before it."""
+        if content is None:
+            return None
+        return content.begin - (len(space) if self.text[: content.begin].endswith(space) else 0)
 
     def _end_in(self, begin: int, until: int) -> int | None:
         """End of the last control token before `until`, if nothing but space follows it."""

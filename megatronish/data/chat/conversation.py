@@ -1,7 +1,6 @@
 """Conversations: what a line of chat data is, whatever its format; and the checks that all formats share."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +38,13 @@ class PlainText:
     completion: str
 
 
-def conversation_of(
-    messages: Any, tools: Any = None, *, counts: Sequence[bool] | None = None, roles: str = "messages"
-) -> Conversation:
+def conversation_of(messages: Any, tools: Any = None, *, roles: str = "messages") -> Conversation:
     """Conversation of messages with `role` and `content`; ValueError, a sentence, for what is not one."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{roles} must be a list of messages that is not empty")
     checked = [_checked(number, message) for number, message in enumerate(messages, 1)]
-    own = [_counts(number, message) for number, message in enumerate(messages, 1)]
-    found = Conversation(
-        tuple(checked),
-        tuple(a and b for a, b in zip(own, counts or [True] * len(own), strict=True)),
-        tuple(_tools(tools)),
-    )
+    counts = [_counts(number, message) for number, message in enumerate(messages, 1)]
+    found = Conversation(tuple(checked), tuple(counts), tuple(_tools(tools)))
     if not found.answers:
         raise ValueError("no message is the assistant's, so there is nothing to learn")
     return found

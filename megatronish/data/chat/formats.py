@@ -6,6 +6,7 @@ for a line that is not of its format.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatronish.data.chat.conversation import SAME_ROLE, Conversation, Message, PlainText, conversation_of
@@ -67,8 +68,9 @@ def _prompt_completion(record: Record) -> Conversation | PlainText:
         return PlainText(prompt, completion)
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise ValueError("prompt and completion must both be texts, or both be lists of messages")
-    counts = [False] * len(prompt) + [True] * len(completion)
-    return conversation_of([*prompt, *completion], record.get("tools"), counts=counts, roles="prompt and completion")
+    found = conversation_of([*prompt, *completion], record.get("tools"), roles="prompt and completion")
+    asked = {number for number in found.answers if number < len(prompt)}
+    return replace(found, counts=tuple(counts and number not in asked for number, counts in enumerate(found.counts)))
 
 
 def _text(record: Record) -> PlainText:
