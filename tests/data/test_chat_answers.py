@@ -53,10 +53,14 @@ def test_a_format_that_ends_no_answer_is_refused_by_name(models: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_templates_find_their_answers(name: str) -> None:
-    tokenizer = with_controls([*IM, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
+    tokenizer = with_controls(
+        [*IM, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"]
+    )
     record = said("a", "first", "b", "second", system="Be brief.")
     (sample,) = encode(encoder(tokenizer, built_in_template(name)), record)
-    end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}.get(name, "</s>")
+    end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}.get(
+        name, "</s>"
+    )
     space = {"llama2": (" ", " "), "mistral": (" ", ""), "vicuna": (" ", "")}.get(name, ("", ""))
     assert trained_text(sample, tokenizer) == [f"{space[0]}{text}{space[1]}{end}" for text in ("first", "second")]
 

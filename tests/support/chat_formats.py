@@ -280,9 +280,7 @@ VERIFIED = (
         has_system=False,
     ),
     ChatForm("Gemma 3", GEMMA_3, TURNS, Ends(after="<end_of_turn>"), trims=True),
-    ChatForm(
-        "Phi 3", headed("<|", "|>\n", "<|end|>\n", names=ROLES), (*BARS, "<|end|>"), Ends(after="<|end|>")
-    ),
+    ChatForm("Phi 3", headed("<|", "|>\n", "<|end|>\n", names=ROLES), (*BARS, "<|end|>"), Ends(after="<|end|>")),
     ChatForm(
         "Phi 4",
         headed("<|im_start|>", "<|im_sep|>", "<|im_end|>", names=ROLES),
@@ -295,7 +293,9 @@ VERIFIED = (
     ChatForm("Falcon 3", headed("<|", "|>\n", "</s>\n", names=ROLES), BARS, EOS),
     ChatForm(
         "Vicuna",
-        around(system=("", " "), user=("USER: ", " "), answer=("ASSISTANT: ", "</s>"), prompt="ASSISTANT:", start="<s>"),
+        around(
+            system=("", " "), user=("USER: ", " "), answer=("ASSISTANT: ", "</s>"), prompt="ASSISTANT:", start="<s>"
+        ),
         (),
         Ends(" ", "</s>"),
     ),
@@ -319,7 +319,11 @@ VERIFIED = (
     ChatForm(
         "DeepSeek 2",
         around(
-            system=("", "\n\n"), user=("User: ", "\n\n"), answer=("Assistant: ", "</s>"), prompt="Assistant:", start="<s>"
+            system=("", "\n\n"),
+            user=("User: ", "\n\n"),
+            answer=("Assistant: ", "</s>"),
+            prompt="Assistant:",
+            start="<s>",
         ),
         (),
         Ends(" ", "</s>"),

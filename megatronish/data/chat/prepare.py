@@ -121,18 +121,19 @@ def encode_file(path: Path, setup: ChatSetup, counts: ChatCounts, writer: Masked
 
 def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[Line]:
     """Records of a file. The first good line decides which format `auto` is; another one is a bad line."""
-    counts.chat_format = config.chat_format
     for batch in read_batches(path, ()):
         for number, text in enumerate(batch.lines, batch.first_line):
             if not text.strip():
                 continue
             counts.records += 1
             try:
-                found, record = read_record(text, format_name=counts.chat_format)
+                found, record = read_record(text, format_name=config.chat_format)
+                counts.chat_format = counts.chat_format or found
+                if found != counts.chat_format:
+                    raise ValueError(f"it is of the format {found}, and the lines before it of {counts.chat_format}")
             except (ValueError, RecursionError) as error:
                 yield Line(f"{path}:{number}", ValueError(_sentence(error)))
                 continue
-            counts.chat_format = found
             yield Line(f"{path}:{number}", record)
 
 
