@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from megatronish.commands.audit import AuditArguments
+from megatronish.commands.audit_flags import AuditArguments
 from megatronish.config.chat import ChatConfig
 from megatronish.config.data import DataConfig
 from megatronish.config.plugins import import_plugins
@@ -12,7 +12,7 @@ from megatronish.config.tokenizer_names import tokenizer_type
 from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.data.datasets import CHAT, build_datasets
+from megatronish.data.datasets import build_datasets
 from megatronish.errors import UserError
 from megatronish.tokenizer import build_tokenizer
 
@@ -65,7 +65,7 @@ def data_settings(arguments: AuditArguments) -> DataConfig:
         given["tokenizer_type"] = tokenizer_type(arguments.tokenizer_type)
     return DataConfig(
         train_data_path=arguments.data_path,
-        dataset_type=CHAT,
+        dataset_type="chat",
         data_cache_path=arguments.data_cache_path,
         **given | implied_tokenizer(given),
     )

@@ -1,6 +1,5 @@
 """Section [chat] of a config: how chats become samples, for --dataset-type chat."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +21,3 @@ class ChatConfig:
     """Tokens of the loss: of all answers, of the last one, or all. A message with "train": false never counts."""
     pack_samples: bool = True
     """Several chats in a row of --seq-length tokens, which do not see each other; else one a row."""
-
-
-def is_date(text: str) -> bool:
-    """Whether `text` is written as a date, YYYY-MM-DD."""
-    return re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", text) is not None

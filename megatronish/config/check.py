@@ -11,6 +11,7 @@ from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
 from megatronish.config.model import ModelConfig
 from megatronish.config.rules import (
+    chat,
     data,
     experts,
     model,
@@ -43,6 +44,7 @@ RULES = (
     *training.PRECISION_RULES,
     *optimizer.WEIGHT_DECAY_RULES,
     *data.RULES,
+    *chat.RULES,
     *run.CHECKPOINT_RULES,
     *plugins.RULES,
 )

@@ -71,6 +71,11 @@ class DataConfig:
         """Whether its kind of data sets reads the data paths in any case."""
         return not self.mock_data and DATASET_NAMES[self.dataset_type].needs_path
 
+    @property
+    def packs_documents(self) -> bool:
+        """Whether samples hold documents that do not see each other."""
+        return self.reset_attention_mask or (self.dataset_type == "chat" and not self.mock_data)
+
 
 def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
     """PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ... -> [(weight, prefix), ...].

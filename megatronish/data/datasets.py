@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from megatronish.config.data import DataConfig, parse_blend, parse_split, split_part
 from megatronish.config.names import DATASET_NAMES, options_of
@@ -13,7 +13,7 @@ from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.chat.dataset import open_chats
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.mock import open_mock_samples
-from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, OpenDataset
+from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
 from megatronish.data.samples import TooSmallError, open_gpt_samples
 from megatronish.errors import UserError
 
@@ -21,23 +21,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = (0.0, 1.0)
-CHAT = "chat"
-"""The kind of data sets that mixes its sources itself."""
-DATASETS: dict[str, Callable[..., Dataset]] = {"pretrain": open_gpt_samples, "mock": open_mock_samples}
+DATASETS: dict[str, Callable[..., Dataset]] = {
+    "pretrain": open_gpt_samples,
+    "chat": open_chats,
+    "mock": open_mock_samples,
+}
 """Functions that open data sets, each an `OpenDataset`: by the names of --dataset-type, and for --mock-data.
 
 Keyword arguments are the options of the name in `DATASET_NAMES`. A new kind is one line in both tables. Files other
 than .bin/.idx pairs: `_missing_data` of config/files.py. No files at all: whatever reads `mock_data`.
 """
-
-
-class OpenBlend(Protocol):
-    """Function that opens several sources as one data set which mixes them itself; a weight of None is the size."""
-
-    def __call__(
-        self, sources: Sequence[tuple[float | None, DatasetSource]], settings: DatasetSettings, *, name: str
-    ) -> Dataset:
-        """The data set of this name."""
 
 
 def kind_of(data: DataConfig) -> str:
@@ -60,41 +53,6 @@ def _source(name: str, path: str, part: tuple[float, float]) -> DatasetSource:
     return DatasetSource(name, prefix, (first, last))
 
 
-def _open_blend_of(data: DataConfig, chats: ChatSetup | None) -> OpenBlend:
-    if kind_of(data) != CHAT:
-        return partial(_blend_of_opened, open_dataset_of(data))
-    assert chats is not None, "chats need a setup"
-    return partial(open_chats, setup=chats)
-
-
-def _blend_of_opened(
-    open_dataset: OpenDataset,
-    sources: Sequence[tuple[float | None, DatasetSource]],
-    settings: DatasetSettings,
-    *,
-    name: str,
-) -> Dataset:
-    """Each source opened by itself, and a blend of them if there are several."""
-    members = [open_dataset(source, settings) for _, source in sources]
-    if len(members) == 1:
-        return members[0]
-    weights = [
-        float(member.num_samples or 0) if weight is None else weight
-        for member, (weight, _) in zip(members, sources, strict=True)
-    ]
-    for (_, source), weight in zip(sources, weights, strict=True):
-        if weight * PERIOD < sum(weights):
-            logger.warning(
-                "%s has %.2g of the weights of the %s data, less than one sample in %s; it gives one in %s",
-                source.path,
-                weight / sum(weights),
-                name,
-                f"{PERIOD:,}",
-                f"{PERIOD:,}",
-            )
-    return Blend(members, weights, name=name)
-
-
 @dataclass(frozen=True)
 class DatasetSplits:
     """Data sets of a run. `valid` is empty and `test` None where the config gives them nothing."""
@@ -108,24 +66,41 @@ class DatasetSplits:
 class _Reader:
     """Data sets of one kind from the paths of a config: a path, a blend of paths, or each path by itself."""
 
-    blended: OpenBlend
+    open: OpenDataset
     settings: DatasetSettings
 
     def blend(self, paths: Sequence[str], *, name: str, part: tuple[float, float] = WHOLE) -> Dataset:
         """Several files by weight; without weights in proportion to their samples."""
-        pairs = [(weight, _source(name, path, part)) for weight, path in parse_blend(paths) if weight != 0]
-        return self.blended(pairs, self.settings, name=name)
-
-    def open(self, source: DatasetSource) -> Dataset:
-        """One source by itself."""
-        return self.blended([(None, source)], self.settings, name=source.name)
+        pairs = [(weight, path) for weight, path in parse_blend(paths) if weight != 0]
+        members = [self.open(_source(name, path, part), self.settings) for _, path in pairs]
+        if len(members) == 1:
+            return members[0]
+        if isinstance(members[0], MixingDataset):
+            return members[0].mixed(members, [weight for weight, _ in pairs], name=name)
+        weights = [
+            float(member.num_samples or 0) if weight is None else weight
+            for member, (weight, _) in zip(members, pairs, strict=True)
+        ]
+        for (_, path), weight in zip(pairs, weights, strict=True):
+            if weight * PERIOD < sum(weights):
+                logger.warning(
+                    "%s has %.2g of the weights of the %s data, less than one sample in %s; it gives one in %s",
+                    path,
+                    weight / sum(weights),
+                    name,
+                    f"{PERIOD:,}",
+                    f"{PERIOD:,}",
+                )
+        return Blend(members, weights, name=name)
 
     def each(self, paths: Sequence[str], *, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:
         """Each file by itself, under its name, or under its whole path where two files have one name."""
         paths = [path for _, path in parse_blend(paths)]
         names = [Path(split_part(path)[0]).name for path in paths]
         names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
-        return {name: self.open(_source(name, path, part)) for name, path in zip(names, paths, strict=True)}
+        return {
+            name: self.open(_source(name, path, part), self.settings) for name, path in zip(names, paths, strict=True)
+        }
 
     def valid(self, paths: Sequence[str], *, multiple: bool, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:
         """One set called "validation", or one for each file."""
@@ -137,14 +112,14 @@ class _Reader:
 def build_datasets(
     data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int, chats: ChatSetup | None = None
 ) -> DatasetSplits:
-    """Open all data sets that `data` asks for; `chats` is the setup of those of the kind chat.
+    """Open all data sets that `data` asks for; those of the kind chat need `chats`.
 
     UserError with a remedy for what cannot be read.
     """
     settings = DatasetSettings(
-        seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path
+        seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path, chats=chats
     )
-    read = _Reader(_open_blend_of(data, chats), settings)
+    read = _Reader(open_dataset_of(data), settings)
     if data.mock_data or not (data.needs_path or data.data_path or data.train_data_path):
         return _without_paths(read)
     multiple = data.multiple_validation_sets
@@ -182,6 +157,6 @@ def _without_paths(read: _Reader) -> DatasetSplits:
     """All data sets of a kind that reads no files, which differ in their names."""
 
     def of(name: str) -> Dataset:
-        return read.open(DatasetSource(name))
+        return read.open(DatasetSource(name), read.settings)
 
     return DatasetSplits(train=of("training"), valid={"validation": of("validation")}, test=of("test"))

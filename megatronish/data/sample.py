@@ -4,12 +4,14 @@ A new kind of data set is one file with a class that has the members of `Dataset
 (`OpenDataset`), and one line in the table `DATASETS` of data/datasets.py; or a plug-in (docs/PLUGINS.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatronish.data.chat.setup import ChatSetup
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class Dataset(Protocol):
         """Sample of any index >= 0, a function of the index alone: ranks read in different orders."""
 
 
+@runtime_checkable
+class MixingDataset(Protocol):
+    """A data set that mixes itself with others of its kind, other than by whole samples: before they are packed."""
+
+    def mixed(self, members: Sequence[Dataset], weights: Sequence[float | None], /, *, name: str) -> Dataset:
+        """Data set of all members, this one first; a weight of None is the size of a member."""
+
+
 @dataclass(frozen=True)
 class DatasetSettings:
     """Settings that all data sets of a run share."""
@@ -67,6 +77,7 @@ class DatasetSettings:
     vocab_size: int
     eod: int
     cache_path: str | None = None
+    chats: ChatSetup | None = None
 
 
 class DatasetSource(NamedTuple):

@@ -13,7 +13,7 @@ from megatronish.costs.flops import model_flops_per_token
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.collate import Collator
-from megatronish.data.datasets import CHAT, DatasetSplits, build_datasets, kind_of
+from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Dataset
 from megatronish.errors import RunError
@@ -52,7 +52,7 @@ class TrainingJob:
             seed=config.training.seed,
             vocab_size=vocab_size,
             eod=tokenizer.eod,
-            chats=ChatSetup.of(config.chat, config.data, tokenizer) if kind_of(config.data) == CHAT else None,
+            chats=ChatSetup.of(config.chat, config.data, tokenizer),
         )
         return cls(config, mesh, tokenizer, vocab_size, datasets)
 

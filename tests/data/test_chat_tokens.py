@@ -154,7 +154,7 @@ def test_bytes_are_a_tokenizer_of_chats() -> None:
 
 
 def test_numbers_are_no_tokenizer_of_chats() -> None:
-    with pytest.raises(UserError, match="a tokenizer of the kind NullTokenizer has no control tokens for chats"):
+    with pytest.raises(UserError, match=r"a tokenizer of the kind NullTokenizer has no control tokens for chats"):
         NullTokenizer(10).control_encoder()
 
 
@@ -193,7 +193,7 @@ def test_train_on_all_trains_on_all_except_what_is_left_out() -> None:
     (sample,) = encode(made, record)
     assert "b" not in "".join(trained_text(sample, tokenizer)).replace("<|im_start|>assistant\n", "")
     record["messages"][2]["train"] = False
-    with pytest.raises(ValueError, match="with --train-on all only an answer may have train=false or weight=0"):
+    with pytest.raises(ValueError, match=r"with --train-on all only an answer may have train=false or weight=0"):
         encode(made, record)
 
 
@@ -241,6 +241,6 @@ def test_what_a_template_cannot_do_is_one_sentence(template: str, sentence: str)
 
 def test_a_template_that_is_none_is_one_sentence() -> None:
     with pytest.raises(
-        UserError, match="the chat template mine is no Jinja template: .* in line 2; correct it, or name"
+        UserError, match=r"the chat template mine is no Jinja template: .* in line 2; correct it, or name"
     ):
         render("{% if x %}\n{% for %}")

@@ -49,8 +49,9 @@ def around(
     refused = "{{ raise_exception('it has no role for the system') }}{% "
     first = branch("system", system) if system else f"if m['role'] == 'system' %}}{refused}"
     return (
-        f"{{{{ {start!r} }}}}{{% for m in messages %}}{{% {first}el{branch('user', user)}el{branch('assistant', answer)}"
-        f"endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}"
+        f"{{{{ {start!r} }}}}{{% for m in messages %}}{{% {first}el{branch('user', user)}"
+        f"el{branch('assistant', answer)}endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}"
     )
 
 
@@ -95,7 +96,9 @@ MISTRAL_LATER = """
 {{- bos_token -}}
 {%- for m in turns -%}
   {%- if m['role'] == 'user' -%}
-    {%- if tools and m == users[-1] -%}{{- '[AVAILABLE_TOOLS] ' ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' -}}{%- endif -%}
+    {%- if tools and m == users[-1] -%}
+      {{- '[AVAILABLE_TOOLS] ' ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' -}}
+    {%- endif -%}
     {{- '[INST] ' ~ (system ~ '\n\n' if system and m == users[-1] else '') ~ m['content'] ~ '[/INST]' -}}
   {%- elif m['role'] == 'tool' -%}{{- '[TOOL_RESULTS] ' ~ m['content'] ~ '[/TOOL_RESULTS]' -}}
   {%- elif m['tool_calls'] -%}
@@ -118,7 +121,8 @@ GEMMA_3 = """
 {{- bos_token -}}
 {%- set first = messages[0]['content'] ~ '\n\n' if messages[0]['role'] == 'system' else '' -%}
 {%- for m in (messages[1:] if first else messages) -%}
-  {{- '<start_of_turn>' ~ ('model' if m['role'] == 'assistant' else m['role']) ~ '\n' ~ (first if loop.first else '') -}}
+  {{- '<start_of_turn>' ~ ('model' if m['role'] == 'assistant' else m['role']) ~ '\n' -}}
+  {{- first if loop.first else '' -}}
   {{- (m['content'] | trim) ~ '<end_of_turn>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}"""
@@ -221,7 +225,8 @@ OLMO_2 = """
 SMOLLM_3 = """
 {%- for m in messages -%}
   {%- if m['role'] == 'assistant' -%}
-    {{- '<|im_start|>assistant\n' -}}{%- generation -%}{{- m['content'] ~ '<|im_end|>' -}}{%- endgeneration -%}{{- '\n' -}}
+    {{- '<|im_start|>assistant\n' -}}
+    {%- generation -%}{{- m['content'] ~ '<|im_end|>' -}}{%- endgeneration -%}{{- '\n' -}}
   {%- else -%}{{- '<|im_start|>' ~ m['role'] ~ '\n' ~ m['content'] ~ '<|im_end|>\n' -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""

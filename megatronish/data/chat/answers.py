@@ -29,7 +29,7 @@ _MARK = re.compile(f"[{chr(MARKS)}-{chr(LARGEST_MARK)}]")
 _BLOCK_MARK = re.compile(f"[{''.join(GENERATION_MARKS)}]")
 
 
-class Place(NamedTuple):
+class TextSpan(NamedTuple):
     """Characters [begin, end) of a text."""
 
     begin: int
@@ -41,7 +41,7 @@ class Rendered(NamedTuple):
 
     text: str
     controls: list[tuple[int, int]]
-    answers: list[Place]
+    answers: list[TextSpan]
 
 
 class UnclearError(ValueError):
@@ -53,33 +53,33 @@ def render_answers(template: ChatTemplate, chat: Conversation, answers: Sequence
 
     UnclearError if one of them cannot be found for certain, another ValueError if the template refuses the messages.
     """
-    search = _Search.of(template, chat)
+    search = _AnswerSearch.of(template, chat)
     places = [search.answer(number) for number in answers]
     return Rendered(search.text, search.controls, places)
 
 
 @dataclass(frozen=True)
-class _Search:
+class _AnswerSearch:
     """A rendered conversation, and what is known of places in it."""
 
     template: ChatTemplate
     chat: Conversation
     text: str
     controls: list[tuple[int, int]]
-    contents: dict[int, Place]
+    contents: dict[int, TextSpan]
     """Places of the contents of answers, of those that marks have found."""
-    generated: list[Place]
+    generated: list[TextSpan]
     """Places of {% generation %} blocks."""
 
     @classmethod
-    def of(cls, template: ChatTemplate, chat: Conversation) -> "_Search":
+    def of(cls, template: ChatTemplate, chat: Conversation) -> "_AnswerSearch":
         text = template.render(chat.messages, chat.tools)
         contents = _contents_by_marks(template, chat, text)
         generated = _generated(template.render_marked(chat.messages, chat.tools))
         return cls(template, chat, text, template.control_places(text), contents, generated)
 
-    def answer(self, number: int) -> Place:
-        """Place of an answer, with the token that ends the turn."""
+    def answer(self, number: int) -> TextSpan:
+        """TextSpan of an answer, with the token that ends the turn."""
         prompt, until, space = self._by_beginnings(number)
         content = self.contents.get(number)
         has_calls = "tool_calls" in self.chat.messages[number]
@@ -97,7 +97,7 @@ class _Search:
                 raise self._unclear(number, "two ways to find its end disagree")
         if end is None:
             raise self._endless(number, content.end if content is not None else until or begin)
-        place = Place(begin, end)
+        place = TextSpan(begin, end)
         self._check_blocks(number, place, content, until)
         return place
 
@@ -117,7 +117,7 @@ class _Search:
             return begin, None, space
         return begin, len(until), space
 
-    def _before(self, content: Place | None, space: str) -> int | None:
+    def _before(self, content: TextSpan | None, space: str) -> int | None:
         """Beginning of an answer by its content, with the space that the model writes before it."""
         if content is None:
             return None
@@ -136,7 +136,7 @@ class _Search:
                 return end if is_near else None
         return None
 
-    def _check_blocks(self, number: int, answer: Place, content: Place | None, until: int | None) -> None:
+    def _check_blocks(self, number: int, answer: TextSpan, content: TextSpan | None, until: int | None) -> None:
         """UnclearError if {% generation %} blocks say otherwise. They may leave the token out that ends the turn."""
         if not self.template.has_generation_blocks:
             return
@@ -173,7 +173,7 @@ def _rendered(
         return None
 
 
-def _contents_by_marks(template: ChatTemplate, chat: Conversation, text: str) -> dict[int, Place]:
+def _contents_by_marks(template: ChatTemplate, chat: Conversation, text: str) -> dict[int, TextSpan]:
     """Places of the contents of answers, by marks around them, except of those that lose their marks.
 
     Each content has marks of its own. None is found if the marks have changed the rest of the text.
@@ -199,7 +199,7 @@ def _contents_by_marks(template: ChatTemplate, chat: Conversation, text: str) ->
     for order, number in enumerate(answers):
         begins, ends = places.get(2 * order, []), places.get(2 * order + 1, [])
         if len(begins) == len(ends) == 1 and text[begins[0] : ends[0]] == chat.messages[number]["content"].strip():
-            found[number] = Place(begins[0], ends[0])
+            found[number] = TextSpan(begins[0], ends[0])
     return found
 
 
@@ -211,7 +211,7 @@ def _without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
     return _MARK.sub("", text), places
 
 
-def _generated(text: str) -> list[Place]:
+def _generated(text: str) -> list[TextSpan]:
     """Places of {% generation %} blocks in the text without their marks."""
     found, start = [], 0
     for order, match in enumerate(_BLOCK_MARK.finditer(text)):
@@ -219,5 +219,5 @@ def _generated(text: str) -> list[Place]:
         if match[0] == GENERATION_MARKS[0]:
             start = place
         else:
-            found.append(Place(start, place))
+            found.append(TextSpan(start, place))
     return found

@@ -49,9 +49,13 @@ class Audit:
     @classmethod
     def of(cls, data: ChatDataset, setup: ChatSetup) -> "Audit":
         """The audit of a data set that was opened with this setup."""
-        lines = [line for file in data.files for line in _file_lines(file, train_on=setup.config.train_on)]
-        length = data.files[0].capacity - 1
-        kind = "packed" if data.pack else "one chat a row"
+        lines = [
+            line
+            for name, file in zip(data.names, data.files, strict=True)
+            for line in _file_lines(name, file, train_on=setup.config.train_on)
+        ]
+        length = data.settings.seq_length
+        kind = "packed" if data.settings.pack else "one chat a row"
         lines.append(f"rows: {data.num_samples:,} of {length:,} tokens, {100 * data.filled:.1f} % filled ({kind})")
         bad = [each for file in data.files for each in file.counts.told]
         shown = _shown(data.files, setup.tokenizer, setup.controls)
@@ -87,11 +91,11 @@ class Audit:
         )
 
 
-def _file_lines(file: ChatFile, *, train_on: str) -> Iterator[str]:
+def _file_lines(name: str, file: ChatFile, *, train_on: str) -> Iterator[str]:
     counts, fit = file.counts, file.fit
     template = f", chat template {counts.template}" if counts.template else ""
     date = f" of the date {counts.date}" if counts.date else ""
-    yield f"{file.name}: {counts.records:,} lines, format {counts.chat_format}{template}{date}, trained on: {train_on}"
+    yield f"{name}: {counts.records:,} lines, format {counts.chat_format}{template}{date}, trained on: {train_on}"
     split = f", {counts.split:,} lines gave one for each answer" if counts.split else ""
     part = f", of which {fit.num_samples:,} are in this part" if fit.num_samples != counts.samples else ""
     yield f"  samples          {counts.samples:,}{part}{split}"
@@ -132,7 +136,7 @@ def _shown(files: Sequence[ChatFile], tokenizer: Tokenizer, controls: ControlEnc
         file = files[number % len(files)]
         place = file.take(number // len(files))
         runs = runs_of(file.tokens(place).tolist(), file.mask(place).tolist(), tokenizer, controls)
-        found.append(ShownSample(file.name, runs))
+        found.append(ShownSample(file.path.name, runs))
     return found
 
 

@@ -1,5 +1,6 @@
 """Counts of a file of chats as it was encoded: what became samples, and what was dropped and why."""
 
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -55,6 +56,5 @@ class ChatCounts:
 
 
 def _reason(error: Exception) -> str:
-    """The sentence of an error with numbers taken out, so that equal reasons are counted together."""
-    words = str(error).split()
-    return " ".join("N" if word.strip("(),;:").isdigit() else word for word in words)
+    """The sentence of an error without its numbers, so that equal reasons are counted together."""
+    return re.sub(r"\b\d+\b", "N", str(error))

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ from megatronish.data.chat.counts import ChatCounts
 from megatronish.data.chat.masked import MaskedTokens
 from megatronish.data.chat.packing import Packs, packs_of, permuted, single_rows
 from megatronish.data.chat.prepare import prepared
-from megatronish.data.chat.setup import ChatSetup
-from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
+from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError
 from megatronish.streams import numpy_stream
 
@@ -51,9 +50,9 @@ class ChatFile:
     """Samples of a part of a file as they fit into a row: `take(k)` is number k of an endless shuffled order."""
 
     def __init__(
-        self, masked: MaskedTokens, *, name: str, part: tuple[float, float], seq_length: int, seed: int
+        self, masked: MaskedTokens, path: Path, *, part: tuple[float, float], seq_length: int, seed: int
     ) -> None:
-        self.name, self.masked = name, masked
+        self.path, self.masked = path, masked
         self.counts = ChatCounts(**masked.counts)
         first, end = (round(fraction * len(masked)) for fraction in part)
         self.capacity = seq_length + 1
@@ -96,6 +95,15 @@ class ChatFile:
         return self.masked.mask(int(self._kept[place]))[: self.capacity]
 
 
+class ChatRows(NamedTuple):
+    """How chats become rows; `eod` fills what is left over."""
+
+    seq_length: int
+    seed: int
+    eod: int
+    pack: bool
+
+
 @dataclass(frozen=True)
 class ChatEpoch:
     """One pass: chat c is place `places[c]` of file `files[c]`, and rows are made of chats."""
@@ -106,33 +114,41 @@ class ChatEpoch:
 
 
 class ChatDataset:
-    """Rows of S + 1 tokens from files of chats, which do not see each other in a row; a `Dataset`."""
+    """Rows of S + 1 tokens from files of chats, which do not see each other in a row; a `Dataset`.
+
+    A weight of None is the number of a file's chats.
+    """
 
     def __init__(
-        self,
-        files: Sequence[ChatFile],
-        weights: Sequence[float | None],
-        *,
-        name: str,
-        settings: DatasetSettings,
-        pack: bool = True,
+        self, files: Sequence[ChatFile], weights: Sequence[float | None], *, name: str, settings: ChatRows
     ) -> None:
-        self.name, self.files, self.pack = name, list(files), pack
-        self._seed, self._eod, self._length = settings.seed, settings.eod, settings.seq_length + 1
+        self.name, self.files, self.settings = name, list(files), settings
+        self._length = settings.seq_length + 1
         shares = [file.num_samples if weight is None else weight for file, weight in zip(files, weights, strict=True)]
         self._blend = Blend(files, shares, name=name) if len(files) > 1 else None  # type: ignore[arg-type]
         mixed = files[0].identity if self._blend is None else self._blend.identity
-        facts = (FORMAT, mixed, settings.seq_length, settings.seed, settings.eod, pack)
-        self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
+        self.identity = hashlib.sha256(repr((FORMAT, mixed, settings)).encode()).hexdigest()
         self._count = sum(file.num_samples for file in files)
         self._first_rows = [0]  # row of the run at which each epoch begins; one more entry than epochs are known
         self._epochs: dict[int, ChatEpoch] = {}
-        self.num_samples = len(self.epoch(0).packs)
+
+    def mixed(self, members: Sequence[Dataset], weights: Sequence[float | None], *, name: str) -> "ChatDataset":
+        """Data set of the files of all members, as a `MixingDataset`."""
+        files = [file for member in members if isinstance(member, ChatDataset) for file in member.files]
+        return ChatDataset(files, weights, name=name, settings=self.settings)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the first epoch; others may have a few more or less."""
+        return len(self.epoch(0).packs)
 
     @property
     def names(self) -> list[str]:
         """Names of the files, as their losses are reported: the whole path where two have one name."""
-        return [file.name for file in self.files]
+        stems = [file.path.stem for file in self.files]
+        return [
+            stem if stems.count(stem) == 1 else str(file.path) for stem, file in zip(stems, self.files, strict=True)
+        ]
 
     def sample(self, index: int) -> Sample:
         """Row `index` of the run."""
@@ -144,7 +160,7 @@ class ChatDataset:
         lengths = [len(each) for each in tokens]
         left = self._length - sum(lengths)
         # What is left over is a document of its own, which is not trained.
-        padding = [np.full(left, self._eod, np.int64)]
+        padding = [np.full(left, self.settings.eod, np.int64)]
         return Sample(
             np.concatenate([*tokens, *padding]).astype(np.int64),
             np.concatenate([*(self.files[file].mask(place) for file, place in found), np.zeros(left, np.bool_)]),
@@ -176,8 +192,8 @@ class ChatDataset:
         files = np.array([file for file, _ in chosen], np.int64)
         places = np.array([self.files[file].take(taken) for file, taken in chosen], np.int64)
         lengths = np.array([self.files[file].lengths[place] for file, place in zip(files, places, strict=True)])
-        packs = packs_of(lengths, self._length) if self.pack else single_rows(len(lengths))
-        order = _order(len(packs), self._seed, self.identity, "rows", number)
+        packs = packs_of(lengths, self._length) if self.settings.pack else single_rows(len(lengths))
+        order = _order(len(packs), self.settings.seed, self.identity, "rows", number)
         return ChatEpoch(files, places, permuted(packs, order))
 
     def _place(self, chat: int) -> tuple[int, int]:
@@ -197,26 +213,15 @@ def _order(size: int, *names: str | int) -> NDArray[np.int64]:
     return numpy_stream("chats", *names).bit_generator.random_raw(size).argsort(kind="stable")
 
 
-def open_chats(
-    sources: Sequence[tuple[float | None, DatasetSource]], settings: DatasetSettings, *, name: str, setup: ChatSetup
-) -> ChatDataset:
-    """Data set of several files of chats; UserError, a sentence with file and line, for what cannot be trained on."""
-    cache = Path(settings.cache_path) if settings.cache_path else None
-    names = [Path(source.path).stem for _, source in sources]
-    files = []
-    for (_, source), stem in zip(sources, names, strict=True):
-        masked = prepared(Path(source.path), setup, cache=cache)
-        file = ChatFile(
-            masked,
-            name=stem if names.count(stem) == 1 else source.path,
-            part=source.part,
-            seq_length=settings.seq_length,
-            seed=settings.seed,
-        )
-        _refuse_empty(file, source, settings)
-        files.append(file)
-    weights = [weight for weight, _ in sources]
-    return ChatDataset(files, weights, name=name, settings=settings, pack=setup.config.pack_samples)
+def open_chats(source: DatasetSource, settings: DatasetSettings) -> ChatDataset:
+    """Data set of a file of chats; UserError, a sentence with file and line, for what cannot be trained on."""
+    assert settings.chats is not None, "chats need a setup"
+    path = Path(source.path)
+    masked = prepared(path, settings.chats, cache=Path(settings.cache_path) if settings.cache_path else None)
+    file = ChatFile(masked, path, part=source.part, seq_length=settings.seq_length, seed=settings.seed)
+    _refuse_empty(file, source, settings)
+    rows = ChatRows(settings.seq_length, settings.seed, settings.eod, settings.chats.config.pack_samples)
+    return ChatDataset([file], [None], name=source.name, settings=rows)
 
 
 def _refuse_empty(file: ChatFile, source: DatasetSource, settings: DatasetSettings) -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatronish.config.chat import TrainOn
 from megatronish.control_tokens import ControlEncoder
-from megatronish.data.chat.answers import Place, Rendered, UnclearError, render_answers
+from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
 from megatronish.data.chat.conversation import Conversation, PlainText
 from megatronish.data.chat.template import ChatTemplate
 
@@ -92,7 +92,7 @@ class ChatEncoder:
         return EncodedChat(np.array(tokens, np.int32), np.array(mask, np.bool_), (self._eos,))
 
 
-def _inside(begins: NDArray[np.int64], ends: NDArray[np.int64], places: Sequence[Place]) -> NDArray[np.bool_]:
+def _inside(begins: NDArray[np.int64], ends: NDArray[np.int64], places: Sequence[TextSpan]) -> NDArray[np.bool_]:
     """bool [tokens]: whether a token lies in one of the places, all of it. Places rise."""
     found = np.zeros(len(begins), np.bool_)
     for place in places:

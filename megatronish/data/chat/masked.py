@@ -83,7 +83,7 @@ class MaskedWriter:
             raise
 
     def add(self, tokens: NDArray[Any], mask: NDArray[np.bool_]) -> None:
-        """Add one sample."""
+        """Add one sample with its mask."""
         self._pair.add_document(tokens)
         data = mask.astype(np.uint8).tobytes()
         self._mask.file.write(data)

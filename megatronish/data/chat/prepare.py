@@ -37,7 +37,7 @@ class NothingToTrainError(UserError):
 
 
 @dataclass(frozen=True)
-class Line:
+class ChatLine:
     """A line with its place in its file: a record, or what is wrong with it."""
 
     where: str
@@ -119,7 +119,7 @@ def encode_file(path: Path, setup: ChatSetup, counts: ChatCounts, writer: Masked
         counts.date = setup.config.chat_date if encoder.template.reads_date else ""
 
 
-def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[Line]:
+def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[ChatLine]:
     """Records of a file. The first good line decides which format `auto` is; another one is a bad line."""
     for batch in read_batches(path, ()):
         for number, text in enumerate(batch.lines, batch.first_line):
@@ -132,9 +132,9 @@ def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[L
                 if found != counts.chat_format:
                     raise ValueError(f"it is of the format {found}, and the lines before it of {counts.chat_format}")
             except (ValueError, RecursionError) as error:
-                yield Line(f"{path}:{number}", ValueError(_sentence(error)))
+                yield ChatLine(f"{path}:{number}", ValueError(_sentence(error)))
                 continue
-            yield Line(f"{path}:{number}", record)
+            yield ChatLine(f"{path}:{number}", record)
 
 
 def _sentence(error: Exception) -> str:
