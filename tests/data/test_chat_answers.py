@@ -174,6 +174,13 @@ def test_a_template_that_no_way_can_follow_is_refused() -> None:
         encode(encoder(with_controls(IM), template), said("a", "b"))
 
 
+def test_marks_that_change_the_text_find_nothing() -> None:
+    """The template writes the length of the last content first, so marks change it and longer dialogues too."""
+    template = "{{ messages[-1]['content'] | length }}" + chatml()
+    with pytest.raises(UnclearError, match=r"message 2 .* cannot be said"):
+        encode(encoder(with_controls(IM), template), said("a", "first", "b", "second one"))
+
+
 def test_an_answer_at_the_beginning_is_found() -> None:
     tokenizer = with_controls(IM)
     record = {"messages": [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "x"}]}
