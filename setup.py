@@ -77,7 +77,7 @@ setup(
         "torch>=2.11",
         "numpy>=2.0",
         "einops>=0.8",
-        "Jinja2>=3.1",
+        "jinja2>=3.1",
         "sentencepiece>=0.2",
         "tokenizers>=0.20",
         "tensorboard>=2.16",

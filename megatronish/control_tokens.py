@@ -7,6 +7,7 @@ before every piece would change the tokens of a text that is cut; each token has
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,8 @@ from megatronish.errors import UserError
 
 PRIVATE = 0x100000
 """First character of the private names, in plane 16 of Unicode, which chat data must not use."""
+BARS = re.compile(r"<[|\uff5c].+[|\uff5c]>")
+"""Names that only control tokens have; DeepSeek writes full-width bars."""
 FILLER = chr(PRIVATE + 0xFFF0)
 
 
@@ -45,7 +48,10 @@ class ControlEncoder(Protocol):
 
 
 class HuggingFaceControls:
-    """Control tokens of a tokenizer of Hugging Face's library: its added tokens that are special.
+    """Control tokens of a tokenizer of Hugging Face's library: its added tokens that are special or named <|...|>.
+
+    Some tokenizers mark only a part of the tokens that their templates write as special. Others that are added, such as
+    <think>, are read wherever a text spells them, because contents of answers do.
 
     A copy of the tokenizer has private names for them, as long as their own, and so the whole text is tokenized at
     once: the private names are written at the places of control tokens, and no user can write them elsewhere.
@@ -56,7 +62,9 @@ class HuggingFaceControls:
     def __init__(self, model: tokenizers.Tokenizer, *, eos: str) -> None:
         added = model.get_added_tokens_decoder()
         self.names: Mapping[str, int] = {
-            token.content: number for number, token in added.items() if token.special and token.content
+            token.content: number
+            for number, token in added.items()
+            if token.content and (token.special or BARS.fullmatch(token.content))
         }
         self.eos = eos
         self.identity = hashlib.sha256(model.to_str().encode()).hexdigest()
@@ -89,8 +97,7 @@ def _renamed(model: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizer
     data: dict[str, Any] = json.loads(model.to_str())
     data |= {"post_processor": None, "truncation": None, "padding": None}
     for token in data["added_tokens"]:
-        if token["special"]:
-            token["content"] = names.get(token["content"], token["content"])
+        token["content"] = names.get(token["content"], token["content"])
     own, vocabulary = data["model"], data["model"]["vocab"]
     if isinstance(vocabulary, dict):
         own["vocab"] = {names.get(piece, piece): number for piece, number in vocabulary.items()}

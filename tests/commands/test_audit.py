@@ -1,5 +1,6 @@
 """Tests of `megatronish audit`: its numbers, the marked samples, and the page."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def test_trained_tokens_are_marked_and_the_page_has_them_too(
     assert "<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n\u27e6answer<|im_end|>\u27e7\n" in output
     assert "(one chat a row)" in output and "\033" not in output
     assert "<mark>answer&lt;|im_end|&gt;</mark>" in (tmp_path / "page.html").read_text()
+
+
+def test_trained_tokens_are_green_in_a_terminal(
+    chats: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(chats) == 0
+    assert "\033[32manswer<|im_end|>\033[0m" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

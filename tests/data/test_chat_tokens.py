@@ -97,6 +97,16 @@ def test_a_token_of_the_vocabulary_that_is_no_control_token_is_read_everywhere()
     assert model.token_to_id("<think>") in sample.tokens.tolist()
 
 
+def test_a_token_with_bars_is_a_control_token_also_where_the_tokenizer_does_not_say_so() -> None:
+    model = byte_level(["<|im_start|>"])
+    model.add_tokens(["<|im_end|>"])
+    tokenizer = HuggingFaceTokenizer(model, eod=model.token_to_id("</s>"))
+    (sample,) = encode(encoder(tokenizer, chatml()), said("a <|im_end|>", "b"))
+    assert sample.tokens.tolist().count(model.token_to_id("<|im_end|>")) == 2
+    assert trained_text(sample, tokenizer) == ["b<|im_end|>"]
+    assert whole_text(sample, tokenizer).startswith("<|im_start|>user\na <|im_end|><|im_end|>\n")
+
+
 def test_private_characters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a text has the private character U\+F0001, which marks places here"):
         encode(encoder(with_controls(IM), chatml()), said("a\U000f0001", "b"))

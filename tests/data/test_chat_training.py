@@ -175,10 +175,14 @@ def test_the_audit_is_printed_before_the_first_step_and_kept(folder: Path, tmp_p
 
 def test_other_chats_are_another_run(folder: Path, tmp_path: Path) -> None:
     train_on_ranks(tiny(tmp_path / "run", "--train-iters 1", data=flags(folder)))
-    changed = flags(folder).replace("0.6", "0.5")
-    found = call_main(tiny(tmp_path / "run", "--train-iters 2", data=changed))
-    assert found.status == 2
-    assert "the run in this folder was started with other settings: data.data_path was" in found.errors
+    for changed, name in (
+        (flags(folder).replace("0.6", "0.5"), "data.data_path was"),
+        (flags(folder, "--train-on last"), "chat.train_on was assistant and is last"),
+        (flags(folder, "--no-pack-samples"), "chat.pack_samples was True and is False"),
+    ):
+        found = call_main(tiny(tmp_path / "run", "--train-iters 2", data=changed))
+        assert found.status == 2
+        assert f"the run in this folder was started with other settings: {name}" in found.errors
 
 
 def test_what_is_wrong_with_chats_ends_a_run_with_one_sentence(folder: Path, tmp_path: Path) -> None:

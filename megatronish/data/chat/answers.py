@@ -75,7 +75,8 @@ class _AnswerSearch:
     def of(cls, template: ChatTemplate, chat: Conversation) -> "_AnswerSearch":
         text = template.render(chat.messages, chat.tools)
         contents = _contents_by_marks(template, chat, text)
-        generated = _generated(template.render_marked(chat.messages, chat.tools))
+        has_blocks = template.has_generation_blocks
+        generated = _generated(template.render_marked(chat.messages, chat.tools)) if has_blocks else []
         return cls(template, chat, text, template.control_places(text), contents, generated)
 
     def answer(self, number: int) -> TextSpan:
@@ -108,7 +109,8 @@ class _AnswerSearch:
         """
         messages, tools = self.chat.messages, self.chat.tools
         prompt = _rendered(self.template, messages[:number], tools, generation_prompt=True)
-        until = _rendered(self.template, messages[: number + 1], tools)
+        is_last = number + 1 == len(messages)
+        until = self.text if is_last else _rendered(self.template, messages[: number + 1], tools)
         begin = None if prompt is None or not self.text.startswith(prompt) else len(prompt)
         space = ""
         if prompt is not None and until is not None and until.startswith(prompt):

@@ -156,7 +156,7 @@ def runs_of(ids: Sequence[int], mask: Sequence[bool], tokenizer: Tokenizer, cont
             text = name * len(places)
         else:
             done = places[-1] + 1
-            longer = tokenizer.decode(list(ids[:done]))
+            longer = tokenizer.decode([token for token in ids[:done] if token not in names])
             text, texts = longer[len(texts) :], longer
         if found and found[-1].is_trained == is_trained:
             found[-1] = Run(found[-1].text + text, is_trained)

@@ -27,7 +27,11 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, name: str, controls: Sequence[str], variables: Mapping[str, str], date: str
     ) -> None:
-        self.name, self.source = name, source
+        self.name = name
+        self.has_generation_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        """Whether the template itself says what the model writes."""
+        self.reads_date = "strftime_now" in source
+        """Whether what it writes may depend on the date."""
         try:
             self._template = template_environment(date).from_string(source)
         except (jinja2.exceptions.TemplateSyntaxError, RecursionError) as error:
@@ -42,16 +46,6 @@ class ChatTemplate:
         characters = sorted({character for name in controls for character in name})
         self._shield = {ord(each): chr(SHIELD + number) for number, each in enumerate(characters)}
         self._unshield = {SHIELD + number: each for number, each in enumerate(characters)}
-
-    @property
-    def has_generation_blocks(self) -> bool:
-        """Whether the template itself says what the model writes."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
-
-    @property
-    def reads_date(self) -> bool:
-        """Whether what it writes may depend on the date."""
-        return "strftime_now" in self.source
 
     def shield(self, value: Any) -> Any:
         """A copy of messages or tools in which no text spells a control token. ValueError for a reserved character."""
