@@ -60,6 +60,8 @@ class HuggingFaceControls:
     bos: str | None = None
 
     def __init__(self, model: tokenizers.Tokenizer, *, eos: str) -> None:
+        model = tokenizers.Tokenizer.from_str(model.to_str())
+        model.add_special_tokens([eos])  # an ordinary piece of some vocabularies, whose number it keeps
         added = model.get_added_tokens_decoder()
         self.names: Mapping[str, int] = {
             token.content: number

@@ -107,6 +107,17 @@ def test_a_token_with_bars_is_a_control_token_also_where_the_tokenizer_does_not_
     assert whole_text(sample, tokenizer).startswith("<|im_start|>user\na <|im_end|><|im_end|>\n")
 
 
+def test_an_end_that_is_an_ordinary_piece_of_the_vocabulary_is_a_control_token() -> None:
+    model = byte_level(bos="<s>", eos="<s>")
+    vocabulary = {**model.get_vocab(with_added_tokens=False), "</s>": 256}
+    ordinary = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    ordinary.pre_tokenizer, ordinary.decoder = model.pre_tokenizer, model.decoder
+    tokenizer = HuggingFaceTokenizer(ordinary, eod=256)
+    made = encoder(tokenizer, built_in_template("plain"), bos="")
+    (sample,) = encode(made, said("</s>", "b"))
+    assert sample.tokens.tolist().count(256) == 1 and sample.ends == (256,)
+
+
 def test_private_characters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a text has the private character U\+F0001, which marks places here"):
         encode(encoder(with_controls(IM), chatml()), said("a\U000f0001", "b"))
