@@ -39,7 +39,7 @@ COMMANDS = {
 """A new command is a module in this folder and a line here."""
 
 TO_COME = {
-    "finetune": "megatronish pretrain --load-hf DIR, or --load DIR --finetune, trains further, --dataset-type chat on chats",
+    "finetune": "megatronish pretrain --load-hf DIR, or --load DIR --finetune, trains on text or chats",
     "chat": "megatronish generate --load DIR --prompt TEXT continues a text",
     "serve": "megatronish generate --load DIR --prompts-file FILE --output FILE answers many prompts",
     "plan": "megatronish pretrain --dry-run prints the expected memory of a layout",
