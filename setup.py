@@ -67,7 +67,9 @@ setup(
     license_expression="MIT",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatronish", "megatronish.*"]),
-    package_data={"megatronish": ["__init__.pyi", "py.typed", "ops/dropout.cpp"]},
+    package_data={
+        "megatronish": ["__init__.pyi", "py.typed", "ops/dropout.cpp", "data/chat/templates/*.jinja"],
+    },
     ext_modules=[Extension("megatronish.ops.kernels_cuda", sources=[])] if kernels_wanted else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     python_requires=">=3.11",
@@ -77,6 +79,7 @@ setup(
         "torch>=2.11",
         "numpy>=2.0",
         "einops>=0.8",
+        "jinja2>=3.1",
         "sentencepiece>=0.2",
         "tokenizers>=0.20",
         "tensorboard>=2.16",

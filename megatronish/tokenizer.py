@@ -19,6 +19,7 @@ import tokenizers
 
 from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.tokenizer_names import TokenizerType, tokenizer_type
+from megatronish.control_tokens import ByteControls, ControlEncoder, HuggingFaceControls, SentencePieceControls
 from megatronish.errors import UserError
 from megatronish.tiktoken_file import read_tiktoken
 
@@ -50,6 +51,13 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
 
+    def control_encoder(self) -> ControlEncoder:
+        """Encoder of texts with control tokens, for chats. UserError if the tokenizer has none."""
+        raise UserError(
+            f"a tokenizer of the kind {type(self).__name__} has no control tokens for chats; take another "
+            "--tokenizer-type"
+        )
+
 
 class BytesTokenizer(Tokenizer):
     """Bytes of UTF-8 as tokens; 256 ends a document."""
@@ -63,6 +71,9 @@ class BytesTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def control_encoder(self) -> ControlEncoder:
+        return ByteControls(eod=self.eod)
 
 
 class NullTokenizer(Tokenizer):
@@ -133,6 +144,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(token) for token in ids if token < self._own_size and token != self.eod]))
+
+    def control_encoder(self) -> ControlEncoder:
+        return SentencePieceControls(self._model)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -217,6 +231,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def control_encoder(self) -> ControlEncoder:
+        return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
 
 
 def _check_unicode(text: str) -> None:

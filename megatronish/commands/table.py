@@ -31,6 +31,7 @@ COMMANDS = {
     "collect-corpus": Command("data", "collect_corpus", "collect a small text corpus that every machine has"),
     "train-tokenizer": Command("data", "train_tokenizer", "train a SentencePiece tokenizer on JSON lines"),
     "preprocess": Command("data", "preprocess", "tokenize JSON lines into .bin/.idx files"),
+    "audit": Command("data", "audit", "print which tokens of chat data would be trained on"),
     "merge": Command("data", "merge", "join .bin/.idx files into one pair"),
     "generate": Command("models", "generate", "continue prompts with a trained model"),
     "evaluate": Command("models", "evaluate", "measure the perplexity of a trained model on a text"),

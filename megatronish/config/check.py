@@ -12,6 +12,7 @@ from megatronish.config.marks import REQUIRED
 from megatronish.config.model import ModelConfig
 from megatronish.config.rules import (
     adapter,
+    chat,
     cuda_graph,
     data,
     experts,
@@ -46,6 +47,7 @@ RULES = (
     *cuda_graph.RULES,
     *optimizer.WEIGHT_DECAY_RULES,
     *data.RULES,
+    *chat.RULES,
     *run.CHECKPOINT_RULES,
     *adapter.RULES,
     *plugins.RULES,

@@ -34,7 +34,7 @@ class DataConfig:
     mock_data: bool = False
     """Train on made-up tokens that can be learned; needs no file and no tokenizer."""
     dataset_type: Annotated[str, NamedIn(DATASET_NAMES), tyro.conf.arg(metavar=in_braces(DATASET_NAMES))] = "pretrain"
-    """What the data paths hold: pretrain reads .bin/.idx pairs; a plug-in's kind may read other files, or none."""
+    """What the data paths hold: pretrain reads .bin/.idx pairs, chat JSON lines; a plug-in's kind what it likes."""
     dataset_args: tuple[str, ...] = ()
     """Options of a plug-in's kind of data sets: option=value ..."""
     data_cache_path: str | None = None
@@ -70,6 +70,11 @@ class DataConfig:
     def needs_path(self) -> bool:
         """Whether its kind of data sets reads the data paths in any case."""
         return not self.mock_data and DATASET_NAMES[self.dataset_type].needs_path
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether samples hold documents that do not see each other."""
+        return self.reset_attention_mask or (self.dataset_type == "chat" and not self.mock_data)
 
 
 def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:

@@ -61,7 +61,7 @@ OPTIMIZER_NAMES: dict[str, OptimizerChoice] = {
 OBJECTIVE_NAMES: dict[str, Choice] = {"causal_lm": Choice()}
 """Objectives of --objective."""
 
-DATASET_NAMES: dict[str, DatasetChoice] = {"pretrain": DatasetChoice()}
+DATASET_NAMES: dict[str, DatasetChoice] = {"pretrain": DatasetChoice(), "chat": DatasetChoice()}
 """Kinds of data sets of --dataset-type."""
 
 HOOK_NAMES: dict[str, Choice] = {}

@@ -139,7 +139,7 @@ def _activations(config: Config, device: DeviceType) -> Activations:
         device=device,
         embedding_bytes=_embedding_bytes(config.model, element_bytes, device),
         bias_bytes=0 if is_ring else _bias_bytes(config, element_bytes),
-        shares_bias=not config.data.reset_attention_mask,
+        shares_bias=not config.data.packs_documents,
         routed_over=layout.tp // parallel.expert_layout.etp,
     )
 
@@ -171,7 +171,7 @@ def _bias_bytes(config: Config, element_bytes: int) -> int:
     model, training = config.model, config.training
     if model.position_embedding_type != "alibi":
         return 0
-    samples = 1 if config.data.reset_attention_mask else training.micro_batch_size
+    samples = 1 if config.data.packs_documents else training.micro_batch_size
     heads = model.num_attention_heads // config.layout.tp
     return heads * training.seq_length * element_bytes // samples
 

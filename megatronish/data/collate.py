@@ -40,6 +40,10 @@ class Collator:
 
     def __call__(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
         """B samples of S + 1 tokens -> [B, S] tensors on the CPU."""
+        mixed = [sample.dataset_ids for sample in samples if sample.dataset_ids is not None]
+        assert len(mixed) in (0, len(samples)), (
+            "some samples of a batch tell the data sets of their tokens, some do not"
+        )
         packed = self.reset_attention_mask or any(sample.document_ids is not None for sample in samples)
         return MicroBatch(
             tokens=_stack([sample.tokens[:-1] for sample in samples]),
@@ -48,6 +52,7 @@ class Collator:
             position_ids=_stack([self._position_ids(sample) for sample in samples]),
             sample_ids=torch.tensor(sample_ids),
             document_ids=_stack([self._document_ids(sample) for sample in samples]) if packed else None,
+            dataset_ids=_stack([ids[1:] for ids in mixed]) if mixed else None,
         )
 
     def _loss_mask(self, sample: Sample) -> NDArray[np.bool_]:

@@ -10,8 +10,10 @@ from typing import TypeVar
 from megatronish.config.data import DataConfig, parse_blend, parse_split, split_part
 from megatronish.config.names import DATASET_NAMES, options_of
 from megatronish.data.blend import PERIOD, Blend
+from megatronish.data.chat.dataset import open_chats
+from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.mock import open_mock_samples
-from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, OpenDataset
+from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
 from megatronish.data.samples import TooSmallError, open_gpt_samples
 from megatronish.errors import UserError
 
@@ -19,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = (0.0, 1.0)
-DATASETS: dict[str, Callable[..., Dataset]] = {"pretrain": open_gpt_samples, "mock": open_mock_samples}
+DATASETS: dict[str, Callable[..., Dataset]] = {
+    "pretrain": open_gpt_samples,
+    "chat": open_chats,
+    "mock": open_mock_samples,
+}
 """Functions that open data sets, each an `OpenDataset`: by the names of --dataset-type, and for --mock-data.
 
 Keyword arguments are the options of the name in `DATASET_NAMES`. A new kind is one line in both tables. Files other
@@ -69,6 +75,8 @@ class _Reader:
         members = [self.open(_source(name, path, part), self.settings) for _, path in pairs]
         if len(members) == 1:
             return members[0]
+        if isinstance(members[0], MixingDataset):
+            return members[0].mixed(members, [weight for weight, _ in pairs], name=name)
         weights = [
             float(member.num_samples or 0) if weight is None else weight
             for member, (weight, _) in zip(members, pairs, strict=True)
@@ -101,10 +109,15 @@ class _Reader:
         return {"validation": self.blend(paths, name="validation", part=part)}
 
 
-def build_datasets(data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int) -> DatasetSplits:
-    """Open all data sets that `data` asks for. UserError with a remedy for what cannot be read."""
+def build_datasets(
+    data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int, chats: ChatSetup | None = None
+) -> DatasetSplits:
+    """Open all data sets that `data` asks for; those of the kind chat need `chats`.
+
+    UserError with a remedy for what cannot be read.
+    """
     settings = DatasetSettings(
-        seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path
+        seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path, chats=chats
     )
     read = _Reader(open_dataset_of(data), settings)
     if data.mock_data or not (data.needs_path or data.data_path or data.train_data_path):

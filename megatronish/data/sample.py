@@ -4,12 +4,14 @@ A new kind of data set is one file with a class that has the members of `Dataset
 (`OpenDataset`), and one line in the table `DATASETS` of data/datasets.py; or a plug-in (docs/PLUGINS.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatronish.data.chat.setup import ChatSetup
 
 
 @dataclass(frozen=True)
@@ -23,16 +25,21 @@ class Sample:
     `document_ids[i]` is the document of token i; ids do not fall along the sample. A token attends to its own document
     alone, position ids start at 0 in each, and the first token of a document is never predicted. None: documents are
     what end-of-document tokens end, and --reset-attention-mask, --reset-position-ids say what that changes.
+
+    `dataset_ids[i]` is the number of the data set that token i is from, where a sample mixes several whose losses are
+    reported one by one.
     """
 
     tokens: NDArray[np.int64]  # [S + 1]
     loss_mask: NDArray[np.bool_] | None = None  # [S + 1]
     document_ids: NDArray[np.int64] | None = None  # [S + 1]
+    dataset_ids: NDArray[np.int64] | None = None  # [S + 1]
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape
         assert len(shape) == 1, f"tokens of a sample are one row, not {shape}"
         assert self.loss_mask is None or self.loss_mask.shape == shape, f"{self.loss_mask.shape} is not {shape}"
+        assert self.dataset_ids is None or self.dataset_ids.shape == shape, f"{self.dataset_ids.shape} is not {shape}"
         if self.document_ids is not None:
             assert self.document_ids.shape == shape, f"{self.document_ids.shape} is not {shape}"
             assert (np.diff(self.document_ids) >= 0).all(), "document ids fall along a sample"
@@ -53,6 +60,14 @@ class Dataset(Protocol):
         """Sample of any index >= 0, a function of the index alone: ranks read in different orders."""
 
 
+@runtime_checkable
+class MixingDataset(Protocol):
+    """A data set that mixes itself with others of its kind, other than by whole samples: before they are packed."""
+
+    def mixed(self, members: Sequence[Dataset], weights: Sequence[float | None], /, *, name: str) -> Dataset:
+        """Data set of all members, this one first; a weight of None is the size of a member."""
+
+
 @dataclass(frozen=True)
 class DatasetSettings:
     """Settings that all data sets of a run share."""
@@ -62,6 +77,7 @@ class DatasetSettings:
     vocab_size: int
     eod: int
     cache_path: str | None = None
+    chats: ChatSetup | None = None
 
 
 class DatasetSource(NamedTuple):

@@ -85,7 +85,6 @@ class DecodingBatch:
             position_ids=(columns[first_column:] - begin).clamp(min=0),
             sample_ids=torch.arange(len(rows)),
             document_ids=(columns >= begin).long() if any(self.begins) else None,
-            counted=0,
             cache=self.cache,
         )
 

@@ -1,7 +1,7 @@
 """Micro-batch: the tensors that data hands to the model for one forward pass."""
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class MicroBatch:
     packed into one sample must not attend to each other.
 
     `num_loss_tokens` is counted when a micro-batch is made, on the CPU: to count on a GPU would wait for the GPU.
-    Copies carry the number along (`counted`).
+    Copies have the number of what they are copies of.
     """
 
     tokens: Tensor  # int64 [B, S]
@@ -25,13 +25,13 @@ class MicroBatch:
     position_ids: Tensor  # int64 [B, S]
     sample_ids: Tensor  # int64 [B]
     document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
-    counted: InitVar[int | None] = None
+    dataset_ids: Tensor | None = None  # int64 [B, S], the data set of each label, where losses are reported for each
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""
 
-    def __post_init__(self, counted: int | None) -> None:
-        assert counted is not None or self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
-        object.__setattr__(self, "num_loss_tokens", int(self.loss_mask.sum()) if counted is None else counted)
+    def __post_init__(self) -> None:
+        assert self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
+        object.__setattr__(self, "num_loss_tokens", int(self.loss_mask.sum()))
 
     def at(self, places: Tensor) -> "MicroBatch":
         """The micro-batch of a cp rank that holds these places [s] of the sequence; its loss tokens are counted again.
@@ -48,6 +48,7 @@ class MicroBatch:
             labels=cut(self.labels),
             loss_mask=cut(self.loss_mask),
             position_ids=cut(self.position_ids),
+            dataset_ids=None if self.dataset_ids is None else cut(self.dataset_ids),
         )
         return part.pinned() if self.tokens.is_pinned() else part
 
@@ -79,13 +80,7 @@ class MicroBatch:
         return [tensor for tensor in tensors if tensor is not None]
 
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        return replace(
-            self,
-            tokens=copy(self.tokens),
-            labels=copy(self.labels),
-            loss_mask=copy(self.loss_mask),
-            position_ids=copy(self.position_ids),
-            sample_ids=copy(self.sample_ids),
-            document_ids=None if self.document_ids is None else copy(self.document_ids),
-            counted=self.num_loss_tokens,
-        )
+        found = object.__new__(type(self))  # not made by `replace`, which would count again
+        for name, value in vars(self).items():
+            object.__setattr__(found, name, copy(value) if isinstance(value, Tensor) else value)
+        return found

@@ -5,6 +5,7 @@ what backward starts from, and says by what the sums of a step are divided. Sums
 data ranks, and are divided once: so no layout changes them (a mean of means would be another number).
 """
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -14,6 +15,9 @@ from megatronish.model.batch import MicroBatch
 
 Sums = dict[str, Tensor]
 """Scalars that add up over micro-batches and ranks, by name."""
+
+Metrics = dict[str, float]
+"""Sums of a step over all ranks, divided by its weight, by name."""
 
 LOSS = "loss"
 
@@ -49,3 +53,18 @@ class LogitsObjective(Protocol):
         The sums, and so their gradients, are the same on all ranks of tp.
         """
         ...
+
+
+@runtime_checkable
+class ReportingObjective(Protocol):
+    """An objective whose sums are not reported as they are: `reported` makes the metrics of a step of them."""
+
+    def reported(self, metrics: Metrics) -> Metrics:
+        """Metrics of a step, of its divided sums."""
+        ...
+
+
+def metrics_of(objective: Objective | LogitsObjective, sums: Mapping[str, float], *, weight: int) -> Metrics:
+    """Metrics of a step from its sums over all ranks and their divisor."""
+    divided = {name: value / max(weight, 1) for name, value in sums.items()}
+    return objective.reported(divided) if isinstance(objective, ReportingObjective) else divided

@@ -15,7 +15,7 @@ from megatronish.attention.zigzag import places_of
 from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
+from megatronish.objectives.objective import LOSS, LogitsObjective, Objective, metrics_of
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
@@ -104,7 +104,7 @@ class Engine:
         mesh, counted, shapes = self.mesh, self.data_parallel.counted_gradients(), self.balancing.shapes
         norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device)
         totals = reduce_sums(sums, votes(), norm, objective=self.objective.names, model=shapes, mesh=mesh)
-        metrics = {name: value / max(weight, 1) for name, value in totals.objective.items()}
+        metrics = metrics_of(self.objective, totals.objective, weight=weight)
         metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
         grad_norm = totals.norm / scale
         origin = self.balancing.not_finite(sums, totals.model, mesh)

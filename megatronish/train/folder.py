@@ -36,7 +36,10 @@ FIXED = (
     "adapter.use_rslora",
 )
 TOLD_BY_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size")
-NAMES_OF_DATA = ("data.data_path", "data.train_data_path", "data.split", "data.mock_data")
+NAMES_OF_DATA = (
+    *("data.data_path", "data.train_data_path", "data.split", "data.mock_data", "data.dataset_type"),
+    *("chat.chat_format", "chat.chat_template", "chat.chat_date", "chat.train_on", "chat.pack_samples"),
+)
 
 
 def make_writable(folder: Path, *, flag: str) -> None:

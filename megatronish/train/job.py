@@ -10,6 +10,8 @@ from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.costs.devices import peak_tflops
 from megatronish.costs.flops import model_flops_per_token
+from megatronish.data.chat.dataset import ChatDataset
+from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.collate import Collator
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
@@ -17,6 +19,9 @@ from megatronish.data.sample import Dataset
 from megatronish.errors import RunError
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
+from megatronish.objectives.objective import LogitsObjective, Objective
+from megatronish.objectives.per_dataset import PerDataset
+from megatronish.objectives.table import objective_of
 from megatronish.optim.batch_size import BatchSizeSchedule, batch_sizes_of
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.tokenizer import Tokenizer, build_tokenizer
@@ -47,6 +52,7 @@ class TrainingJob:
             seed=config.training.seed,
             vocab_size=vocab_size,
             eod=tokenizer.eod,
+            chats=ChatSetup.of(config.chat, config.data, tokenizer),
         )
         return cls(config, mesh, tokenizer, vocab_size, datasets)
 
@@ -101,10 +107,18 @@ class TrainingJob:
             peak_tflops=config.log.peak_tflops_per_device or peak_tflops(self.device_name, config.training.precision),
         )
 
+    @property
+    def objective(self) -> Objective | LogitsObjective:
+        """The objective of the config; of mixed chats it reports the loss of each file, too."""
+        objective, data = objective_of(self.config.training), self.datasets.train
+        if not isinstance(data, ChatDataset) or len(data.names) < 2 or isinstance(objective, LogitsObjective):
+            return objective
+        return PerDataset(objective, data.names)
+
     def build_engine(self) -> Engine:
         """Engine with this rank's part of the model, initialised."""
         try:
-            return build_engine(self.config, self.mesh, vocab_size=self.vocab_size)
+            return build_engine(self.config, self.mesh, vocab_size=self.vocab_size, objective=self.objective)
         except RuntimeError as error:
             if "allocate" not in str(error):
                 raise

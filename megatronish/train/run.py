@@ -22,6 +22,7 @@ from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.pipeline.replayed import own_stream
 from megatronish.tokenizer import encode_prompt
+from megatronish.train.chat_audit import report_chats
 from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
@@ -99,6 +100,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
     say(opening)
+    report_chats(job, say)
     engine = job.build_engine()
     progress, origin, hook_states, schedule, base = begin(job, engine, say)
     num_steps = job.num_steps(progress)

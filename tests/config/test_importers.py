@@ -338,7 +338,7 @@ def test_axolotl_lists_templates_answers_checkpoints_and_plugins(tmp_path: Path)
         "plugins": ["axolotl.integrations.liger.LigerPlugin"],
     }
     found = from_axolotl(values, folder=tmp_path)
-    assert "answers only is not there yet" in found.left_out["train_on_inputs"]
+    assert "--dataset-type chat counts answers only" in found.left_out["train_on_inputs"]
     assert found.left_out["datasets[0].type"].startswith("alpaca: a prompt template is not applied")
     assert "datasets[3].type" in found.left_out
     for key in ("datasets[1].type", "datasets[2].type", "pretraining_dataset[0].type"):

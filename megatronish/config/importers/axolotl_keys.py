@@ -8,7 +8,9 @@ FUSED = dropped("which kernels are used is decided at run time")
 EPOCHS = dropped("lengths are in steps; use --train-iters, --eval-interval and --save-interval")
 LORA = dropped("LoRA is not there yet: all weights are trained")
 QUANTISED = dropped("weights are not quantised: the model is trained in the precision of the run")
-DIALOGUE = dropped("fine-tuning on dialogues is not there yet; text is trained on as it is")
+CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
+PREFERENCES = dropped("learning from preferences is not there yet")
+FITTING = dropped("chats are packed, and one that is longer than a row is cut")
 HUB = dropped("nothing is uploaded or downloaded")
 NOT_THERE = dropped("it is not there")
 DATA = dropped("make .bin/.idx files with tools/preprocess_data.py, and name them with --data-path")
@@ -18,7 +20,7 @@ RESUME = dropped(
     "it is a Hugging Face folder, which --load cannot read; convert it with megatronish convert --from hf "
     "--to megatronish, and name the new folder with --load"
 )
-EVERY_TOKEN = "the loss counts every token; fine-tuning on answers only is not there yet"
+EVERY_TOKEN = "the loss of texts counts every token; that of --dataset-type chat counts answers only"
 
 RULES: dict[str, Rule] = {
     "base_model": field("load_hf"),
@@ -52,12 +54,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("adapter", "peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), LORA),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq", "bnb_config_kwargs", "quantization"), QUANTISED),
     **dict.fromkeys(
-        (
-            *("chat_template", "train_on_inputs", "rl", "trl", "group_by_length", "excess_length_strategy"),
-            *("roles_to_train", "train_on_eos", "chat_template_jinja", "dpo_beta", "reward_model"),
-        ),
-        DIALOGUE,
+        ("chat_template", "chat_template_jinja", "train_on_inputs", "roles_to_train", "train_on_eos"), CHATS
     ),
+    **dict.fromkeys(("rl", "trl", "dpo_beta", "reward_model"), PREFERENCES),
+    **dict.fromkeys(("group_by_length", "excess_length_strategy"), FITTING),
     **dict.fromkeys(
         (
             *("base_model_config", "model_type", "tokenizer_type", "tokenizer_config", "trust_remote_code"),

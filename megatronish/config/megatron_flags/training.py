@@ -34,8 +34,8 @@ LOOP: dict[str, Known] = {
     "skip-train-iteration-range": refused("every step is taken; leave it out", None),
     "phase-transition-iterations": refused("one blend of data lasts for the whole run; leave it out", None),
     "freeze-all-layers": refused("a model without a layer that learns trains nothing; leave it out"),
-    "sft": refused("fine-tuning on dialogues is not there yet; --finetune takes weights, and trains on text"),
-    "sft-tokenizer-prompt-format": idle("it belongs to --sft, which is not there", 1),
+    "sft": refused("use --dataset-type chat, which trains on chats; --finetune takes weights"),
+    "sft-tokenizer-prompt-format": idle("it belongs to --sft; --chat-template names a template here", 1),
     "adlr-autoresume": idle("SIGTERM always saves and leaves, SIGUSR1 saves"),
     "adlr-autoresume-interval": idle("SIGTERM always saves and leaves, SIGUSR1 saves", 1),
     # removed or renamed by Megatron-LM itself

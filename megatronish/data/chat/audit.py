@@ -1,0 +1,165 @@
+"""Audit of chat data: what is trained on, in numbers and in three samples with the trained tokens marked.
+
+It is printed before the first step and kept in the run's folder, because what goes wrong with chats raises no error: a
+loss on the prompt, answers cut before their end, lines that are dropped.
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatronish.control_tokens import ControlEncoder
+from megatronish.data.chat.counts import MOST_TOLD
+from megatronish.data.chat.dataset import ChatDataset, ChatFile
+from megatronish.data.chat.setup import ChatSetup
+from megatronish.tokenizer import Tokenizer
+
+NUM_SHOWN = 3
+LONGEST_SHOWN = 600  # characters of a run of tokens in a terminal
+GREEN, PLAIN = "\033[32m", "\033[0m"
+STYLE = "body{font-family:sans-serif;margin:2em}pre{white-space:pre-wrap;border:1px solid #ccc;padding:1em}"
+STYLE += "mark{background:#b7f0b1}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Text of neighbouring tokens that are all trained, or all not."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample for a reader: where it is from, and its text in runs."""
+
+    source: str
+    runs: list[Run]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Numbers as lines of text, bad lines, and samples."""
+
+    lines: list[str]
+    bad_lines: list[str]
+    samples: list[ShownSample]
+
+    @classmethod
+    def of(cls, data: ChatDataset, setup: ChatSetup) -> "Audit":
+        """The audit of a data set that was opened with this setup."""
+        lines = [
+            line
+            for name, file in zip(data.names, data.files, strict=True)
+            for line in _file_lines(name, file, train_on=setup.config.train_on)
+        ]
+        length = data.settings.seq_length
+        kind = "packed" if data.settings.pack else "one chat a row"
+        lines.append(f"rows: {data.num_samples:,} of {length:,} tokens, {100 * data.filled:.1f} % filled ({kind})")
+        bad = [each for file in data.files for each in file.counts.told]
+        shown = _shown(data.files, setup.tokenizer, setup.controls)
+        return cls(lines, bad[:MOST_TOLD], shown)
+
+    def text(self, *, colour: bool = False, whole: bool = True) -> str:
+        """The audit as text: trained tokens in green, or between two brackets; long runs shortened unless `whole`."""
+        begin, end = (GREEN, PLAIN) if colour else ("\u27e6", "\u27e7")
+        parts = ["chat data:", *self.lines]
+        if self.bad_lines:
+            parts += ["bad lines, the first:", *(f"  {each}" for each in self.bad_lines)]
+        marked = "in green" if colour else f"between {begin} and {end}"
+        for number, sample in enumerate(self.samples, 1):
+            text = "".join(
+                f"{begin}{_short(run.text, whole)}{end}" if run.is_trained else _short(run.text, whole)
+                for run in sample.runs
+            )
+            parts += [f"--- sample {number} of {sample.source}, trained tokens {marked}:", text]
+        return "\n".join([*parts, "---"])
+
+    def html(self) -> str:
+        """The audit as a page."""
+        samples = [
+            f"<h2>sample {number} of {html.escape(sample.source)}</h2>\n<pre>{_marked(sample.runs)}</pre>"
+            for number, sample in enumerate(self.samples, 1)
+        ]
+        numbers = html.escape("\n".join([*self.lines, *self.bad_lines]))
+        return (
+            f'<!doctype html>\n<meta charset="utf-8">\n<title>chat data</title>\n<style>{STYLE}</style>\n'
+            f"<h1>Chat data</h1>\n<pre>{numbers}</pre>\n<p><mark>Marked</mark> tokens are trained.</p>\n"
+            + "\n".join(samples)
+            + "\n"
+        )
+
+
+def _file_lines(name: str, file: ChatFile, *, train_on: str) -> Iterator[str]:
+    counts, fit = file.counts, file.fit
+    template = f", chat template {counts.template}" if counts.template else ""
+    date = f" of the date {counts.date}" if counts.date else ""
+    yield f"{name}: {counts.records:,} lines, format {counts.chat_format}{template}{date}, trained on: {train_on}"
+    split = f", {counts.split:,} lines gave one for each answer" if counts.split else ""
+    part = f", of which {fit.num_samples:,} are in this part" if fit.num_samples != counts.samples else ""
+    yield f"  samples          {counts.samples:,}{part}{split}"
+    yield f"  tokens           {fit.tokens:,}, longest sample {counts.longest:,}"
+    yield f"  trained tokens   {fit.trained:,} ({_percent(fit.trained, fit.tokens)})"
+    lost = f", {fit.lost_end:,} lost the end of an answer" if fit.cut else ""
+    yield f"  cut off          {fit.cut:,} ({_percent(fit.cut, fit.num_samples)}){lost}"
+    dropped = fit.dropped + counts.untrained
+    yield f"  dropped samples  {dropped:,}: {fit.dropped:,} too long, {counts.untrained:,} without a trained token"
+    reasons = "".join(f"; {number:,}: {reason}" for reason, number in sorted(counts.bad.items()))
+    yield f"  bad lines        {counts.num_bad:,}{reasons}"
+    ends = ", ".join(f"{name} in {number:,} samples" for name, number in sorted(counts.ends.items()))
+    yield f"  answers end with {ends or 'no token that is known, as every token is trained'}"
+    yield f"  double BOS       {counts.double_bos:,}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"
+
+
+def _short(text: str, whole: bool) -> str:
+    """The text, or its beginning and end with the number of characters that are left out between."""
+    if whole or len(text) <= LONGEST_SHOWN:
+        return text
+    half = LONGEST_SHOWN // 2
+    return f"{text[:half]}[{len(text) - 2 * half:,} characters]{text[-half:]}"
+
+
+def _marked(runs: Sequence[Run]) -> str:
+    texts = [(html.escape(run.text), run.is_trained) for run in runs]
+    return "".join(f"<mark>{text}</mark>" if is_trained else text for text, is_trained in texts)
+
+
+def _shown(files: Sequence[ChatFile], tokenizer: Tokenizer, controls: ControlEncoder) -> list[ShownSample]:
+    """Samples from the beginning of the shuffled order, from each file in turn."""
+    found = []
+    for number in range(max(NUM_SHOWN, len(files)) if len(files) > 1 else min(NUM_SHOWN, files[0].num_samples)):
+        file = files[number % len(files)]
+        place = file.take(number // len(files))
+        runs = runs_of(file.tokens(place).tolist(), file.mask(place).tolist(), tokenizer, controls)
+        found.append(ShownSample(file.path.name, runs))
+    return found
+
+
+def runs_of(ids: Sequence[int], mask: Sequence[bool], tokenizer: Tokenizer, controls: ControlEncoder) -> list[Run]:
+    """Text of tokens in runs; a control token is shown by its name.
+
+    What a tokenizer drops at the beginning of a text, the space before a word, is kept within: a run is what a longer
+    beginning of the text adds.
+    """
+    names = {number: name for name, number in controls.names.items()}
+    found: list[Run] = []
+    texts, done = "", 0
+    groups = groupby(range(len(ids)), key=lambda place: (bool(mask[place]), names.get(ids[place])))
+    for (is_trained, name), members in groups:
+        places = list(members)
+        if name is not None:
+            text = name * len(places)
+        else:
+            done = places[-1] + 1
+            longer = tokenizer.decode([token for token in ids[:done] if token not in names])
+            text, texts = longer[len(texts) :], longer
+        if found and found[-1].is_trained == is_trained:
+            found[-1] = Run(found[-1].text + text, is_trained)
+        else:
+            found.append(Run(text, is_trained))
+    return found

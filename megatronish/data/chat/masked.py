@@ -1,0 +1,109 @@
+"""Masked tokens: a .bin/.idx pair with `<prefix>.mask`, whether each token is trained, and `<prefix>.json`, the counts.
+
+`.mask` is, little endian: 8 bytes magic "MSHMASK1", 32 bytes SHA-256 of the .idx, uint32 CRC-32 of the rest, and a byte
+for each token, 1 where it is trained. The .json is written last: where it is, the others are whole. A sample is a
+document.
+"""
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronish.data.indexed import IndexedTokens, IndexedWriter
+from megatronish.errors import UserError
+from megatronish.files import AtomicFile
+
+MAGIC = b"MSHMASK1"
+HEADER = struct.Struct("<8s32sI")
+
+
+def mask_path(prefix: Path) -> Path:
+    """Path of the mask next to a pair."""
+    return Path(f"{prefix}.mask")
+
+
+def counts_path(prefix: Path) -> Path:
+    """Path of the counts next to a pair, the file that is written last."""
+    return Path(f"{prefix}.json")
+
+
+class MaskedTokens:
+    """Memory-mapped tokens and their mask. UserError if a file is missing, damaged or of another pair."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.file = IndexedTokens(prefix)
+        path = mask_path(prefix)
+        head = path.read_bytes()[: HEADER.size] if path.is_file() else b""
+        if len(head) < HEADER.size or path.stat().st_size != HEADER.size + self.file.num_tokens:
+            raise UserError(f"{path} is missing or truncated; remove {prefix}.* so that it is made again")
+        magic, identity, checksum = HEADER.unpack(head)
+        mask = np.memmap(path, np.uint8, "r", HEADER.size) if self.file.num_tokens else np.empty(0, np.uint8)
+        if magic != MAGIC or identity.hex() != self.file.identity or zlib.crc32(mask.data) != checksum:
+            raise UserError(f"{path} is damaged or of another .idx; remove {prefix}.* so that it is made again")
+        self._mask = mask
+        self._starts = self.file.document_starts()
+        self.checksum = checksum
+        self.counts: dict[str, Any] = json.loads(counts_path(prefix).read_text())
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        """Hashes of lengths, tokens and mask."""
+        return self.file.identity, self.file.content, self.checksum
+
+    def __len__(self) -> int:
+        return self.file.num_documents
+
+    def tokens(self, document: int) -> NDArray[Any]:
+        """Tokens of one sample, a view of the file."""
+        return self.file.document(document)
+
+    def mask(self, document: int) -> NDArray[np.bool_]:
+        """Whether each token of the sample is trained, a view of the file."""
+        return self._mask[self._starts[document] : self._starts[document + 1]].view(np.bool_)
+
+
+class MaskedWriter:
+    """Writer of masked tokens, as a context: finished at the end, or nothing is left after an exception."""
+
+    def __init__(self, prefix: Path, *, dtype: np.dtype[Any]) -> None:
+        self.prefix = prefix
+        self._mask = AtomicFile(mask_path(prefix))
+        self._checksum = 0
+        try:
+            self._pair = IndexedWriter(prefix, dtype=dtype)
+            self._mask.file.write(bytes(HEADER.size))
+        except BaseException:
+            self._mask.discard()
+            raise
+
+    def add(self, tokens: NDArray[Any], mask: NDArray[np.bool_]) -> None:
+        """Add one sample with its mask."""
+        self._pair.add_document(tokens)
+        data = mask.astype(np.uint8).tobytes()
+        self._mask.file.write(data)
+        self._checksum = zlib.crc32(data, self._checksum)
+
+    def finish(self, counts: dict[str, Any]) -> None:
+        """Give the files their names, that of the counts last."""
+        self._pair.finalize()
+        identity = bytes.fromhex(IndexedTokens(self.prefix).identity)
+        self._mask.file.seek(0)
+        self._mask.file.write(HEADER.pack(MAGIC, identity, self._checksum))
+        self._mask.commit()
+        with AtomicFile(counts_path(self.prefix)) as file:
+            file.file.write((json.dumps(counts, indent=1) + "\n").encode())
+
+    def __enter__(self) -> "MaskedWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pair.discard()
+        self._mask.discard()

@@ -1,0 +1,164 @@
+"""Preparation of chats: a file of conversations to masked tokens in a cache, made once for equal data and settings.
+
+The name in the cache is a hash of all that determines the samples: the bytes of the file, the template, the tokenizer,
+the options. So changed data are encoded again, and nothing old is ever read for them.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatronish.config.chat import ChatConfig
+from megatronish.data.chat.conversation import Conversation, PlainText
+from megatronish.data.chat.counts import ChatCounts
+from megatronish.data.chat.encoder import ChatEncoder
+from megatronish.data.chat.formats import read_record
+from megatronish.data.chat.masked import MaskedTokens, MaskedWriter, counts_path
+from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.indexed import token_dtype
+from megatronish.data.inputs import is_parquet
+from megatronish.data.readers import read_batches
+from megatronish.errors import UserError
+from megatronish.files import one_builder
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "megatronish chats 1"
+MOST_BAD = 0.5
+"""With a larger part of bad lines, the format or the template is wrong."""
+
+
+class NothingToTrainError(UserError):
+    """UserError: a file of chats has no trained token."""
+
+
+@dataclass(frozen=True)
+class ChatLine:
+    """A line with its place in its file: a record, or what is wrong with it."""
+
+    where: str
+    record: Conversation | PlainText | ValueError
+
+
+def prepared(path: Path, setup: ChatSetup, *, cache: Path | None) -> MaskedTokens:
+    """Masked tokens of a file, from the cache or made now; other processes that want the same wait.
+
+    UserError with file and line if more than half of its lines are bad, or if it has nothing to train on.
+    """
+    if not path.is_file():
+        raise UserError(f"--data-path {path} does not exist; name a file of chats, as JSON lines")
+    if is_parquet(path):
+        raise UserError(f"--data-path {path} is Parquet; write its rows as JSON lines (pandas: to_json(lines=True))")
+    folder = cache or path.parent / "cache"
+    prefix = folder / f"{path.name}-{_key(path, setup)[:32]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_builder(prefix):
+            if not counts_path(prefix).is_file():
+                _build(path, setup, prefix)
+    except OSError as error:
+        raise UserError(
+            f"the tokens of {path} cannot be kept in {folder}: {error.strerror}; name another folder with "
+            "--data-cache-path"
+        ) from error
+    return MaskedTokens(prefix)
+
+
+def _key(path: Path, setup: ChatSetup) -> str:
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(repr((FORMAT, content, setup.identity)).encode()).hexdigest()
+
+
+def _build(path: Path, setup: ChatSetup, prefix: Path) -> None:
+    counts = ChatCounts()
+    dtype = token_dtype(max(setup.vocab_size, 1))
+    with MaskedWriter(prefix, dtype=dtype) as writer:
+        encode_file(path, setup, counts, writer)
+        check(path, counts)
+        writer.finish(counts.as_json())
+
+
+def encode_file(path: Path, setup: ChatSetup, counts: ChatCounts, writer: MaskedWriter) -> None:
+    """Write all samples of a file, and count what becomes of its lines."""
+    encoder: ChatEncoder | None = None
+    names = {number: name for name, number in setup.controls.names.items()}
+    bos = setup.controls.names.get(setup.bos)
+    for line in read_lines(path, setup.config, counts):
+        try:
+            if isinstance(line.record, ValueError):
+                raise line.record
+            if encoder is None or (encoder.template is None and isinstance(line.record, Conversation)):
+                encoder = setup.encoder(for_chats=isinstance(line.record, Conversation))
+            samples = encoder.encode(line.record)
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            counts.add_bad(line.where, error)
+            continue
+        counts.split += len(samples) > 1
+        for sample in samples:
+            if bos is not None and sample.tokens[:2].tolist() == [bos, bos]:
+                counts.double_bos += 1
+                counts.told.append(f"{line.where}: the sample begins with two {setup.bos}")
+            if not sample.mask[1:].any():
+                counts.untrained += 1
+                continue
+            writer.add(sample.tokens, sample.mask)
+            counts.samples += 1
+            counts.tokens += len(sample.tokens)
+            counts.trained += int(np.count_nonzero(sample.mask[1:]))
+            counts.longest = max(counts.longest, len(sample.tokens))
+            counts.add_ends([names[token] for token in sample.ends])
+    if encoder is not None and encoder.template is not None:
+        counts.template = encoder.template.name
+        counts.date = setup.config.chat_date if encoder.template.reads_date else ""
+
+
+def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[ChatLine]:
+    """Records of a file. The first good line decides which format `auto` is; another one is a bad line."""
+    for batch in read_batches(path, ()):
+        for number, text in enumerate(batch.lines, batch.first_line):
+            if not text.strip():
+                continue
+            counts.records += 1
+            try:
+                found, record = read_record(text, format_name=config.chat_format)
+                counts.chat_format = counts.chat_format or found
+                if found != counts.chat_format:
+                    raise ValueError(f"it is of the format {found}, and the lines before it of {counts.chat_format}")
+            except (ValueError, RecursionError) as error:
+                yield ChatLine(f"{path}:{number}", ValueError(_sentence(error)))
+                continue
+            yield ChatLine(f"{path}:{number}", record)
+
+
+def _sentence(error: Exception) -> str:
+    is_json = type(error) is not ValueError
+    return f"the line is no JSON that can be read ({error})" if is_json else str(error)
+
+
+def check(path: Path, counts: ChatCounts) -> None:
+    """UserError for a file of which nothing, or less than half, can be trained on."""
+    if counts.records == 0:
+        raise NothingToTrainError(f"--data-path {path} is empty; write a chat as a JSON object on each line")
+    if counts.num_bad > MOST_BAD * counts.records:
+        raise UserError(
+            f"{counts.num_bad:,} of {counts.records:,} lines of {path} cannot be trained on, more than half; the "
+            f"first: {counts.told[0]}"
+        )
+    if counts.double_bos:
+        told = next(each for each in counts.told if "begins with two" in each)
+        raise UserError(
+            f"{counts.double_bos:,} samples begin with two tokens that begin a text; {told}: the chat template writes "
+            "it twice; correct it, or name another with --chat-template"
+        )
+    if counts.samples == 0:
+        raise NothingToTrainError(
+            f"{path} has no trained token in its {counts.records:,} lines; look at `train` and `weight` of its "
+            "messages, or use --train-on all"
+        )

@@ -1,0 +1,90 @@
+"""Sandbox of chat templates: Jinja as model authors expect it, which can neither read nor change anything else.
+
+A template comes with a model and is code of strangers. It sees the messages and nothing else, cannot change them, and
+cannot make values that fill the memory. The date of today is the one that the run names: with the true one, tokens
+would change overnight.
+"""
+
+import datetime
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+LARGEST_PRODUCT = 1_000_000  # characters of a text, elements of a list, or bits of a power
+GENERATION_MARKS = ("\U000ff000", "\U000ff001")
+"""Characters around what a {% generation %} block writes."""
+
+
+class GenerationBlocks(Extension):
+    """{% generation %} ... {% endgeneration %}, around what the model writes."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Block whose text is marked at both ends."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        begin, end = GENERATION_MARKS
+        return f"{begin}{caller()}{end}"
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Sandboxed environment in which no product or power is larger than LARGEST_PRODUCT."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Value of an operation whose size is bounded."""
+        size = (
+            _size(left, right) if operator == "*" else abs(right) * abs(left).bit_length() if _ints(left, right) else 0
+        )
+        if size > LARGEST_PRODUCT:
+            raise jinja2.exceptions.SecurityError(f"a value of size {size:,} is not allowed")
+        return super().call_binop(context, operator, left, right)
+
+
+def _ints(*values: Any) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _size(left: Any, right: Any) -> int:
+    """Length of the product of a sequence and a number; 0 for a product of numbers."""
+    for sequence, number in ((left, right), (right, left)):
+        if isinstance(sequence, str | list | tuple) and isinstance(number, int):
+            return len(sequence) * number
+    return 0
+
+
+def template_environment(date: str) -> ImmutableSandboxedEnvironment:
+    """Environment with what templates of Hugging Face's models may use; `date` is today's, YYYY-MM-DD."""
+    environment = TemplateSandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols], autoescape=False
+    )
+    today = datetime.datetime.fromisoformat(date)
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": today.strftime}
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without escapes of HTML, which Jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> str:
+    raise jinja2.exceptions.TemplateError(message)

@@ -1,0 +1,129 @@
+"""Setup of chat data: the tokenizer's control tokens, the chosen template, and the options, from a run's config."""
+
+import datetime
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatronish.config.chat import ChatConfig
+from megatronish.config.data import DataConfig
+from megatronish.control_tokens import ControlEncoder
+from megatronish.data.chat.builtin import BUILT_IN, built_in_template
+from megatronish.data.chat.encoder import ChatEncoder
+from megatronish.data.chat.model_files import ModelTemplates, read_model_templates, read_template
+from megatronish.data.chat.template import ChatTemplate
+from megatronish.errors import UserError
+from megatronish.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChatSetup:
+    """All that turns chats into tokens. `folder` holds the tokenizer's files, if it has any."""
+
+    config: ChatConfig
+    tokenizer: Tokenizer
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, config: ChatConfig, data: DataConfig, tokenizer: Tokenizer) -> "ChatSetup":
+        """The setup that a config asks for."""
+        if data.tokenizer_model is None:
+            return cls(config, tokenizer)
+        path = Path(data.tokenizer_model)
+        return cls(config, tokenizer, path if path.is_dir() else path.parent)
+
+    def __post_init__(self) -> None:
+        try:
+            datetime.date.fromisoformat(self.config.chat_date)
+        except ValueError as error:
+            raise UserError(
+                f"--chat-date {self.config.chat_date} is no date ({error}); write it as 2024-07-26"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    @cached_property
+    def controls(self) -> ControlEncoder:
+        """Encoder of texts with control tokens."""
+        return self.tokenizer.control_encoder()
+
+    @cached_property
+    def files(self) -> ModelTemplates:
+        """What the tokenizer's files say."""
+        return ModelTemplates({}, {}) if self.folder is None else read_model_templates(self.folder)
+
+    @property
+    def bos(self) -> str:
+        """Name of the token that begins a text; empty if there is none."""
+        return self.files.tokens.get("bos_token") or self.controls.bos or ""
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """Names of special tokens that templates may use."""
+        return {"bos_token": self.bos, "eos_token": self.controls.eos, **self.files.tokens}
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of all that determines the samples of given data."""
+        config = self.config
+        options = (config.chat_format, config.train_on, config.chat_date, sorted(self.variables.items()))
+        _, source = self._named_source() or ("", "")
+        return hashlib.sha256(repr((options, source, self.controls.identity)).encode()).hexdigest()
+
+    def encoder(self, *, for_chats: bool) -> ChatEncoder:
+        """Encoder of conversations, or of plain texts alone, which need no template."""
+        return ChatEncoder(
+            self.controls,
+            self.template() if for_chats else None,
+            train_on=self.config.train_on,
+            beginning=self._beginning(),
+        )
+
+    def template(self) -> ChatTemplate:
+        """The chosen template, or the model's own; UserError if there is none."""
+        found = self._named_source()
+        if found is None:
+            raise UserError(
+                f"the tokenizer{f' in {self.folder}' if self.folder else ''} has no chat template; name one with "
+                f"--chat-template: {', '.join(BUILT_IN)}, or a .jinja file"
+            )
+        name, source = found
+        return ChatTemplate(
+            source,
+            name=name,
+            controls=list(self.controls.names),
+            variables=self.variables,
+            date=self.config.chat_date,
+        )
+
+    def _named_source(self) -> tuple[str, str] | None:
+        """Name and text of the template; None if none is named and the model has none."""
+        name, own = self.config.chat_template, self.files.sources
+        if name is None:
+            if own and "default" not in own:
+                raise UserError(
+                    f"the model in {self.folder} has several chat templates; name one with --chat-template: "
+                    f"{', '.join(own)}"
+                )
+            return (f"of {self.folder}", own["default"]) if own else None
+        if name in own:
+            return f"{name} of {self.folder}", own[name]
+        if name in BUILT_IN:
+            return name, built_in_template(name)
+        if "/" in name or name.endswith(".jinja"):
+            return name, read_template(Path(name))
+        raise UserError(
+            f"--chat-template {name} is not known; name one of {', '.join([*own, *BUILT_IN])}, or a .jinja file"
+        )
+
+    def _beginning(self) -> list[int]:
+        """Tokens that the tokenizer itself puts before a text."""
+        marked, plain = self.tokenizer.encode_marked("a"), self.tokenizer.encode("a")
+        for start in range(len(marked) - len(plain) + 1):
+            if marked[start : start + len(plain)] == plain:
+                return marked[:start]
+        return []

@@ -1,0 +1,99 @@
+"""Chat template: messages to text, by the model's own Jinja template or a built-in one, and who wrote what in it.
+
+Control tokens that a message spells stay text: before rendering, their names in the data are replaced by characters of
+the same number in plane 15 of Unicode (`shield`), so every name of a control token in the rendered text is the
+template's own. Rendered texts stay shielded until they are tokenized; replacing back moves no place.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from megatronish.data.chat.conversation import Message
+from megatronish.data.chat.sandbox import GENERATION_MARKS, template_environment
+from megatronish.errors import UserError
+
+SHIELD = 0xF0000
+MARKS = 0xF1000
+LARGEST_MARK = 0xFE000
+RESERVED = re.compile("[\U000f0000-\U0010ffff]")
+
+
+class ChatTemplate:
+    """Template of a tokenizer's control tokens. `variables` are names like bos_token that it may use."""
+
+    def __init__(
+        self, source: str, *, name: str, controls: Sequence[str], variables: Mapping[str, str], date: str
+    ) -> None:
+        self.name = name
+        self.has_generation_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        """Whether the template itself says what the model writes."""
+        self.reads_date = "strftime_now" in source
+        """Whether what it writes may depend on the date."""
+        try:
+            self._template = template_environment(date).from_string(source)
+        except (jinja2.exceptions.TemplateSyntaxError, RecursionError) as error:
+            line = f" in line {error.lineno}" if isinstance(error, jinja2.exceptions.TemplateSyntaxError) else ""
+            raise UserError(
+                f"the chat template {name} is no Jinja template: {error}{line}; correct it, or name another with "
+                "--chat-template"
+            ) from error
+        self._variables = dict(variables)
+        longest_first = sorted(controls, key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        characters = sorted({character for name in controls for character in name})
+        self._shield = {ord(each): chr(SHIELD + number) for number, each in enumerate(characters)}
+        self._unshield = {SHIELD + number: each for number, each in enumerate(characters)}
+
+    def shield(self, value: Any) -> Any:
+        """A copy of messages or tools in which no text spells a control token. ValueError for a reserved character."""
+        if isinstance(value, str):
+            if (found := RESERVED.search(value)) is not None:
+                raise ValueError(
+                    f"a text has the private character U+{ord(found[0]):X}, which marks places here; remove it"
+                )
+            return self._controls.sub(lambda match: match[0].translate(self._shield), value)
+        if isinstance(value, list | tuple):
+            return [self.shield(each) for each in value]
+        if isinstance(value, dict):
+            return {self.shield(name): self.shield(each) for name, each in value.items()}
+        return value
+
+    def unshield(self, text: str) -> str:
+        """The text as the data have it."""
+        return text.translate(self._unshield)
+
+    def control_places(self, text: str) -> list[tuple[int, int]]:
+        """Places of the control tokens that the template wrote, in a shielded text."""
+        return [match.span() for match in self._controls.finditer(text)]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False) -> str:
+        """Text of shielded messages; ValueError, a sentence, if the template cannot write them."""
+        return _without_generation_marks(self.render_marked(messages, tools, generation_prompt=generation_prompt))
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False
+    ) -> str:
+        """The same with GENERATION_MARKS around what {% generation %} blocks write."""
+        try:
+            return self._template.render(
+                **self._variables,
+                messages=list(messages),
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+            )
+        except jinja2.exceptions.TemplateError as error:
+            raise ValueError(f"the chat template {self.name} refuses it: {error}") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(
+                f"the chat template {self.name} cannot write it: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _without_generation_marks(text: str) -> str:
+    for mark in GENERATION_MARKS:
+        text = text.replace(mark, "")
+    return text

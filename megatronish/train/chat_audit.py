@@ -1,0 +1,21 @@
+"""Audit of a run's chat data: printed before the first step, and kept in the run folder as text and as a page."""
+
+import sys
+from collections.abc import Callable
+
+from megatronish.data.chat.audit import Audit
+from megatronish.data.chat.dataset import ChatDataset
+from megatronish.data.chat.setup import ChatSetup
+from megatronish.train.job import TrainingJob
+
+
+def report_chats(job: TrainingJob, say: Callable[[str], object]) -> None:
+    """Print and keep the audit, on the main rank of a run that trains on chats; else nothing."""
+    config, data = job.config, job.datasets.train
+    if not job.mesh.is_main or not isinstance(data, ChatDataset):
+        return
+    audit = Audit.of(data, ChatSetup.of(config.chat, config.data, job.tokenizer))
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "audit.txt").write_text(audit.text() + "\n", encoding="utf-8")
+    (config.run_dir / "audit.html").write_text(audit.html(), encoding="utf-8")
+    say(audit.text(colour=sys.stdout.isatty(), whole=False))
