@@ -45,8 +45,11 @@ template <typename T, bool kAdds>
 __global__ void __launch_bounds__(RowTeam::kThreads) add_rows(const Hidden<T> p) {
   const int64_t r = RowTeam::row();
   if (r >= p.shape.num_rows) return;
-  uint32_t row = mixed_with(static_cast<uint32_t>(p.drop.keys[0]), p.shape.samples[r % p.shape.num_samples]);
-  row = mixed_with(mixed_with(row, p.shape.positions[r / p.shape.num_samples]), p.drop.keys[1]);
+  // Rows are below 2^32 (`over`): a GPU divides 64 bits by a subroutine.
+  const uint32_t number = static_cast<uint32_t>(r), position = number / static_cast<uint32_t>(p.shape.num_samples);
+  const uint32_t sample = number - position * static_cast<uint32_t>(p.shape.num_samples);
+  uint32_t row = mixed_with(static_cast<uint32_t>(p.drop.keys[0]), p.shape.samples[sample]);
+  row = mixed_with(mixed_with(row, p.shape.positions[position]), p.drop.keys[1]);
   const int columns = p.shape.columns;
   const T *x = p.x + r * columns, *residual = kAdds ? p.residual + r * columns : x;
   T* out = p.out + r * columns;
@@ -82,14 +85,16 @@ struct ScoreRow {
   __device__ __forceinline__ ScoreRow(const ScoreTile& p, const Drop& drop, int64_t row) {
     // A team without a row takes part in its reductions, with no key.
     const bool exists = row < p.num_rows;
-    const int64_t r = exists ? row : 0, sample = r / p.queries / p.heads, head = r / p.queries % p.heads;
-    query = p.first_query + r % p.queries;
+    const uint32_t r = exists ? static_cast<uint32_t>(row) : 0, queries = static_cast<uint32_t>(p.queries);
+    const uint32_t heads = static_cast<uint32_t>(p.heads), of_head = r / queries;
+    const uint32_t sample = of_head / heads, head = of_head - sample * heads;
+    query = p.first_query + (r - of_head * queries);
     hash = mixed_with(static_cast<uint32_t>(drop.keys[0]), p.samples[sample]);
     hash = mixed_with(mixed_with(mixed_with(hash, p.first_head + head), query), drop.keys[1]);
     const int64_t end = query + 1 - p.first_key;
     to = exists ? static_cast<int>(end < 0 ? 0 : end < p.keys ? end : p.keys) : 0;
     from = static_cast<int>(end - p.window < 0 ? 0 : end - p.window < to ? end - p.window : to);
-    const int64_t* of_sample = p.documents == nullptr ? nullptr : p.documents + sample * p.seq_length;
+    const int64_t* of_sample = p.documents == nullptr ? nullptr : p.documents + int64_t{sample} * p.seq_length;
     mine = of_sample == nullptr ? 0 : of_sample[query];
     documents = of_sample == nullptr ? nullptr : of_sample + p.first_key;
     slope = p.slopes == nullptr ? 0.0f : p.slopes[head];
@@ -104,10 +109,15 @@ struct ScoreRow {
   }
 };
 
+// Blocks of a multiprocessor that registers must suffice for: 1536 threads of short rows. Without a number the compiler
+// for SM 100 counts on all 2048, and spills.
+template <typename Team>
+constexpr int kBlocks = Team::kThreads < 1024 ? 1536 / Team::kThreads : 1;
+
 // Three times over a row, which is in a cache after the first; a thread has the same keys each time.
 template <typename Team>
-__global__ void __launch_bounds__(Team::kThreads) forward(float* all_scores, float* lse, const ScoreTile p,
-                                                          const Drop drop) {
+__global__ void __launch_bounds__(Team::kThreads, kBlocks<Team>) forward(float* all_scores, float* lse,
+                                                                         const ScoreTile p, const Drop drop) {
   const int64_t r = Team::row();
   const ScoreRow row(p, drop, r);
   float* scores = all_scores + r * p.keys;
@@ -135,8 +145,9 @@ __global__ void __launch_bounds__(Team::kThreads) forward(float* all_scores, flo
 }
 
 template <typename Team>
-__global__ void __launch_bounds__(Team::kThreads) backward(float* all_scores, float* all_grads, const float* lse,
-                                                           const float* means, const ScoreTile p, const Drop drop) {
+__global__ void __launch_bounds__(Team::kThreads, kBlocks<Team>) backward(float* all_scores, float* all_grads,
+                                                                          const float* lse, const float* means,
+                                                                          const ScoreTile p, const Drop drop) {
   const int64_t r = Team::row();
   if (r >= p.num_rows) return;
   const ScoreRow row(p, drop, r);
@@ -158,7 +169,7 @@ __global__ void __launch_bounds__(Team::kThreads) backward(float* all_scores, fl
 template <typename Team>
 Launch over(int64_t rows, int threads, Stream stream) {
   const int64_t blocks = divide_up(rows, static_cast<int64_t>(Team::kRows));
-  if (blocks > INT32_MAX) throw std::runtime_error("dropout of " + std::to_string(rows) + " rows");
+  if (rows > INT32_MAX) throw std::runtime_error("dropout of " + std::to_string(rows) + " rows");
   return {static_cast<unsigned>(blocks), static_cast<unsigned>(threads), stream};
 }
 
