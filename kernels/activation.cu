@@ -165,10 +165,10 @@ __global__ void __launch_bounds__(kThreads) forward(const Forward<T> p) {
   }
 }
 
-// Registers must suffice for 768 threads of a multiprocessor. Without a number the compiler for SM 100 counts on 1024, and
+// Registers must suffice for 512 threads of a multiprocessor. Without a number the compiler for SM 100 counts on 1024, and
 // spills.
 template <typename Function, typename T, int kColumns>
-__global__ void __launch_bounds__(kThreads, 768 / kThreads) backward(const ActivationBackward<T> p) {
+__global__ void __launch_bounds__(kThreads, 512 / kThreads) backward(const ActivationBackward<T> p) {
   constexpr int kInputs = Function::kInputs, kAtOnce = kTogether / (kInputs + 1);
   using Inputs = Piece<T, kColumns, kInputs>;
   const Tile<kColumns> tile(p.shape.columns);
