@@ -17,14 +17,15 @@ SITES = ("embedding", "attention", "attention_output", "mlp_output", "jitter", "
 class LayerDropout:
     """Dropout masks and routers' random values of one layer, whatever the layout and what was drawn before.
 
-    `keys` [SITES, 2] are those of the streams (streams.py) that `names` and a site name. `all_positions` [S/cp] are
-    those of all tp ranks together.
+    `keys` [sites, 2] are those of the streams (streams.py) that `names` and a site of `sites` name. `all_positions`
+    [S/cp] are those of all tp ranks together.
     """
 
     names: tuple[str | int, ...]
     sample_ids: Tensor  # int64 [B], global
     keys: Tensor
     all_positions: Tensor | None = None
+    sites: tuple[str, ...] = SITES
 
     def hidden(self, x: Tensor, *, site: str, positions: Tensor, rate: float, residual: Tensor | None = None) -> Tensor:
         """[s, B, D] -> [s, B, D]: `positions` [s] are those that x holds, under sequence parallelism a part of all.
@@ -51,23 +52,33 @@ class LayerDropout:
         return uniform(self._keys_of(site), places=(self.sample_ids, positions.unsqueeze(-1)), columns=columns)
 
     def _keys_of(self, site: str) -> Tensor:
-        if site in SITES:
-            return self.keys[SITES.index(site)]
+        if site in self.sites:
+            return self.keys[self.sites.index(site)]
         # A site that only its block knows: its keys are made where they are asked for.
         return mask_keys([(*self.names, site)], device=self.keys.device)[0]
 
 
 class Dropout:
-    """Dropout and random values of one forward pass, by layer; the embedding's are those of layer 0."""
+    """Dropout and random values of one forward pass, by layer; the embedding's are those of layer 0.
+
+    `more_sites` are those of the adapters of a layer.
+    """
 
     def __init__(
-        self, seed: int, step: int, sample_ids: Tensor, *, layers: Sequence[int], all_positions: Tensor | None = None
+        self,
+        seed: int,
+        step: int,
+        sample_ids: Tensor,
+        *,
+        layers: Sequence[int],
+        all_positions: Tensor | None = None,
+        more_sites: Sequence[str] = (),
     ) -> None:
-        streams = [(seed, "dropout", step, layer) for layer in layers]
-        keys = mask_keys(((*names, site) for names in streams for site in SITES), device=sample_ids.device)
+        streams, sites = [(seed, "dropout", step, layer) for layer in layers], (*SITES, *more_sites)
+        keys = mask_keys(((*names, site) for names in streams for site in sites), device=sample_ids.device)
         self._layers = {
-            layer: LayerDropout(names, sample_ids, of_layer, all_positions)
-            for layer, names, of_layer in zip(layers, streams, keys.split(len(SITES)), strict=True)
+            layer: LayerDropout(names, sample_ids, of_layer, all_positions, sites)
+            for layer, names, of_layer in zip(layers, streams, keys.split(len(sites)), strict=True)
         }
 
     def of_layer(self, layer: int) -> LayerDropout:

@@ -11,6 +11,7 @@ from megatronish.layers.experts import StackedLinear
 from megatronish.layers.ia3 import ColumnIA3, GroupedIA3, RowIA3
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.lora import ColumnLoRA, GroupedLoRA, LoRASettings, RowLoRA
+from megatronish.model.gpt import GPT
 
 DEFAULT = "default"
 
@@ -21,6 +22,11 @@ class Target(NamedTuple):
     name: str
     layer: LinearLayer
     sections: tuple[str, ...]
+
+    @property
+    def site(self) -> str:
+        """Name of its dropout masks within the transformer layer: layers.0.mlp.fc1 -> lora.mlp.fc1."""
+        return "lora." + self.name.split(".", 2)[2]
 
 
 def targets_of(model: nn.Module, config: AdapterConfig) -> Iterator[Target]:
@@ -33,11 +39,15 @@ def targets_of(model: nn.Module, config: AdapterConfig) -> Iterator[Target]:
                 yield Target(name, layer, sections)
 
 
-def add_adapters(model: nn.Module, config: AdapterConfig, *, name: str = DEFAULT) -> None:
+def add_adapters(model: GPT, config: AdapterConfig, *, name: str = DEFAULT) -> None:
     """Give the chosen layers of this stage adapters of this name, uninitialised, and apply them."""
+    sites: dict[str, None] = dict.fromkeys(model.adapter_sites)
     for target in list(targets_of(model, config)):
         target.layer.adapters[name] = make_adapter(target, config)
         target.layer.active_adapter = name
+        if config.lora_dropout > 0:
+            sites |= dict.fromkeys(f"{target.site}.{section}" for section in target.sections)
+    model.adapter_sites = tuple(sites)
 
 
 def make_adapter(target: Target, config: AdapterConfig) -> nn.Module:
@@ -50,10 +60,9 @@ def make_adapter(target: Target, config: AdapterConfig) -> nn.Module:
     settings = LoRASettings(config.lora_rank, config.lora_alpha, config.lora_dropout, config.use_rslora)
     if isinstance(layer, StackedLinear):
         return GroupedLoRA(layer, sections, settings)
-    site = "lora." + target.name.split(".", 2)[2]  # layers.0.mlp.fc1 -> lora.mlp.fc1: the layer is in the mask's name
     if isinstance(layer, ColumnParallelLinear):
-        return ColumnLoRA(layer, sections, settings, site=site)
-    return RowLoRA(_row(layer), settings, site=site)
+        return ColumnLoRA(layer, sections, settings, site=target.site)
+    return RowLoRA(_row(layer), settings, site=target.site)
 
 
 def _row(layer: LinearLayer) -> RowParallelLinear:

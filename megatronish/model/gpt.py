@@ -102,6 +102,7 @@ class GPT(nn.Module):
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
         self.masks = CausalMasks()
+        self.adapter_sites: tuple[str, ...] = ()  # at which adapters drop their inputs: adapters.py adds them
         if self.is_first or (self.is_last and config.tied):
             self.embedding = self._make_embedding(num_positions)
         core = self.execution.core_attention()
@@ -204,7 +205,9 @@ class GPT(nn.Module):
         layers, cp, tokens = sorted({0, *self.chunks[chunk].layers}), self.execution.cp, batch.tokens
         positions = places_of(tokens.shape[1] * cp.size, cp.rank, cp.size, device=tokens.device)
         seed = self.execution.dropout_seed
-        return Dropout(seed, step, batch.sample_ids, layers=layers, all_positions=positions)
+        return Dropout(
+            seed, step, batch.sample_ids, layers=layers, all_positions=positions, more_sites=self.adapter_sites
+        )
 
     def _learns(self, layers: Sequence[str]) -> bool:
         return any(parameter.requires_grad for layer in layers for parameter in self.layers[layer].parameters())

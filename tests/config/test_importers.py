@@ -252,8 +252,7 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
     for line in (
         "#   base_model: NousResearch/Llama-3.2-1B is not a folder here; download it, and add --load-hf FOLDER",
         "#   datasets: make .bin/.idx files with tools/preprocess_data.py",
-        "#   adapter: LoRA is not there yet",
-        "#   lora_r: LoRA is not there yet",
+        "#   adapter: add --adapter-type lora with --load-hf FOLDER, and lora_* as flags (lora here)",
         "#   optimizer: adamw_8bit: optimizer states are in fp32",
         "#   num_epochs: lengths are in steps",
         "#   flash_attention: which kernels are used is decided at run time",
@@ -261,6 +260,19 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
         "#   wandb_watch: W&B reads its other settings from its environment",
     ):
         assert line in text
+
+
+def test_lora_of_axolotl_becomes_adapters_of_a_local_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    values = {"base_model": "model", "adapter": "lora", "lora_r": 8, "lora_alpha": "16", "lora_dropout": 0.05}
+    more = {"lora_target_modules": ["q_proj", "v_proj"], "peft_use_rslora": True}
+    found = from_axolotl({**values, **more}, folder=tmp_path)
+    assert {name: found.settings[name] for name in ("adapter_type", "lora_rank", "lora_alpha", "lora_dropout")} == {
+        **{"adapter_type": "lora", "lora_rank": 8, "lora_alpha": 16.0, "lora_dropout": 0.05}
+    }
+    assert (found.settings["adapter_targets"], found.settings["use_rslora"]) == (("q_proj", "v_proj"), True)
+    quantised = from_axolotl({**values, "adapter": "qlora", "lora_target_linear": True}, folder=tmp_path)
+    assert "adapter_targets" not in quantised.settings and "not quantised" in quantised.left_out["adapter"]
 
 
 def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_path: Path) -> None:

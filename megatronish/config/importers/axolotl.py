@@ -14,8 +14,16 @@ from megatronish.errors import UserError
 _OWN = (
     *("optimizer", "lr_scheduler", "cosine_min_lr_ratio", "bf16", "fp16", "bfloat16", "float16", "sample_packing"),
     *("gradient_accumulation_steps", "batch_size", "gradient_checkpointing", "val_set_size", "deepspeed", "fsdp"),
-    *("fsdp_config", "fsdp_version", "eval_steps", "save_steps"),
+    *("fsdp_config", "fsdp_version", "eval_steps", "save_steps", "adapter", "lora_target_linear"),
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_use_rslora", "loraplus_lr_ratio"),
 )
+_OF_LORA = {
+    "lora_r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "peft_use_rslora": "use_rslora",
+    "loraplus_lr_ratio": "loraplus_lr_ratio",
+}
 
 
 def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = None) -> Imported:
@@ -27,6 +35,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     rest = {key: value for key, value in values.items() if key not in _OWN and value is not False}
     apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
     _model(found, folder)
+    _adapter(found, values)
     _templates(found, values)
     _batch(found, values, dp)
     _optimizer(found, values)
@@ -53,6 +62,28 @@ def _model(found: Imported, folder: Path) -> None:
         found.set("load_hf", str(here))
     elif name is not None:
         found.leave_out("base_model", f"{name} is not a folder here; download it, and add --load-hf FOLDER")
+
+
+def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
+    """LoRA of the model to start from."""
+    kind = values.get("adapter")
+    if not kind:
+        return
+    if kind not in ("lora", "qlora"):
+        found.leave_out("adapter", f"{kind} is not there; there are lora and ia3, for --adapter-type")
+        return
+    if kind == "qlora":
+        found.leave_out("adapter", "qlora: the frozen model is not quantised, it stays in the precision of the run")
+    if "load_hf" not in found.settings:
+        found.leave_out("adapter", f"add --adapter-type lora with --load-hf FOLDER, and lora_* as flags ({kind} here)")
+        return
+    found.set("adapter_type", "lora")
+    for key, name in _OF_LORA.items():
+        if values.get(key) is not None:
+            found.set(name, values[key] if name == "use_rslora" else number(values, key))
+    targets = values.get("lora_target_modules")
+    if isinstance(targets, list) and not values.get("lora_target_linear"):
+        found.set("adapter_targets", tuple(map(str, targets)))
 
 
 def _templates(found: Imported, values: Mapping[str, Any]) -> None:

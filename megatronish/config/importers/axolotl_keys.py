@@ -6,7 +6,7 @@ CHECKPOINTS = dropped("every checkpoint loads in every layout")
 SPEED = dropped("it changes speed and memory alone")
 FUSED = dropped("which kernels are used is decided at run time")
 EPOCHS = dropped("lengths are in steps; use --train-iters, --eval-interval and --save-interval")
-LORA = dropped("LoRA is not there yet: all weights are trained")
+LORA = dropped("it is not there for adapters")
 QUANTISED = dropped("weights are not quantised: the model is trained in the precision of the run")
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
 PREFERENCES = dropped("learning from preferences is not there yet")
@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
     "wandb_entity": field("wandb_entity"),
     **dict.fromkeys(("num_epochs", "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), EPOCHS),
     **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), DATA),
-    **dict.fromkeys(("adapter", "peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), LORA),
+    **dict.fromkeys(("peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), LORA),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq", "bnb_config_kwargs", "quantization"), QUANTISED),
     **dict.fromkeys(
         ("chat_template", "chat_template_jinja", "train_on_inputs", "roles_to_train", "train_on_eos"), CHATS
