@@ -14,6 +14,7 @@ import pytest
 from paths import ROOT
 from plugged import EXAMPLES, forgotten
 
+from megatronish.commands.finetune import with_start
 from megatronish.commands.main import run as run_command
 from megatronish.commands.table import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.config.config import Config
@@ -96,25 +97,30 @@ def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
     assert not [words for words in COMMANDS if words[0] not in known]
     # tests/test_tutorial.py runs awk
     scripts = [words for words in COMMANDS if words[0] not in ("make", "awk") and "pip" not in words[:2]]
-    checked = of_script("pretrain_gpt") + of_script("tools/") + of_script("examples/") + of_command()
+    training_scripts = of_script("pretrain_gpt") + of_script("finetune_gpt")
+    checked = training_scripts + of_script("tools/") + of_script("examples/") + of_command()
     builds = of_script("setup")  # tests/kernels/test_kernels_build.py
     assert len(scripts) == len(checked + builds)
     assert not [words for words in of_command() if words[0] not in {*COMMANDS_OF_MEGATRONISH, "--version"}]
 
 
+TRAINING = ("pretrain_gpt.py", "finetune_gpt.py", "pretrain", "finetune")
+
+
 def training() -> list[list[str]]:
-    """The commands that train, by the script or by `megatronish pretrain`."""
-    return [words for words in COMMANDS if {"pretrain_gpt.py", "pretrain"} & set(words) and words[0] != "make"]
+    """The commands that train, by a script or by `megatronish pretrain` or `finetune`."""
+    return [words for words in COMMANDS if {*TRAINING} & set(words) and words[0] != "make"]
 
 
 @pytest.mark.parametrize("words", training(), ids=" ".join)
 def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     problems: list[str] = []
-    program = "pretrain_gpt.py" if "pretrain_gpt.py" in words else "pretrain"
+    place = next(number for number, word in enumerate(words) if word in TRAINING)
+    flags = with_start(words[place + 1 :]) if words[place].startswith("finetune") else words[place + 1 :]
     try:
         with forgotten():
-            read_config(words[words.index(program) + 1 :], world_size=world_size(words), read_start=read_start)
+            read_config(flags, world_size=world_size(words), read_start=read_start)
     except ConfigError as error:
         problems = error.problems
     assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here

@@ -1,12 +1,17 @@
 """Ending of a command: the exit status and the sentence for whatever ended it."""
 
 import sys
+import time
 from collections.abc import Callable
 
 from megatronish.config.plugins import naming_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.place import Place, place_from_environment
+
+SECONDS_OF_MAIN = 3.0
+"""After a user error the other ranks stay so long: a launcher that sees one of them end would end rank 0 too, which may
+not have printed the sentence yet."""
 
 
 def exit_status(work: Callable[[], int], *, prefix: str = "") -> int:
@@ -45,6 +50,8 @@ def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
         if is_main(place):
             print(error, file=sys.stderr, flush=True)
         report_to_torchrun(str(error))
+        if not is_main(place):
+            time.sleep(SECONDS_OF_MAIN)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
