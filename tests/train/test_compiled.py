@@ -32,7 +32,13 @@ LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
     "zb-h1, recomputation": (Layout(pp=2), {"family": "llama", "schedule": "zb-h1", "recompute": "uniform"}),
     "ZeRO-3": (Layout(dp=2), {"family": "gpt2", "zero": 3}),
 }
-
+MORE_LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
+    "1f1b, tp": (Layout(tp=2, pp=2), {"family": "gpt2", "schedule": "1f1b"}),
+    "interleaved": (Layout(pp=2), {"family": "qwen", "schedule": "interleaved"}),
+    "zb-v, ZeRO-1": (Layout(dp=2, pp=2), {"family": "llama", "schedule": "zb-v", "zero": 1}),
+    "ZeRO-2, all-to-all over cp": (Layout(dp=2, cp=2), {"family": "llama", "zero": 2, "cp_comm_type": "a2a"}),
+    "documents, recomputation by blocks": (Layout(tp=2), {"family": "bloom", "documents": True, "recompute": "block"}),
+}
 
 BY_INDUCTOR = ("one process", "tp, sequence parallel")
 
@@ -52,6 +58,13 @@ def case(layout: Layout, others: Chosen, *, backend: str = "aot_eager") -> tuple
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_ranks_train_what_one_eager_process_trains(name: str, request: pytest.FixtureRequest) -> None:
     assert_equal_to_serial(*case(*LAYOUTS[name], backend=backend_of(name, request)))
+
+
+@pytest.mark.parametrize("name", MORE_LAYOUTS)
+def test_more_compiled_layouts(name: str, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--all-layouts"):
+        pytest.skip("one of the long sweeps: --all-layouts")
+    assert_equal_to_serial(*case(*MORE_LAYOUTS[name]))
 
 
 def test_compiled_experts_train_what_one_eager_process_trains(request: pytest.FixtureRequest) -> None:
