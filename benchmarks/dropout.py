@@ -3,7 +3,7 @@
 All take turns in one process, step by step, so that whatever else the machine does falls on all alike. On a busy
 machine the CPU seconds of one thread are steadier than the wall clock:
 
-    OMP_NUM_THREADS=1 python benchmarks/dropout.py --clock cpu
+    OMP_NUM_THREADS=1 python -m benchmarks.dropout --clock cpu
 
 Peak memory is that of a process of its own for each: `--memory`.
 """
@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from against_plain_loop import SIZES, as_micro_batch
-from plain_loop import random_batch
 
+from benchmarks.contestants.case import Case, Job
+from benchmarks.contestants.ours import Ours
 from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
@@ -28,6 +28,7 @@ from megatronish.config.training import TrainingConfig
 from megatronish.mesh import Mesh
 from megatronish.train.build import build_engine
 
+CASE = Case("one", "small", "fp32")
 WARM_UP_STEPS = 3
 RATES = {"none": (0.0, 0.0), "hidden": (0.1, 0.0), "attention": (0.0, 0.1), "both": (0.1, 0.1)}
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -35,27 +36,28 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 def steps_of(name: str, *, bf16: bool) -> Callable[[int], None]:
     """A training step, by its number, of the model with these rates."""
-    hidden, attention = RATES[name]
+    (hidden, attention), sizes = RATES[name], CASE.sizes
     engine = build_engine(
         Config(
             model=ModelConfig(
-                num_layers=SIZES.num_layers,
-                hidden_size=SIZES.hidden_size,
-                num_attention_heads=SIZES.num_heads,
+                num_layers=sizes.num_layers,
+                hidden_size=sizes.hidden_size,
+                num_attention_heads=sizes.num_heads,
                 hidden_dropout=hidden,
                 attention_dropout=attention,
             ),
             parallel=ParallelConfig(),
-            training=TrainingConfig(seq_length=SIZES.seq_length, micro_batch_size=SIZES.micro_batch_size, bf16=bf16),
+            training=TrainingConfig(seq_length=sizes.seq_length, micro_batch_size=sizes.micro_batch_size, bf16=bf16),
             optimizer=OptimizerConfig(),
         ),
         Mesh.start(),
-        vocab_size=SIZES.vocab_size,
+        vocab_size=sizes.vocab_size,
     )
 
+    ours = Ours(Job(CASE, "ours"), engine)
+
     def step(number: int) -> None:
-        batch = as_micro_batch(*random_batch(SIZES, number), number)
-        engine.step([batch], num_steps_done=number, learning_rate=3e-4, weight_decay=0.01)
+        ours.step(*CASE.batch(number))
 
     return step
 
@@ -108,7 +110,7 @@ def main() -> int:
     else:
         for name in arguments.names:
             more = ["--bf16"] if arguments.bf16 else []
-            subprocess.run([sys.executable, __file__, "--memory", "--names", name, *more], check=True)
+            subprocess.run([sys.executable, "-m", "benchmarks.dropout", "--memory", "--names", name, *more], check=True)
     return 0
 
 

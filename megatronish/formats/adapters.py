@@ -19,9 +19,9 @@ from megatronish.costs.adapters import linear_sections
 from megatronish.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.weights import LazyTensor
-from megatronish.layers.lora import LoRASettings
+from megatronish.model.adapters import DEFAULT, lora_settings
 
-INFIX = ".adapters.default."  # in the names of a checkpoint: layers.0.attention.qkv.adapters.default.q.A
+INFIX = f".adapters.{DEFAULT}."  # in the names of a checkpoint: layers.0.attention.qkv.adapters.default.q.A
 
 
 class SavedAdapter(NamedTuple):
@@ -144,9 +144,4 @@ def _merge_section(
         elif not scales_input:
             place *= scale
     elif kind == "weight":
-        place += settings_of(adapter).scale * (tensors["B"] @ tensors["A"])
-
-
-def settings_of(config: AdapterConfig) -> LoRASettings:
-    """Settings of LoRA that a config describes."""
-    return LoRASettings(config.lora_rank, config.lora_alpha, config.lora_dropout, config.use_rslora)
+        place += lora_settings(adapter).scale * (tensors["B"] @ tensors["A"])

@@ -57,12 +57,17 @@ def make_adapter(target: Target, config: AdapterConfig) -> nn.Module:
         if isinstance(layer, ColumnParallelLinear):
             return ColumnIA3(layer, sections)
         return GroupedIA3(layer) if isinstance(layer, StackedLinear) else RowIA3(_row(layer))
-    settings = LoRASettings(config.lora_rank, config.lora_alpha, config.lora_dropout, config.use_rslora)
+    settings = lora_settings(config)
     if isinstance(layer, StackedLinear):
         return GroupedLoRA(layer, sections, settings)
     if isinstance(layer, ColumnParallelLinear):
         return ColumnLoRA(layer, sections, settings, site=target.site)
     return RowLoRA(_row(layer), settings, site=target.site)
+
+
+def lora_settings(config: AdapterConfig) -> LoRASettings:
+    """Settings of LoRA that a config describes."""
+    return LoRASettings(config.lora_rank, config.lora_alpha, config.lora_dropout, config.use_rslora)
 
 
 def _row(layer: LinearLayer) -> RowParallelLinear:

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatronish.config.adapter import AdapterConfig
 from megatronish.errors import UserError
-from megatronish.formats.adapters import settings_of
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.weights import Description
+from megatronish.model.adapters import lora_settings
 
 CONFIG = "adapter_config.json"
 DOWN = (".down_proj", ".mlp.c_proj", ".dense_4h_to_h")
@@ -93,9 +93,9 @@ def our_config(path: Path, theirs: Mapping[str, Any]) -> AdapterConfig:
     for name in {*ranks, *alphas}:
         their_rank = ranks.get(name, rank)
         scale = alphas.get(name, alpha) / (math.sqrt(their_rank) if rs else their_rank)
-        if not math.isclose(scale, settings_of(config).scale, rel_tol=1e-12):
+        if not math.isclose(scale, lora_settings(config).scale, rel_tol=1e-12):
             raise UserError(
-                f"{path}: {name} is scaled by {scale:g} and others by {settings_of(config).scale:g}; adapters of one "
+                f"{path}: {name} is scaled by {scale:g} and others by {lora_settings(config).scale:g}; adapters of one "
                 "scale are read, merge it with PEFT"
             )
     return config
