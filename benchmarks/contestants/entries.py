@@ -24,6 +24,7 @@ class Entry(NamedTuple):
 ENTRIES = (
     Entry(BASELINE, "plain", ()),
     Entry("plain loop, compiled", "plain", ("one",), "compile"),
+    Entry("plain loop, compiled, freed memory kept", "plain", ("one",), "compile keep"),
     Entry("megatronish", "ours", ("one", "dp2", "tp2", "pp2")),
     Entry("megatronish --compile", "ours", ("one", "dp2", "tp2", "pp2"), "compile"),
     Entry("megatronish --zero-stage 1", "ours", ("dp2",), "zero1"),

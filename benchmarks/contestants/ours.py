@@ -20,6 +20,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
+from megatronish.launch.freed_memory import keep_freed_memory
 from megatronish.launch.place import place_from_environment
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
@@ -105,6 +106,7 @@ def config_of(case: Case, variants: list[str], *, world_size: int) -> Config:
 
 def build(job: Job, state: State) -> Ours:
     """The engine on this rank. Its names draw its weights, which are those of `state`: the losses tell."""
+    keep_freed_memory()  # as every run on the CPU does
     config = config_of(job.case, job.variant.split(), world_size=job.world_size)
     place = place_from_environment() if "RANK" in os.environ else None
     ours = Ours(job, build_engine(config, Mesh.of(config.parallel, place), vocab_size=job.case.sizes.vocab_size))

@@ -1,4 +1,6 @@
-"""The plain loop: PlainGPT, autocast for bf16, fused AdamW, `clip_grad_norm_`. Variant "compile": `torch.compile`.
+"""The plain loop: PlainGPT, autocast for bf16, fused AdamW, `clip_grad_norm_`.
+
+Variants: compile (`torch.compile`), keep (freed memory stays with the process, which is our setting).
 
 The baseline of every table, and the loop of DDP, FSDP2 and DTensor, which wrap the model.
 """
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.contestants.case import MAX_NORM, Job, State, count, fused_adamw
 from benchmarks.contestants.plain_gpt import PlainGPT, cross_entropy, mean
+from megatronish.launch.freed_memory import keep_freed_memory
 
 
 class PlainLoop:
@@ -38,5 +41,8 @@ class PlainLoop:
 
 def build(job: Job, state: State) -> PlainLoop:
     """The loop on one process with all cores."""
+    variants = job.variant.split()
+    if "keep" in variants:
+        keep_freed_memory()
     model = PlainGPT(job.case).load(state)
-    return PlainLoop(job, model, torch.compile(model) if job.variant == "compile" else model)
+    return PlainLoop(job, model, torch.compile(model) if "compile" in variants else model)

@@ -18,6 +18,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
 from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, meeting_store
+from megatronish.launch.freed_memory import keep_freed_memory
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.pipeline.replayed import own_stream
@@ -73,6 +74,8 @@ def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] =
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)
+    if device.type == "cpu":
+        keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if (note := allocator_note()) is not None:

@@ -1,0 +1,45 @@
+"""Freed memory is kept: large tensors that come and go cost no new pages."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from megatronish.launch.freed_memory import VARIABLES, keep_freed_memory
+
+FAULTS = """
+import resource, sys, torch
+from megatronish.launch.freed_memory import keep_freed_memory
+torch.set_num_threads(1)
+if sys.argv[1] == "keep":
+    assert keep_freed_memory({})
+def step():
+    total = torch.zeros(())
+    for size in (1 << 20, 3 << 20, 8 << 20, 24 << 20):
+        total = total + torch.ones(size).sum()
+    return total
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    """Page faults of five steps that allocate 144 MB each."""
+    command = [sys.executable, "-c", FAULTS, how]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+def test_a_step_gets_no_new_pages() -> None:
+    assert faults("keep") < 500
+    assert faults("give") > 10_000
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_users_own_setting_stays(name: str) -> None:
+    assert not keep_freed_memory({name: "1"})
