@@ -12,8 +12,10 @@ that *shard* a bucket a reduce-scatter, after which each holds the sum of its ow
 hybrid both. At last `finish_reduction` sums over tp what is partial there, and over two stages what is tied
 (`Sharding.sums_over`).
 
-ZeRO-2 keeps no more of the gradients than this rank's part. A bucket's buffer lives from the first gradient that
-arrives in a backward until it is reduced, after every backward, and the parts add up over the micro-batches.
+With `gives_back` a bucket's memory is given back when a step begins, and taken again when its first gradient arrives:
+at the end of the first forward, where activations and logits are at their peak, there are no gradients. ZeRO-2 keeps no
+more of the gradients than this rank's part. A bucket's buffer lives from the first gradient that arrives in a backward
+until it is reduced, after every backward, and the parts add up over the micro-batches.
 """
 
 import weakref
@@ -55,6 +57,7 @@ class GradientBuckets:
     ) -> None:
         self.overlap, self.reduce_dtype = settings.overlap_reduce, settings.reduce_dtype
         self.keeps_whole = settings.zero_stage < 2
+        self.gives_back = self.keeps_whole and settings.gives_back
         self._parameters = parameters
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self._source: Source | None = None  # the action at work, if what it adds is final
@@ -65,7 +68,7 @@ class GradientBuckets:
         self._reducing: deque[tuple[Bucket, comm.Pending]] = deque()
         for name, parameter in parameters.items():
             self._attach(name, parameter)
-        self.zero()
+        self._enqueue(self.buckets if self.keeps_whole else [])
 
     def _bucket(self, plan: BucketPlan) -> Bucket:
         device = self._parameters[plan.names[0]].device
@@ -82,6 +85,8 @@ class GradientBuckets:
         by_hook = parameter.dtype != torch.float32 or not self.keeps_whole
         if not by_hook:
             parameter.grad = bucket.views[name]
+            if self.gives_back:  # before autograd adds
+                parameter.register_hook(partial(_prepare, weakref.ref(self), bucket))
         if by_hook or (self.overlap and domain.shard.size * domain.replicate.size > 1):
             # By a weak reference: Python does not see the cycle through autograd, so nothing of it would ever be freed.
             parameter.register_post_accumulate_grad_hook(partial(_report, weakref.ref(self), name, by_hook))
@@ -98,6 +103,9 @@ class GradientBuckets:
         if bucket.flat is None:
             bucket.flat = bucket.part.new_zeros(bucket.plan.size)
             bucket.views = bucket.plan.views(bucket.flat, self._parameters)
+        elif not (storage := bucket.flat.untyped_storage()).nbytes():
+            storage.resize_(bucket.flat.nbytes)
+            bucket.flat.zero_()
         return bucket
 
     @property
@@ -113,7 +121,10 @@ class GradientBuckets:
     def zero(self) -> None:
         """Begin a step: every gradient is zero."""
         for bucket in self.buckets:
-            (bucket.part if bucket.flat is None else bucket.flat).zero_()
+            if bucket.flat is not None and self.gives_back:
+                bucket.flat.untyped_storage().resize_(0)  # its views stay views of it
+            else:
+                (bucket.part if bucket.flat is None else bucket.flat).zero_()
         self._enqueue(self.buckets if self.keeps_whole else [])
 
     def _enqueue(self, buckets: Sequence[Bucket]) -> None:
@@ -128,6 +139,9 @@ class GradientBuckets:
         """(kind, chunk, micro-batch) comes next: if it is the last of its kind in its chunk, what it adds is final."""
         kind, chunk, _ = action
         if self.keeps_whole:
+            if kind == "W":  # which adds to the sums itself
+                for bucket in self.buckets:
+                    self._whole(bucket)
             self._source = (chunk, kind) if is_last and self.overlap else None
             return
         # ZeRO-2: every backward is reduced by itself. What the one before has left is reduced now.
@@ -222,6 +236,12 @@ class GradientBuckets:
         """Multiply every gradient of this rank by `factor`."""
         for part in self.parts:
             part.mul_(factor)
+
+
+def _prepare(buckets: "weakref.ref[GradientBuckets]", bucket: Bucket, _gradient: Tensor) -> None:
+    """Have the memory of a bucket there before a gradient is added to it."""
+    if (alive := buckets()) is not None:
+        alive._whole(bucket)
 
 
 def _report(buckets: "weakref.ref[GradientBuckets]", name: str, by_hook: bool, parameter: nn.Parameter) -> None:

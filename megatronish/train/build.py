@@ -89,7 +89,9 @@ def build_engine(
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
     objective = objective or objective_of(training)
-    settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
+    dtype = DTYPES[training.precision]
+    # A CUDA graph has fixed addresses.
+    settings = DataParallelSettings.of(config.parallel, dtype, gives_back=not training.cuda_graph)
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole.
     device = torch.device("meta") if settings.zero_stage == 3 else mesh.device

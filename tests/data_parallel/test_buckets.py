@@ -59,11 +59,12 @@ def buckets_of(
     *,
     data: Axis = ALONE,
     overlap: bool = True,
+    gives_back: bool = False,
     **settings: Any,
 ) -> GradientBuckets:
     """Whole copies on all of `data`."""
     plans = plans_of(parameters, shardings, data=data, **settings)
-    return GradientBuckets(parameters, plans, DataParallelSettings(overlap_reduce=overlap))
+    return GradientBuckets(parameters, plans, DataParallelSettings(overlap_reduce=overlap, gives_back=gives_back))
 
 
 def views_of(buckets: GradientBuckets) -> dict[str, Tensor]:
@@ -91,7 +92,8 @@ class Seen(NamedTuple):
 def a_step(place: Place, overlap: bool) -> Seen:
     mesh = Mesh.start(Layout(dp=place.world_size), rank=place.rank, init_method=place.rendezvous)
     model = chain()
-    buckets = buckets_of(dict(model.named_parameters()), data=mesh.domains["dense"].replicate, overlap=overlap)
+    data = mesh.domains["dense"].replicate
+    buckets = buckets_of(dict(model.named_parameters()), data=data, overlap=overlap, gives_back=True)
     assert [bucket.plan.names for bucket in buckets.buckets] == [
         ("3.weight",),
         ("2.weight",),
@@ -107,6 +109,8 @@ def a_step(place: Place, overlap: bool) -> Seen:
     def step() -> tuple[int, dict[str, Tensor]]:
         buckets.zero()
         for micro_batch in range(2):
+            if micro_batch == 0:
+                assert not any(each.untyped_storage().nbytes() for each in views_of(buckets).values())
             if micro_batch == 1:
                 during_first = launched()
                 buckets.begin_action(("B", 0, 1), True)
