@@ -99,8 +99,8 @@ LAYOUTS = {
     "qlora": [
         f"{GATED} --tp 2 --sequence-parallel --cp 2 {FULL} --recompute-num-layers 2",
         "--dp 2 --zero-stage 3 --tp 2",
-        f"{GATED} --dp 2 --zero-stage 2 --pp 2 --pipeline-schedule zb-h1",
-        "--dp 2 --zero-stage 1 --tp 2",
+        f"{GATED} --dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1",
+        "--dp 2 --zero-stage 2 --tp 2",
     ],
 }
 OF_EXPERTS = {
