@@ -15,7 +15,7 @@ from saved_runs import read_whole
 from test_bad_input import assert_told
 
 from megatronish.checkpoint.folder import read_state
-from megatronish.commands.main import main
+from megatronish.commands.convert import main as convert
 from megatronish.config.adapter import AdapterConfig
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
@@ -252,14 +252,11 @@ def test_its_base_is_that_of_an_unquantised_run_and_its_losses_are_not(
 def test_its_adapter_is_exported_and_merged_into_the_unquantised_base(
     tmp_path: Path, base: Path, tuned: tuple[Path, str]
 ) -> None:
-    run, merged, peft = str(tuned[0]), tmp_path / "merged", tmp_path / "peft"
-    first, second = (
-        ["convert", "--from", "megatronish", "--to", "megatronish", "--load", str(base), "--adapter", run],
-        ["convert", "--from", "megatronish", "--to", "peft", "--load", run],
-    )
-    assert main([*second, "--save", str(peft)]) == 0
+    run, merged, peft = tuned[0], tmp_path / "merged", tmp_path / "peft"
+    ours = "--from megatronish --to megatronish"
+    assert convert(f"--from megatronish --to peft --load {run} --save {peft}".split()) == 0
     assert (peft / "adapter_model.safetensors").exists()
-    assert main([*first, "--save", str(merged)]) == 0
+    assert convert(f"{ours} --load {base} --adapter {run} --save {merged}".split()) == 0
     before, after = (read_whole(next(folder.glob("**/step_*"))) for folder in (base, merged))
     name = "model.layers.0.mlp.fc2.weight"
     change = (after[name] - before[name]).abs().max()
