@@ -105,7 +105,10 @@ def expected_memory(
         num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
         frozen, learned, in_blocks = Count(), held, quantised(model, stage.all_layers, config.adapter)
         if config.adapter.is_used:
-            frozen, learned = held + in_blocks.parameters * -1, adapter_parameters(model, stage.all_layers, config.adapter)
+            frozen, learned = (
+                held + in_blocks.parameters * -1,
+                adapter_parameters(model, stage.all_layers, config.adapter),
+            )
             in_matrices = Count()
         # Dense parameters are shared over dp and cp, experts over the ranks that hold the same ones.
         count, state = 0, Memory(0, 0, 0)

@@ -19,9 +19,9 @@ class Product(Protocol):
     """y = x W^T + b on one rank, and its two gradients. Shapes: x [..., in], y and dy [..., out], W [out, in], b [out].
 
     `weight` is the parameter as the layer holds it and is handed through untouched: only the product reads its values,
-    so it may be stored in any form, which `stored` describes. A product may hold state of its own (scales, statistics): `set_products` can give
-    every layer one of its own. A product that depends on one forward (offsets of tokens sorted by expert) is made for
-    that forward and handed to `linear`: its backward, deferred or not, uses the same object.
+    so it may be stored in any form, which `stored` describes. A product may hold state of its own (scales, statistics):
+    `set_products` can give every layer one of its own. A product that depends on one forward (offsets of tokens sorted
+    by expert) is made for that forward and handed to `linear`: its backward, deferred or not, uses the same object.
 
     A frozen weight (`requires_grad` False) has no weight gradient, and x is not kept for it.
     """

@@ -83,7 +83,9 @@ GATED = (
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 FULL = "--recompute-granularity full"
-WHOLE_BLOCKS = "--hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 256"  # of 64 elements, also where tp cuts the inputs
+WHOLE_BLOCKS = (
+    "--hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 256"  # of 64 elements, also where tp cuts the inputs
+)
 LAYOUTS = {
     "lora": [
         f"--tp 2 {FULL} --recompute-num-layers 2",

@@ -63,7 +63,7 @@ def packed(held: NF4Weight, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def reads_as_whole(held: NF4Weight, local: torch.Tensor, whole: torch.Tensor, axes: dict[str, Axis]) -> bool:
-    """Whether the local weight, dequantised, is this rank's part of the whole one that was quantised and dequantised."""
+    """Whether the local weight, dequantised, is this rank's part of the whole one after quantisation."""
     alone = NF4Weight(held.form, held.dense, rows=ALONE, columns=ALONE, num_local=held.num_experts)
     stored, scales = packed(held, whole)
     if alone.scales is not None:
@@ -268,7 +268,10 @@ def test_its_adapter_is_exported_and_merged_into_the_unquantised_base(
     ("flags", "words"),
     [
         ("--quantize-base nf4", ("trains all weights", "--adapter-type lora")),
-        ("--adapter-type lora --load BASE --no-double-quantization", ("double_quantization=false", "--quantize-base nf4")),
+        (
+            "--adapter-type lora --load BASE --no-double-quantization",
+            ("double_quantization=false", "--quantize-base nf4"),
+        ),
         (
             "--adapter-type lora --load BASE --quantize-base nf4 --tp 4",
             ("whole blocks of 64 inputs on each of 4 ranks", "has 128", "--tensor-model-parallel-size 2"),

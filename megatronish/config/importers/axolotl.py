@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.fields import FIELDS
-from megatronish.config.importers.axolotl_keys import CHECKPOINTS, DECAYS, EVERY_TOKEN, LORA, OPTIMIZERS, QUANTISED_ALONE, RULES, SPEED
+from megatronish.config.importers.axolotl_keys import (
+    CHECKPOINTS,
+    DECAYS,
+    EVERY_TOKEN,
+    LORA,
+    OPTIMIZERS,
+    QUANTISED_ALONE,
+    RULES,
+    SPEED,
+)
 from megatronish.config.importers.deepspeed import from_deepspeed
 from megatronish.config.importers.imported import Imported, apply, dropped, number, read_json, section
 from megatronish.errors import UserError
