@@ -3,8 +3,8 @@
 The weight of a layer is uint8, [..., out, in / 64 * 33]: of each block of 64 neighbours 32 bytes of codes and the 8-bit
 code of its absmax, or without double quantisation 36, with an fp32 absmax. So tensor parallelism, ZeRO and the experts'
 axes cut it as they cut the weight itself, at whole blocks. The scales of the second level are few (4 bytes for 16,384
-elements) and count blocks of the global tensor: a parameter of their own, which tp leaves whole. They are bytes as well,
-so nothing rounds them to the precision of the run.
+elements) and count blocks of the global tensor: a parameter of their own, which tp leaves whole. They are bytes as
+well, so nothing rounds them to the precision of the run.
 
 Each section (q, k, v; gate, up) is quantised as a tensor of its own, with a mean of its own, and so is each expert.
 """

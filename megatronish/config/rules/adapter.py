@@ -16,7 +16,7 @@ def _idle(config: Config) -> str | None:
         return "adapter_targets are for a run with adapters; add --adapter-type lora, or leave --adapter-targets out"
     if kind is None and config.adapter.quantize_base is not None:
         return (
-            f"quantize_base={config.adapter.quantize_base} is for the frozen model of a run with adapters, and this run "
+            f"quantize_base={config.adapter.quantize_base} is for the base of adapters, and this run "
             "trains all weights; add --adapter-type lora, or leave --quantize-base out"
         )
     if config.adapter.quantize_base is None and not config.adapter.double_quantization:
