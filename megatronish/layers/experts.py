@@ -76,7 +76,7 @@ class DenseGroups:
     """Products in the precision of their operands."""
 
     def stored(self, weight: Sharding) -> Sharding:
-        """As it is."""
+        """The weight as it is, in full precision."""
         return weight
 
     def of(self, groups: Groups, shape: torch.Size) -> Product:

@@ -159,7 +159,7 @@ class NF4Product(NF4Weight):
         """None: the weight is frozen."""
 
     def add_weight_gradient(self, _total: Tensor, _dy: Tensor, _x: Tensor) -> None:
-        """Add nothing."""
+        """Leave the sum as it is: the weight is frozen."""
 
 
 class NF4Experts(NF4Weight):

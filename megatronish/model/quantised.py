@@ -11,6 +11,7 @@ from torch import nn
 from megatronish.layers.experts import StackedLinear
 from megatronish.layers.linear import ALONE, ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.nf4 import NF4Experts, NF4Form, NF4Product, NF4Weight
+from megatronish.sharding import HasShardings
 
 
 def quantise_base(model: nn.Module, *, double: bool) -> None:
@@ -28,6 +29,7 @@ def quantised_weights(model: nn.Module) -> Iterator[tuple[str, str, NF4Weight]]:
 
 
 def _quantise(layer: LinearLayer, *, double: bool) -> None:
+    assert isinstance(layer, HasShardings)
     dense, local = layer.shardings()["weight"], layer.weight
     held: NF4Weight
     if isinstance(layer, StackedLinear):

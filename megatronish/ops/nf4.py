@@ -7,7 +7,7 @@ for 256 blocks:
 
     absmax of block i = DYNAMIC[code_i] * scale[i // 256] + offset
 
-Codes and scales are those of bitsandbytes, to the bit. The mean alone is summed in fp64, so that it depends on neither
+Codes and scales have the bits of bitsandbytes'. The mean alone is summed in fp64, so that it depends on neither
 device nor number of threads.
 """
 
