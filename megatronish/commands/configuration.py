@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatronish.config import read
 from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.costs.adapters import refuse_wrong_targets
+from megatronish.costs.quantised import refuse_cut_blocks
 from megatronish.formats.start import read_start
 
 
@@ -18,4 +19,5 @@ def read_config(
     found = read.read_config(argv, world_size=world_size, read_start=read_start, program=program)
     refuse_unrunnable_plans(found.config)
     refuse_wrong_targets(found.config.model, found.config.adapter)
+    refuse_cut_blocks(found.config)
     return found

@@ -21,6 +21,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.activations import Activations, StageLoad, bytes_per_score
 from megatronish.costs.adapters import adapter_parameters
 from megatronish.costs.parameters import parameters_of_stage
+from megatronish.costs.quantised import gathered_bytes, largest_dequantised, quantised
 from megatronish.layer_costs import Count, DeviceType, LayerCost, NormShape, sum_counts
 from megatronish.layer_specs import layer_specs
 from megatronish.layout import Layout
@@ -102,9 +103,12 @@ def expected_memory(
         of_layers = [costs[layer] for layer in stage.all_layers]
         in_matrices = sum_counts(cost.matrices for cost in of_layers)
         num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
-        frozen, learned = Count(), held
+        frozen, learned, in_blocks = Count(), held, quantised(model, stage.all_layers, config.adapter)
         if config.adapter.is_used:
-            frozen, learned = held, adapter_parameters(model, stage.all_layers, config.adapter)
+            frozen, learned = (
+                held + in_blocks.parameters * -1,
+                adapter_parameters(model, stage.all_layers, config.adapter),
+            )
             in_matrices = Count()
         # Dense parameters are shared over dp and cp, experts over the ranks that hold the same ones.
         count, state = 0, Memory(0, 0, 0)
@@ -113,11 +117,15 @@ def expected_memory(
             moments = num_moments(count=of(learned), in_matrices=of(in_matrices))
             state = state.plus(model_state(of(learned), moments, shared, element_bytes=activations.element_bytes))
             state = state.plus(frozen_state(of(frozen), shared, element_bytes=activations.element_bytes))
+            state = state.plus(frozen_state(of(in_blocks.stored), shared, element_bytes=1))
         in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
         table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
         temporary = _temporary(
             of_layers, zero, count=count, table=table, cut=(layout.tp, grid), element_bytes=activations.element_bytes
         )
+        if config.adapter.is_used:
+            more = _temporary_of_frozen(config, stage, held, zero, width=activations.element_bytes)
+            temporary = more if zero.stage == 3 else more + temporary
         expected.append(
             state._replace(activations=tokens * in_activations, logits=tokens * in_logits, temporary=temporary)
         )
@@ -238,6 +246,17 @@ def _temporary(
         at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))
         return element_bytes * (rest + rest + at_work)
     return 0
+
+
+def _temporary_of_frozen(config: Config, stage: StageLoad, held: Count, zero: ZeroSettings, *, width: int) -> int:
+    """Bytes that are whole for a part of a step, of a frozen stage: what is gathered, and a dequantised matrix."""
+    model, adapter, layers, found = config.model, config.adapter, stage.all_layers, 0
+    tp, (ep, etp) = config.layout.tp, config.parallel.expert_layout
+    if zero.stage == 3:
+        found += gathered_bytes(model, held, layers, adapter, cut=(tp, ep * etp), width=width)
+    if adapter.quantize_base is not None:
+        found += width * largest_dequantised(model, layers, tp=tp, etp=etp)
+    return found
 
 
 def format_bytes(size: float) -> str:

@@ -80,7 +80,8 @@ class FullySharded:
 
         # Where gradients add up: buckets of what this rank keeps, which are not sharded further.
         self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
-        self.counted = {name for plan in (*self._plans, *frozen) if plan.counted for name in plan.names}
+        counted = {name for plan in (*self._plans, *frozen) if plan.counted for name in plan.names}
+        self.counted = {name for name in counted if self._rows[name].is_floating_point()}
         self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
         for name, total in self._views(self._sums).items():
             _let_add_up(kept[name], in_=total)

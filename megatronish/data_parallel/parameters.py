@@ -72,7 +72,9 @@ class FlatParameters:
             if part.data_ptr() != master.data_ptr():
                 part.copy_(master, non_blocking=True)
             self._gathering[number] = comm.start_all_gather(part, plan.domain.shard, into=flat)
-        if not self.overlap:
+        # Masters that are parts of the buffers may be written next, as by the load of adapters after that of the base:
+        # what is still on its way would bring back their old values.
+        if frozen or not self.overlap:
             self.wait_for(self._bucket_of)
 
     def wait_for(self, names: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ product over them is one grouped product.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,30 @@ def _matrices(weight: Tensor) -> Tensor:
     return weight.flatten(1, -2)
 
 
+class GroupedProducts(Protocol):
+    """Products of a layer of experts, one for each forward."""
+
+    def stored(self, weight: Sharding) -> Sharding:
+        """Sharding of the layer's weight in the form in which the products read it."""
+        ...
+
+    def of(self, groups: Groups, shape: torch.Size) -> Product:
+        """Product of one forward, whose rows lie in these groups, with a weight of this shape."""
+        ...
+
+
+class DenseGroups:
+    """Products in the precision of their operands."""
+
+    def stored(self, weight: Sharding) -> Sharding:
+        """The weight as it is, in full precision."""
+        return weight
+
+    def of(self, groups: Groups, shape: torch.Size) -> Product:
+        """Product of one forward."""
+        return GroupedProduct(groups, shape)
+
+
 class StackedLinear(LinearLayer):
     """One weight for each of E / ep experts, [E / ep, ..., out, in], of which etp cuts dim `cut_dim`."""
 
@@ -74,6 +99,7 @@ class StackedLinear(LinearLayer):
         super().__init__()
         self.shape, self.cut_dim, self.init_std, self.parallel = shape, cut_dim, init_std, parallel
         self.section_names = sections
+        self.grouped: GroupedProducts = DenseGroups()
         local = list(shape)
         local[0] //= parallel.ep.size
         local[cut_dim] //= parallel.etp.size
@@ -82,13 +108,14 @@ class StackedLinear(LinearLayer):
     def shardings(self) -> dict[str, Sharding]:
         """Cut over ep by expert and over etp by feature; the gradient is summed over the experts' own data ranks."""
         cuts = (Cut(0, "ep"), Cut(self.cut_dim, "etp"))
-        return {"weight": Sharding(self.shape, cuts, domain=DOMAIN, init=Init(self.init_std))}
+        weight = Sharding(self.shape, cuts, domain=DOMAIN, init=Init(self.init_std))
+        return {"weight": self.grouped.stored(weight)}
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """[N, in] -> [N, out], each row with the weight of its group."""
         adapter = self.adapter
         rows = rows if adapter is None else adapter.scaled_input(rows, groups)
-        product = GroupedProduct(groups, self.weight.shape)
+        product = self.grouped.of(groups, self.weight.shape)
         y = linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=self.weight_gradients)
         return y if adapter is None else adapter(rows, y, groups)
 

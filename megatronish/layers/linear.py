@@ -72,7 +72,7 @@ class ColumnParallelLinear(LinearLayer):
         """Both parameters are cut along the output features."""
         shape = (self.out_features, self.in_features)
         cuts = (Cut(0, "tp", self.sections),)
-        found = {"weight": Sharding(shape, cuts, init=Init(self.init_std))}
+        found = {"weight": self.product.stored(Sharding(shape, cuts, init=Init(self.init_std)))}
         if self.bias is not None:
             found["bias"] = Sharding((self.out_features,), cuts)
         return found
@@ -113,7 +113,7 @@ class RowParallelLinear(LinearLayer):
     def shardings(self) -> dict[str, Sharding]:
         """The weight is cut along the input features; the bias is whole, its gradient partial over a cut sequence."""
         shape = (self.out_features, self.in_features)
-        found = {"weight": Sharding(shape, (Cut(1, "tp"),), init=Init(self.init_std))}
+        found = {"weight": self.product.stored(Sharding(shape, (Cut(1, "tp"),), init=Init(self.init_std)))}
         if self.bias is not None:
             found["bias"] = Sharding((self.out_features,), partial_over=self.tp.partial_over)
         return found

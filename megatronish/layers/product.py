@@ -12,17 +12,23 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatronish.sharding import Sharding
+
 
 class Product(Protocol):
     """y = x W^T + b on one rank, and its two gradients. Shapes: x [..., in], y and dy [..., out], W [out, in], b [out].
 
     `weight` is the parameter as the layer holds it and is handed through untouched: only the product reads its values,
-    so it may be stored in any form. A product may hold state of its own (scales, statistics): `set_products` can give
-    every layer one of its own. A product that depends on one forward (offsets of tokens sorted by expert) is made for
-    that forward and handed to `linear`: its backward, deferred or not, uses the same object.
+    so it may be stored in any form, which `stored` describes. A product may hold state of its own (scales, statistics):
+    `set_products` can give every layer one of its own. A product that depends on one forward (offsets of tokens sorted
+    by expert) is made for that forward and handed to `linear`: its backward, deferred or not, uses the same object.
 
     A frozen weight (`requires_grad` False) has no weight gradient, and x is not kept for it.
     """
+
+    def stored(self, weight: Sharding) -> Sharding:
+        """Sharding of the layer's weight in the form in which the product reads it: by default as it is."""
+        return weight
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., in], [out, in], [out] -> [..., out]. The bias is included because most products add it for free."""

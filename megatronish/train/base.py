@@ -1,14 +1,22 @@
 """The frozen model that a run's adapters are for: its loading, and the check that it is the same one again."""
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.identity import identity_of
-from megatronish.formats.weights import Model
+from megatronish.formats.quantised import quantised
+from megatronish.formats.weights import LazyTensor, Model
+from megatronish.model.quantised import quantised_weights
+from megatronish.sharding import Sharding, fill_initial
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.state import base_tensors_of
@@ -35,12 +43,37 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
 
     def read() -> Model:
         model = native.read(source) if keep.load_hf is None else open_hf(source)
-        load_weights(model.tensors, into, source=source)
+        load_weights(_as_held(model.tensors, engine), into, source=source)
         return model
 
     model = all_or_none(axis, read)
     engine.data_parallel.gather_parameters(frozen=True)
     return Base(str(source), identity_of(model.tensors, over=axis), dict(model.description.origin))
+
+
+def draw_base(engine: Engine, *, seed: int) -> None:
+    """Fill a quantised base with the initial values of its weights, as `initialize` fills one that is not quantised."""
+    tensors = {}
+    for name, _, held in quantised_weights(engine.stage.model):
+        draw = partial(_drawn, held.dense, names=(seed, "init", name))
+        tensors[name] = LazyTensor(held.dense.shape, torch.float32, draw)
+    if not tensors:
+        return
+    stored = _as_held(tensors, engine)
+    into = {name: each for name, each in base_tensors_of(engine).items() if name.removeprefix(native.PREFIX) in stored}
+    load_weights(stored, into, source=Path("initial values"))
+    engine.data_parallel.gather_parameters(frozen=True)
+
+
+def _drawn(sharding: Sharding, *, names: tuple[str | int, ...]) -> Tensor:
+    values = torch.empty(sharding.shape)
+    fill_initial(values, sharding, (0,) * values.dim(), names=names)
+    return values
+
+
+def _as_held(tensors: Mapping[str, LazyTensor], engine: Engine) -> Mapping[str, LazyTensor]:
+    """The base's tensors in the form in which this rank holds them: those of quantised layers in 4 bits."""
+    return quantised(tensors, quantised_weights(engine.stage.model), device=engine.mesh.device)
 
 
 def refuse_other_base(saved: Any, base: Base | None, checkpoint: Path) -> None:

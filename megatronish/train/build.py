@@ -1,7 +1,7 @@
 """Assembly of an engine, one function a step, in the order in which the parts are wrapped around each other.
 
 build_stage         the modules of this rank's stage (pipeline/stage.py)
-with_adapters       adapters of its linear layers
+with_adapters       adapters of its linear layers; with --quantize-base the layers themselves in 4 bits
 freeze              which parameters learn
 make_data_parallel  initial values; parameters and gradients over the data ranks, as the ZeRO stage says
 split_backward      weight gradients deferred to W actions, where the schedule has them
@@ -36,6 +36,7 @@ from megatronish.model.block import MakeBlock
 from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
+from megatronish.model.quantised import quantise_base
 from megatronish.model.recompute import Recompute
 from megatronish.model.routing import Tally
 from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
@@ -93,8 +94,9 @@ def build_engine(
     # A CUDA graph has fixed addresses.
     settings = DataParallelSettings.of(config.parallel, dtype, gives_back=not training.cuda_graph)
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
-    # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole.
-    device = torch.device("meta") if settings.zero_stage == 3 else mesh.device
+    # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole. Nor need what is quantised.
+    is_later = settings.zero_stage == 3 or config.adapter.quantize_base is not None
+    device = torch.device("meta") if is_later else mesh.device
     stage = build_stage(
         model,
         stages,
@@ -109,6 +111,8 @@ def build_engine(
     if config.adapter.is_used:
         stage = with_adapters(stage, config.adapter, device=device)
         trainable = adapters_alone if trainable is everything else trainable
+    if is_later and settings.zero_stage < 3:
+        stage.model.to_empty(device=mesh.device)
     learning = freeze(stage, trainable)
     data_parallel = make_data_parallel(stage, mesh, settings, seed=None if trainable is nothing else training.seed)
     weight_gradients = None
@@ -144,9 +148,11 @@ def execution_of(config: Config, mesh: Mesh) -> Execution:
 
 
 def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.device) -> ModelStage:
-    """The stage with the adapters of the config, whose parameters are uninitialised."""
+    """The stage with the adapters of the config, on its quantised layers or others; parameters are uninitialised."""
     with device:
         add_adapters(stage.model, config)
+        if config.quantize_base is not None:
+            quantise_base(stage.model, double=config.double_quantization)
     return replace(stage, shardings=collect_shardings(stage.model), is_adapted=True)
 
 

@@ -34,6 +34,8 @@ FIXED = (
     "adapter.lora_rank",
     "adapter.lora_alpha",
     "adapter.use_rslora",
+    "adapter.quantize_base",
+    "adapter.double_quantization",
 )
 TOLD_BY_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size")
 NAMES_OF_DATA = (

@@ -22,6 +22,7 @@ from megatronish.launch.local import run_local_ranks
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.model.gpt import GPT
+from megatronish.train.base import draw_base
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.results import StepResult
@@ -102,6 +103,7 @@ def trace_rank(config: Config, num_steps: int, folder: Path, replayed: dict[str,
     mesh = start_mesh(config, place)
     job = TrainingJob.open(config, mesh)
     engine = job.build_engine()
+    draw_base(engine, seed=config.training.seed)
     recorder = Recorder(engine.stage.model, mesh)
     routing = RoutingRecorder(engine.stage.model, replayed)
     trainer = Trainer(

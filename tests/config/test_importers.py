@@ -272,7 +272,11 @@ def test_lora_of_axolotl_becomes_adapters_of_a_local_model(tmp_path: Path) -> No
     }
     assert (found.settings["adapter_targets"], found.settings["use_rslora"]) == (("q_proj", "v_proj"), True)
     quantised = from_axolotl({**values, "adapter": "qlora", "lora_target_linear": True}, folder=tmp_path)
-    assert "adapter_targets" not in quantised.settings and "not quantised" in quantised.left_out["adapter"]
+    assert "adapter_targets" not in quantised.settings and quantised.settings["quantize_base"] == "nf4"
+    options = {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4"}
+    once = from_axolotl({**values, "load_in_4bit": True, "bnb_config_kwargs": options}, folder=tmp_path)
+    assert once.settings["quantize_base"] == "nf4" and once.settings["double_quantization"] is False
+    assert "fp4: the base is quantised to NF4" in once.left_out["bnb_config_kwargs.bnb_4bit_quant_type"]
 
 
 def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_path: Path) -> None:

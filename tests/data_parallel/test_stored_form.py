@@ -19,6 +19,7 @@ from megatronish.checkpoint.tensors import stored_tensors
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.layers.linear import LinearLayer
+from megatronish.layers.product import Product
 from megatronish.model.block import TransformerBlock
 from megatronish.sharding import Sharding
 from megatronish.train.build import build_engine
@@ -30,7 +31,7 @@ from megatronish.train.statistics import params_norm
 STEP = 2.0**-9
 
 
-class Int8:
+class Int8(Product):
     """Product with the weight `STEP` times int8; the weight is frozen."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.model.adapters import is_adapter
 from megatronish.streams import normal_rectangle
+from megatronish.train.base import draw_base
 from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
@@ -58,6 +59,7 @@ def train(place: Place, flags: str, adapter: AdapterConfig) -> Trained:
     mesh = start_mesh(config, place)
     job = TrainingJob.open(config, mesh)
     engine = build_engine(config, mesh, vocab_size=job.vocab_size)
+    draw_base(engine, seed=config.training.seed)
     draw_b(engine)
     batches, numbers, without = job.batches_of(job.datasets.train), [], []
     for step in range(STEPS):
@@ -71,7 +73,8 @@ def train(place: Place, flags: str, adapter: AdapterConfig) -> Trained:
 LORA = AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0, lora_dropout=0.1)
 RSLORA = replace(LORA, adapter_targets=("q_proj", "v_proj", "layers.1.*.down"), use_rslora=True)
 IA3 = AdapterConfig(adapter_type="ia3", adapter_targets=("q", "k", "v", "o", "down"))
-ADAPTERS = {"lora": LORA, "rslora": RSLORA, "ia3": IA3}
+QLORA = replace(LORA, quantize_base="nf4")
+ADAPTERS = {"lora": LORA, "rslora": RSLORA, "ia3": IA3, "qlora": QLORA}
 
 DENSE = "--num-layers 4 --optimizer sgd --hidden-dropout 0.1 --attention-dropout 0.1"
 GATED = (
@@ -80,6 +83,9 @@ GATED = (
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 FULL = "--recompute-granularity full"
+WHOLE_BLOCKS = (
+    "--hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 256"  # of 64 elements, also where tp cuts the inputs
+)
 LAYOUTS = {
     "lora": [
         f"--tp 2 {FULL} --recompute-num-layers 2",
@@ -92,6 +98,12 @@ LAYOUTS = {
     ],
     "rslora": [f"{GATED} --tp 2 --sequence-parallel --pp 2", "--dp 2 --zero-stage 3 --tp 2"],
     "ia3": [f"{GATED} --tp 2 --sequence-parallel --dp 2 --zero-stage 2", f"--pp 2 --tp 2 {FULL}"],
+    "qlora": [
+        f"{GATED} --tp 2 --sequence-parallel --cp 2 {FULL} --recompute-num-layers 2",
+        "--dp 2 --zero-stage 3 --tp 2",
+        f"{GATED} --dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1",
+        "--dp 2 --zero-stage 2 --tp 2",
+    ],
 }
 OF_EXPERTS = {
     "lora": [
@@ -100,6 +112,10 @@ OF_EXPERTS = {
         f"{GATED} --pp 2 --dp 2 --ep 2 --pipeline-schedule zb-h1",
     ],
     "ia3": [f"{GATED} --dp 2 --ep 2 --tp 2 --sequence-parallel --etp 2 --zero-stage 1"],
+    "qlora": [
+        f"{GATED} --dp 2 --ep 2 --tp 2 --sequence-parallel --etp 2",
+        f"{GATED} --tp 2 --ep 2 --etp 1 --zero-stage 3",
+    ],
 }
 CASES = [(kind, layout, False) for kind, layouts in LAYOUTS.items() for layout in layouts]
 CASES += [(kind, layout, True) for kind, layouts in OF_EXPERTS.items() for layout in layouts]
@@ -118,6 +134,8 @@ def test_adapters_learn_the_same_in_every_layout(kind: str, layout: str, has_exp
     adapter, flags = ADAPTERS[kind], f"{DENSE} {EXPERTS}" if has_experts else DENSE
     if has_experts:
         adapter = replace(adapter, lora_dropout=0.0)
+    if adapter.quantize_base is not None:
+        flags = f"{flags} {WHOLE_BLOCKS}"
     of_model = GATED if GATED in layout else ""
     of_model += " --reset-attention-mask --reset-position-ids" if "--reset" in layout else ""
     expected = alone(f"{flags} {of_model}", adapter)

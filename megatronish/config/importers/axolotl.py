@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.fields import FIELDS
-from megatronish.config.importers.axolotl_keys import CHECKPOINTS, DECAYS, EVERY_TOKEN, LORA, OPTIMIZERS, RULES, SPEED
+from megatronish.config.importers.axolotl_keys import (
+    CHECKPOINTS,
+    DECAYS,
+    EVERY_TOKEN,
+    LORA,
+    OPTIMIZERS,
+    QUANTISED_ALONE,
+    RULES,
+    SPEED,
+)
 from megatronish.config.importers.deepspeed import from_deepspeed
 from megatronish.config.importers.imported import Imported, apply, dropped, number, read_json, section
 from megatronish.errors import UserError
@@ -16,6 +25,7 @@ _OWN = (
     *("gradient_accumulation_steps", "batch_size", "gradient_checkpointing", "val_set_size", "deepspeed", "fsdp"),
     *("fsdp_config", "fsdp_version", "eval_steps", "save_steps", "adapter", "lora_target_linear"),
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_use_rslora", "loraplus_lr_ratio"),
+    *("load_in_4bit", "bnb_config_kwargs"),
 )
 _OF_LORA = {
     "lora_r": "lora_rank",
@@ -68,12 +78,12 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     """LoRA of the model to start from."""
     kind = values.get("adapter")
     if not kind:
+        if values.get("load_in_4bit"):
+            found.leave_out("load_in_4bit", QUANTISED_ALONE)
         return
     if kind not in ("lora", "qlora"):
         found.leave_out("adapter", f"{kind} is not there; there are lora and ia3, for --adapter-type")
         return
-    if kind == "qlora":
-        found.leave_out("adapter", "qlora: the frozen model is not quantised, it stays in the precision of the run")
     if "load_hf" not in found.settings:
         found.leave_out("adapter", f"add --adapter-type lora with --load-hf FOLDER, and lora_* as flags ({kind} here)")
         return
@@ -84,6 +94,18 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     targets = values.get("lora_target_modules")
     if isinstance(targets, list) and not values.get("lora_target_linear"):
         found.set("adapter_targets", tuple(map(str, targets)))
+    if kind == "qlora" or values.get("load_in_4bit"):
+        _quantised(found, section(values, "bnb_config_kwargs"))
+
+
+def _quantised(found: Imported, options: Mapping[str, Any]) -> None:
+    """QLoRA; the options are those of bitsandbytes, of which Axolotl's default is NF4 with double quantisation."""
+    found.set("quantize_base", "nf4")
+    for name, value in options.items():
+        if name == "bnb_4bit_use_double_quant":
+            found.set("double_quantization", bool(value))
+        elif (name, value) != ("bnb_4bit_quant_type", "nf4"):
+            found.leave_out(f"bnb_config_kwargs.{name}", f"{value}: the base is quantised to NF4 and stored in bytes")
 
 
 def _templates(found: Imported, values: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ SPEED = dropped("it changes speed and memory alone")
 FUSED = dropped("which kernels are used is decided at run time")
 EPOCHS = dropped("lengths are in steps; use --train-iters, --eval-interval and --save-interval")
 LORA = dropped("it is not there for adapters")
-QUANTISED = dropped("weights are not quantised: the model is trained in the precision of the run")
+QUANTISED = dropped("there is NF4 for the base of adapters, --quantize-base nf4, and no other quantisation")
+QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lora --quantize-base nf4"
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
 PREFERENCES = dropped("learning from preferences is not there yet")
 FITTING = dropped("chats are packed, and one that is longer than a row is cut")
@@ -52,7 +53,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("num_epochs", "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), EPOCHS),
     **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), DATA),
     **dict.fromkeys(("peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), LORA),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq", "bnb_config_kwargs", "quantization"), QUANTISED),
+    **dict.fromkeys(("load_in_8bit", "gptq", "quantization"), QUANTISED),
     **dict.fromkeys(
         ("chat_template", "chat_template_jinja", "train_on_inputs", "roles_to_train", "train_on_eos"), CHATS
     ),
