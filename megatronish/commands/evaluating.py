@@ -48,8 +48,9 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
     """The evaluation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     import_plugins(arguments.plugin)
+    adapters = {} if arguments.adapter is None else {"adapter": arguments.adapter}
     found = find_trained(
-        arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapter=arguments.adapter
+        arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length

@@ -61,12 +61,12 @@ def read_native(load: Path, *, step: int | None = None) -> SavedAdapter:
     return SavedAdapter(load, config, tensors, base.get("identity"))
 
 
-def under_names_of_checkpoints(adapter: SavedAdapter) -> dict[str, LazyTensor]:
-    """Tensors of an adapter under the names that a model with one adapter gives them."""
+def under_names_of_checkpoints(adapter: SavedAdapter, *, name: str = DEFAULT) -> dict[str, LazyTensor]:
+    """Tensors of an adapter under the names that a model gives them, in which the adapter is called `name`."""
     found = {}
-    for name, tensor in adapter.tensors.items():
-        layer, section, part = name.rsplit(".", 2)
-        found[f"{layer}{INFIX}{section}.{part}"] = tensor
+    for key, tensor in adapter.tensors.items():
+        layer, section, part = key.rsplit(".", 2)
+        found[f"{layer}.adapters.{name}.{section}.{part}"] = tensor
     return found
 
 

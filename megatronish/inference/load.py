@@ -1,7 +1,12 @@
-"""Loading of a trained model for generation and evaluation, from a checkpoint of any layout into any other layout."""
+"""Loading of a trained model for generation and evaluation: a checkpoint of any layout, or a Hugging Face folder.
 
+It is loaded into any layout, with adapters by their names, of which one at a time is applied.
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,16 +29,18 @@ from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.adapters import SavedAdapter, under_names_of_checkpoints
-from megatronish.formats.fill import load_weights
+from megatronish.formats.fill import load_weights, open_hf
+from megatronish.formats.hf import tensors as hf
 from megatronish.formats.hf.config_json import CONFIG
 from megatronish.formats.megatron.names import LATEST
 from megatronish.formats.native import description_of
 from megatronish.formats.read_adapter import read_adapter, refuse_other_model
 from megatronish.formats.safetensors import INDEX
-from megatronish.formats.weights import Description
+from megatronish.formats.weights import Description, LazyTensor
+from megatronish.layers.adapter import select_adapter
 from megatronish.layout import ExpertLayout
 from megatronish.mesh import Mesh
-from megatronish.model.adapters import is_adapter
+from megatronish.model.adapters import DEFAULT, is_adapter
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.stage import build_stage
 from megatronish.pipeline.stages import Stages
@@ -43,23 +50,35 @@ from megatronish.train.build import build_engine, nothing, with_adapters
 from megatronish.train.engine import Engine
 from megatronish.train.state import base_tensors_of, tensors_of
 
-FOREIGN = (CONFIG, LATEST, INDEX)
+FOREIGN = (LATEST, INDEX)
+NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
 
 
 class SavedModel(NamedTuple):
-    """A checkpoint on disk and the description of its model; `adapter` is a folder with an adapter of it."""
+    """A model on disk and its description; `adapters` are folders with adapters of it, by name.
+
+    `checkpoint` is one step's folder, or with `is_hf` a Hugging Face folder.
+    """
 
     checkpoint: Path
     step: int
     description: Description
-    adapter: Path | None = None
+    adapters: Mapping[str, Path] = NO_ADAPTERS
+    is_hf: bool = False
 
-    def read_adapter(self) -> SavedAdapter | None:
-        """The adapter, not read yet."""
-        return None if self.adapter is None else read_adapter(self.adapter, self.description)
+    def read_adapters(self) -> dict[str, SavedAdapter]:
+        """The adapters by name, not read yet."""
+        return {name: read_adapter(folder, self.description) for name, folder in self.adapters.items()}
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Weights of the base, not read yet, under our names."""
+        return open_hf(self.checkpoint).tensors if self.is_hf else native.tensors_in(self.checkpoint)
 
     def config(self, parallel: ParallelConfig, training: TrainingConfig) -> Config:
-        """Config of this model in a new layout and sequence length; UserError if one does not fit the model."""
+        """Config of this model in a new layout and sequence length; UserError if one does not fit the model.
+
+        Its adapter is the first one.
+        """
         model, rows = self.description.model, self.description.num_positions
         if model.num_experts is None and parallel.expert_model_parallel_size > 1:
             ep = parallel.expert_model_parallel_size
@@ -75,11 +94,12 @@ class SavedModel(NamedTuple):
             optimizer=OptimizerConfig(lr=1.0),  # no training: the optimizer and the data only have to be valid
             data=DataConfig(mock_data=True),
             checkpoint=CheckpointConfig(load=str(self.checkpoint)),
-            adapter=AdapterConfig() if (adapter := self.read_adapter()) is None else adapter.config,
         )
-        if wrong := problems(config):
+        adapters = [saved.config for saved in self.read_adapters().values()] or [AdapterConfig()]
+        configs = [replace(config, adapter=adapter) for adapter in adapters]
+        if wrong := next((found for each in configs if (found := problems(each))), None):
             raise UserError("\n".join(wrong))
-        return config
+        return configs[0]
 
     def with_tokenizer(self, path: Path) -> "SavedModel":
         """The same checkpoint with another tokenizer, from a file or folder; its end of document becomes `eod`."""
@@ -103,29 +123,44 @@ class SavedModel(NamedTuple):
 
 
 class LoadedModel(NamedTuple):
-    """This rank's stage and tp shard of a model, its description, and the training step of its checkpoint."""
+    """This rank's stage and tp shard of a model, its description, and the training step of its checkpoint.
+
+    `adapters` are the names of its adapters, in the order of their numbers in the model.
+    """
 
     model: GPT
     description: Description
     step: int
+    adapters: tuple[str, ...] = ()
+
+    def select(self, adapter: str | None) -> None:
+        """From now on the adapter of this name is applied; None: the base alone."""
+        select_adapter(self.model, None if adapter is None else str(self.adapters.index(adapter)))
 
 
 def find_trained(
-    load: Path, *, step: int | None = None, tokenizer: Path | None = None, adapter: Path | None = None
+    load: Path,
+    *,
+    step: int | None = None,
+    tokenizer: Path | None = None,
+    adapters: Mapping[str, Path] = NO_ADAPTERS,
 ) -> SavedModel:
-    """The checkpoint in a run folder, a checkpoints folder or one step's folder; UserError if there is none.
+    """The checkpoint in a run folder, a checkpoints folder or one step's folder, or the model of a Hugging Face folder.
 
-    `step` None takes the newest. `tokenizer` is a file or folder to use instead of the checkpoint's own. `adapter` is
-    a folder of PEFT, or of a run with adapters.
+    UserError if there is none. `step` None takes the newest. `tokenizer` is a file or folder to use instead of the
+    model's own. `adapters` are folders of PEFT, or of runs with adapters, by name.
     """
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
-    if checkpoint is None and any((load / name).is_file() for name in FOREIGN):
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        native.refuse_adapters_alone(state, checkpoint)
+        found = SavedModel(checkpoint, state["step"], description_of(checkpoint), adapters)
+    elif (load / CONFIG).is_file():
+        found = SavedModel(load, 0, hf.describe(load), adapters, is_hf=True)
+    elif any((load / name).is_file() for name in FOREIGN):
         raise UserError(f"{load} holds a model in another format; convert it with megatronish convert")
-    if checkpoint is None:
+    else:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    state = read_state(checkpoint)
-    native.refuse_adapters_alone(state, checkpoint)
-    found = SavedModel(checkpoint, state["step"], description_of(checkpoint), adapter)
     return found if tokenizer is None else found.with_tokenizer(tokenizer)
 
 
@@ -138,10 +173,18 @@ def load_model(
     adapter: Path | None = None,
 ) -> LoadedModel:
     """Model for generation: this rank's share over tp and pp, without `mesh` the whole model. A collective call."""
-    found = find_trained(load, step=step, adapter=adapter)
+    found = find_trained(load, step=step, adapters={} if adapter is None else {"adapter": adapter})
     if mesh is None:
         mesh = Mesh.start(experts=None if found.description.model.num_experts is None else ExpertLayout())
-    assert mesh.dp.size == mesh.cp.size == 1, "generation has no dp and no cp: their ranks would hold copies"
+    return load_found(found, mesh, dtype=dtype)
+
+
+def load_found(found: SavedModel, mesh: Mesh, *, dtype: torch.dtype) -> LoadedModel:
+    """The model that was found, with its adapters, of which the first is applied. A collective call.
+
+    Every rank of dp holds a copy.
+    """
+    assert mesh.cp.size == 1, "generation has no cp: its ranks would hold copies"
     description = found.description
     parallel = ParallelConfig(
         tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size, data_parallel_size=1
@@ -156,9 +199,9 @@ def load_model(
         vocab_size=description.vocab_size,
         num_positions=description.num_positions,
     )
-    saved = found.read_adapter()
-    if saved is not None:
-        built = with_adapters(built, saved.config, device=mesh.device)
+    adapters = found.read_adapters()
+    for number, saved in enumerate(adapters.values()):
+        built = with_adapters(built, saved.config, device=mesh.device, name=str(number))
     model, shardings = built.model.to(dtype), built.shardings
     shards = {
         name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains[shardings[name].domain].model)))
@@ -167,25 +210,42 @@ def load_model(
     for shard in shards.values():
         shard.master.zero_()  # what no file fills is padding
     tensors = model_tensors(shards, shardings, mesh.domains)
-    if saved is not None:
-        _fill(saved, {name: tensors.pop(name) for name in [*tensors] if is_adapter(name)}, found, mesh)
-    load_tensors(found.checkpoint, tensors | state_tensors(model.state(), mesh.domains["dense"]), mesh=mesh)
-    return LoadedModel(model.requires_grad_(False).eval(), description, found.step)
+    of_adapters = {name: tensors.pop(name) for name in [*tensors] if is_adapter(name)}
+    for number, saved in enumerate(adapters.values()):
+        part = f".adapters.{number}."
+        _fill(saved, {name: each for name, each in of_adapters.items() if part in name}, found, mesh, name=str(number))
+    states = state_tensors(model.state(), mesh.domains["dense"])
+    if found.is_hf:
+        all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), tensors, source=found.checkpoint))
+    else:
+        load_tensors(found.checkpoint, tensors | states, mesh=mesh)
+    trained = LoadedModel(model.requires_grad_(False).eval(), description, found.step, tuple(adapters))
+    trained.select(next(iter(adapters), None))
+    return trained
 
 
 def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
-    """Engine for evaluation in any layout, without gradients and optimizer states. A collective call."""
+    """Engine for evaluation in any layout, without gradients and optimizer states. A collective call.
+
+    It has the first adapter alone.
+    """
     engine = build_engine(config, mesh, vocab_size=found.description.vocab_size, trainable=nothing)
-    load_tensors(found.checkpoint, base_tensors_of(engine), mesh=mesh)
-    if (saved := found.read_adapter()) is not None:
-        _fill(saved, tensors_of(engine, with_optimizer=False), found, mesh)
+    tensors = base_tensors_of(engine)
+    if found.is_hf:
+        wanted = {name: each for name, each in tensors.items() if name.removeprefix("model.") in engine.stage.shardings}
+        all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), wanted, source=found.checkpoint))
+    else:
+        load_tensors(found.checkpoint, tensors, mesh=mesh)
+    for saved in found.read_adapters().values():
+        _fill(saved, tensors_of(engine, with_optimizer=False), found, mesh, name=DEFAULT)
     engine.data_parallel.gather_parameters(frozen=True)
     engine.stage.model.eval()
     return engine
 
 
-def _fill(adapter: SavedAdapter, into: dict[str, GlobalTensor], found: SavedModel, mesh: Mesh) -> None:
+def _fill(adapter: SavedAdapter, into: dict[str, GlobalTensor], found: SavedModel, mesh: Mesh, *, name: str) -> None:
     """Fill this rank's part of an adapter; UserError if it was trained with another base. A collective call."""
     axis = mesh.checkpoint_axis
-    refuse_other_model(adapter, native.tensors_in(found.checkpoint), source=found.checkpoint, over=axis)
-    all_or_none(axis, lambda: load_weights(under_names_of_checkpoints(adapter), into, source=adapter.folder))
+    refuse_other_model(adapter, found.tensors(), source=found.checkpoint, over=axis)
+    tensors = under_names_of_checkpoints(adapter, name=name)
+    all_or_none(axis, lambda: load_weights(tensors, into, source=adapter.folder))
