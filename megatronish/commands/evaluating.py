@@ -31,6 +31,7 @@ from megatronish.tokenizer import build_tokenizer
 from megatronish.train.run import start_mesh
 
 MAX_DERIVED_SEQ_LENGTH = 4096  # windows of 131072 tokens, as some models allow, cost much memory and time
+OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "chat_template", "log_samples")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class Evaluation:
 def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
     """The evaluation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
+    if arguments.data_path is None:
+        raise UserError("nothing to evaluate; name a text with --data-path, or --tasks of the harness")
+    if (given := next((name for name in OF_TASKS if getattr(arguments, name)), None)) is not None:
+        raise UserError(f"--{given.replace('_', '-')} is for tasks; name some with --tasks, or leave it out")
     import_plugins(arguments.plugin)
     adapters = {} if arguments.adapter is None else {"adapter": arguments.adapter}
     found = find_trained(

@@ -112,6 +112,20 @@ class EvaluateArguments:
     """A run folder, its checkpoints folder or one step's folder, or a Hugging Face folder."""
     data_path: str | None = None
     """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
+    tasks: str | None = None
+    """Tasks of the lm-evaluation-harness instead of a text: task1,task2. It needs megatronish[eval]."""
+    include_path: Path | None = None
+    """A folder with files of more tasks (.yaml)."""
+    num_fewshot: int | None = None
+    """Examples before each question. Derived: what the task says."""
+    limit: int | None = None
+    """Questions of each task, the first ones; the others are left out."""
+    apply_chat_template: bool = False
+    """Ask in the form of a chat."""
+    chat_template: str | None = None
+    """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: its own."""
+    log_samples: bool = False
+    """Write each question with its answer to the output, too."""
     json_key: str = "text"
     """Key of the text in each line's JSON object."""
     plugin: PluginNames = ()
@@ -151,4 +165,4 @@ class EvaluateArguments:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     output: Path | None = None
-    """A JSON file for the results."""
+    """A JSON file for the results. Derived: of tasks, tasks.json in the run folder."""

@@ -58,7 +58,8 @@ class OpenedModel:
         """The model on this rank. A collective call."""
         mesh = start_mesh(self.config, place)
         dtype = torch.bfloat16 if self.config.training.bf16 else torch.float32
-        return Session(load_found(self.found, mesh, dtype=dtype), mesh, self.seq_length, batch_size)
+        trained = load_found(self.found, mesh, dtype=dtype)
+        return Session(trained, mesh, self.seq_length, batch_size, self.tokenizer.decode)
 
 
 def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel:

@@ -34,12 +34,16 @@ class Order(Protocol):
 
 @dataclass
 class Session:
-    """Loaded model on this rank. `seq_length` tokens are seen at a time, `batch_size` prompts go through together."""
+    """Loaded model on this rank. `seq_length` tokens are seen at a time, `batch_size` prompts go through together.
+
+    `decode` is its tokenizer's.
+    """
 
     trained: LoadedModel
     mesh: Mesh
     seq_length: int
     batch_size: int = 8
+    decode: Callable[[Sequence[int]], str] = str
     _is_open: bool = field(default=True, init=False)
 
     def generate(self, continuation: Continuation, *, ends: Callable[[int], bool] = never) -> Iterator[GeneratedToken]:

@@ -1,0 +1,132 @@
+"""Log-likelihoods of texts: how likely a model finds continuations, over ranks of tp, pp and dp."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatronish import comm
+from megatronish.checkpoint.all_or_none import from_all
+from megatronish.inference.session import Session
+from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.mesh import Mesh
+from megatronish.model.batch import MicroBatch
+from megatronish.model.gpt import GPT
+from megatronish.pipeline.executor import ChunkOutput, Executor
+from megatronish.pipeline.transfers import Boundary
+from megatronish.schedule.plan import Action, looped
+
+Found = TypeVar("Found", bound=Hashable)
+
+
+class TokenPair(NamedTuple):
+    """A context, which is given, and the continuation whose likelihood is asked for; one token at least of each."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+    def whole(self, seq_length: int) -> list[int]:
+        """The last tokens, of which the model sees all except the last one."""
+        return [*self.context, *self.continuation][-(seq_length + 1) :]
+
+
+class Likelihood(NamedTuple):
+    """Log-likelihood of a continuation in nats, and whether each of its tokens is the likeliest one."""
+
+    value: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Order of the likelihoods of pairs, in their order."""
+
+    pairs: Sequence[TokenPair]
+
+    def __call__(self, session: Session) -> list[Likelihood]:
+        """Each replica of the model scores a part of the pairs."""
+        return over_replicas(session.mesh, len(self.pairs), partial(self._score, session))
+
+    @torch.no_grad()
+    def _score(self, session: Session, numbers: Sequence[int]) -> dict[int, Likelihood]:
+        """Likelihoods of these pairs, the longest first, on the ranks of the last stage; elsewhere none."""
+        model, pp = session.trained.model, session.mesh.pp
+        dtype = next(model.parameters()).dtype
+        executor = Executor(
+            [partial(_forward, model)],
+            looped(num_stages=pp.size),
+            p2p_axes=session.mesh.p2p_axes,
+            boundary=Boundary(model.config.hidden_size, dtype, session.mesh.device, model.tp),
+        )
+        found: dict[int, Likelihood] = {}
+        order = sorted(numbers, key=lambda number: -len(self.pairs[number].whole(session.seq_length)))
+        batches = [order[first : first + session.batch_size] for first in range(0, len(order), session.batch_size)]
+        for first in range(0, len(batches), pp.size):
+            group = batches[first : first + pp.size]
+            outputs: list[Tensor] = []
+            executor.run(
+                [Action("F", 0, number) for number in range(len(group))],
+                [self._input(batch, session).to(session.mesh.device) for batch in group],
+                step=None,
+                on_model_output=lambda _number, output, outputs=outputs: outputs.append(output),
+            )
+            for batch, output in zip(group, outputs, strict=False):
+                found |= self._likelihoods(batch, output.cpu(), session.seq_length)
+        return found
+
+    def _input(self, batch: Sequence[int], session: Session) -> MicroBatch:
+        """Tokens [B, longest text]; padding comes after the text, where no token of it can see it."""
+        wholes = [self.pairs[number].whole(session.seq_length) for number in batch]
+        longest = max(map(len, wholes))
+        padded = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in wholes])
+        tokens, labels = padded[:, :-1].contiguous(), padded[:, 1:].contiguous()
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return MicroBatch(
+            tokens, labels, torch.ones_like(tokens, dtype=torch.bool), positions, torch.arange(len(batch))
+        )
+
+    def _likelihoods(self, batch: Sequence[int], output: Tensor, seq_length: int) -> dict[int, Likelihood]:
+        """From losses and margins [2, S, B]."""
+        found = {}
+        for row, number in enumerate(batch):
+            pair = self.pairs[number]
+            end = len(pair.whole(seq_length)) - 1
+            losses, margins = output[:, max(0, end - len(pair.continuation)) : end, row]
+            found[number] = Likelihood(-float(losses.double().sum()), bool((margins >= 0).all()))
+        return found
+
+
+def _forward(model: GPT, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
+    """Forward of a stage. At the end: the losses of the labels, and how much less the largest logit is, [2, S, B]."""
+    x = model.hidden(x, batch, step=step)
+    if not model.is_last:
+        return ChunkOutput(x, {})
+    tp, labels = model.tp.axis, batch.labels.t().contiguous()
+    logits = model.logits(x).float()
+    # This rank's rows of the vocabulary without padding; a label of another rank adds nothing to the sum.
+    first = tp.rank * logits.shape[-1]
+    own = logits[..., : max(0, model.vocab_size - first)]
+    is_own = (labels >= first) & (labels < first + own.shape[-1])
+    at = own.gather(-1, (labels - first).clamp(0, max(0, own.shape[-1] - 1))[..., None])[..., 0]
+    target = comm.all_reduce(torch.where(is_own, at, 0.0), tp)
+    largest = comm.all_reduce(own.amax(-1).contiguous(), tp, "max")
+    losses = vocab_parallel_cross_entropy(logits, labels, vocab_size=model.vocab_size, tp=tp)
+    return ChunkOutput(torch.stack((losses, target - largest)), {})
+
+
+def over_replicas(mesh: Mesh, count: int, work: Callable[[Sequence[int]], Mapping[int, Found]]) -> list[Found]:
+    """Results 0 to `count` - 1, on every rank: each replica of the model works on a part of the numbers.
+
+    Where replicas share experts, they exchange tokens in every layer, so all of them do all of the work together.
+    """
+    dp, experts = mesh.dp, mesh.experts
+    shares_experts = experts.ep.size * experts.etp.size > mesh.tp.size
+    mine = range(count) if shares_experts else range(dp.rank, count, dp.size)
+    parts: Iterator[Mapping[int, Found]] = iter(
+        from_all(mesh.checkpoint_axis, lambda: dict(work(mine)) if mine else {})
+    )
+    found = {number: value for part in parts for number, value in part.items()}
+    return [found[number] for number in range(count)]
