@@ -211,9 +211,10 @@ def load_found(found: SavedModel, mesh: Mesh, *, dtype: torch.dtype) -> LoadedMo
         shard.master.zero_()  # what no file fills is padding
     tensors = model_tensors(shards, shardings, mesh.domains)
     of_adapters = {name: tensors.pop(name) for name in [*tensors] if is_adapter(name)}
+    _refuse_other_base(found, adapters, mesh)
     for number, saved in enumerate(adapters.values()):
         part = f".adapters.{number}."
-        _fill(saved, {name: each for name, each in of_adapters.items() if part in name}, found, mesh, name=str(number))
+        _fill(saved, {name: each for name, each in of_adapters.items() if part in name}, mesh, name=str(number))
     states = state_tensors(model.state(), mesh.domains["dense"])
     if found.is_hf:
         all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), tensors, source=found.checkpoint))
@@ -227,7 +228,7 @@ def load_found(found: SavedModel, mesh: Mesh, *, dtype: torch.dtype) -> LoadedMo
 def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
     """Engine for evaluation in any layout, without gradients and optimizer states. A collective call.
 
-    It has the first adapter alone.
+    It has one adapter at most.
     """
     engine = build_engine(config, mesh, vocab_size=found.description.vocab_size, trainable=nothing)
     tensors = base_tensors_of(engine)
@@ -236,16 +237,23 @@ def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
         all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), wanted, source=found.checkpoint))
     else:
         load_tensors(found.checkpoint, tensors, mesh=mesh)
-    for saved in found.read_adapters().values():
-        _fill(saved, tensors_of(engine, with_optimizer=False), found, mesh, name=DEFAULT)
+    adapters = found.read_adapters()
+    assert len(adapters) <= 1, "an engine has one adapter"
+    _refuse_other_base(found, adapters, mesh)
+    for saved in adapters.values():
+        _fill(saved, tensors_of(engine, with_optimizer=False), mesh, name=DEFAULT)
     engine.data_parallel.gather_parameters(frozen=True)
     engine.stage.model.eval()
     return engine
 
 
-def _fill(adapter: SavedAdapter, into: dict[str, GlobalTensor], found: SavedModel, mesh: Mesh, *, name: str) -> None:
-    """Fill this rank's part of an adapter; UserError if it was trained with another base. A collective call."""
-    axis = mesh.checkpoint_axis
-    refuse_other_model(adapter, found.tensors(), source=found.checkpoint, over=axis)
+def _refuse_other_base(found: SavedModel, adapters: Mapping[str, SavedAdapter], mesh: Mesh) -> None:
+    """UserError if one of the adapters was trained with another base. A collective call."""
+    if adapters:
+        refuse_other_model(adapters.values(), found.tensors(), source=found.checkpoint, over=mesh.checkpoint_axis)
+
+
+def _fill(adapter: SavedAdapter, into: dict[str, GlobalTensor], mesh: Mesh, *, name: str) -> None:
+    """Fill this rank's part of an adapter. A collective call."""
     tensors = under_names_of_checkpoints(adapter, name=name)
-    all_or_none(axis, lambda: load_weights(tensors, into, source=adapter.folder))
+    all_or_none(mesh.checkpoint_axis, lambda: load_weights(tensors, into, source=adapter.folder))

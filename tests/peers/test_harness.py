@@ -1,4 +1,4 @@
-"""Tests of `megatronish evaluate --tasks` against the harness's own model of transformers, with tasks in local files."""
+"""Tests of `megatronish evaluate --tasks` against the harness's own model of transformers, on local tasks."""
 
 import json
 import os
