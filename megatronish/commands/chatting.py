@@ -95,7 +95,8 @@ class Chat:
                         return
                     self._obey(line)
                 elif line:
-                    self.answer(line)
+                    with self.button.for_answer():
+                        self.answer(line)
 
     def _read(self) -> str | None:
         """A line without the spaces around it; None at the end of the input."""
@@ -127,7 +128,7 @@ class Chat:
         return f" with the adapter {self.adapter}" if self.adapter else " without an adapter"
 
     def answer(self, line: str) -> None:
-        """Answer a message, and print the answer as it is written. What cannot be answered is no part of the chat."""
+        """Answer a message, and print the answer as it is written. What has no answer is no part of the chat."""
         said: list[Message] = [*self.messages, {"role": "user", "content": line}]
         num_tokens = self.task.arguments.num_tokens
         try:
@@ -144,16 +145,14 @@ class Chat:
             _say("stopped")
         elif len(stream.tokens) == most:
             _say(f"the answer was cut at {most} tokens")
-        self.messages = [*prompt.messages, {"role": "assistant", "content": stream.text}]
+        if stream.text:
+            self.messages = [*prompt.messages, {"role": "assistant", "content": stream.text}]
 
     def _write(self, order: Continuation) -> TextStream:
         stream = TextStream(self.task.model.tokenizer.decode)
-        with self.button.for_answer():
-            written = self.session.generate(
-                order._replace(adapter=self.adapter), ends=lambda _number: self.button.is_pressed
-            )
-            for _, token in written:
-                print(f"{stream.finish()}\n" if token is None else stream.add(token), end="", flush=True)
+        order = order._replace(adapter=self.adapter)
+        for _, token in self.session.generate(order, ends=lambda _number: self.button.is_pressed):
+            print(f"{stream.finish()}\n" if token is None else stream.add(token), end="", flush=True)
         return stream
 
 

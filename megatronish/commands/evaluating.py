@@ -22,8 +22,9 @@ from megatronish.data.collate import Collator
 from megatronish.data.text import TokenizedText, read_text
 from megatronish.data.windows import Windows
 from megatronish.errors import UserError
-from megatronish.inference.load import SavedModel, find_trained, load_engine
+from megatronish.inference.load import load_engine
 from megatronish.inference.perplexity import Perplexity, measure
+from megatronish.inference.saved_model import SavedModel, find_trained
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.mesh import leave

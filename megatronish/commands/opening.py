@@ -15,7 +15,8 @@ from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.inference.generate import Sampling
-from megatronish.inference.load import SavedModel, find_trained, load_found
+from megatronish.inference.load import load_found
+from megatronish.inference.saved_model import SavedModel, find_trained
 from megatronish.inference.session import Session
 from megatronish.launch.place import Place
 from megatronish.tokenizer import Tokenizer, build_tokenizer

@@ -15,7 +15,7 @@ from megatronish.config.chat import ChatConfig
 from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.errors import UserError
-from megatronish.inference.load import find_trained
+from megatronish.inference.saved_model import find_trained
 from megatronish.inference.session import Session
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place

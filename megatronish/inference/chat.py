@@ -11,7 +11,7 @@ from megatronish.config.dump import section_of
 from megatronish.data.chat.conversation import Message, conversation_of
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.inference.load import SavedModel
+from megatronish.inference.saved_model import SavedModel
 from megatronish.tokenizer import Tokenizer
 
 

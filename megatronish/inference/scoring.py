@@ -1,6 +1,6 @@
 """Log-likelihoods of texts: how likely a model finds continuations, over ranks of tp, pp and dp."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from megatronish.pipeline.executor import ChunkOutput, Executor
 from megatronish.pipeline.transfers import Boundary
 from megatronish.schedule.plan import Action, looped
 
-Found = TypeVar("Found", bound=Hashable)
+Found = TypeVar("Found")
 
 
 class TokenPair(NamedTuple):
@@ -106,13 +106,15 @@ def _forward(model: GPT, x: Tensor | None, batch: MicroBatch, /, *, step: int | 
         return ChunkOutput(x, {})
     tp, labels = model.tp.axis, batch.labels.t().contiguous()
     logits = model.logits(x).float()
-    # This rank's rows of the vocabulary without padding; a label of another rank adds nothing to the sum.
-    first = tp.rank * logits.shape[-1]
-    own = logits[..., : max(0, model.vocab_size - first)]
-    is_own = (labels >= first) & (labels < first + own.shape[-1])
-    at = own.gather(-1, (labels - first).clamp(0, max(0, own.shape[-1] - 1))[..., None])[..., 0]
+    # This rank's rows of the vocabulary, of which the last ones may be padding; a label of another rank adds zero.
+    rows = logits.shape[-1]
+    first = tp.rank * rows
+    num_true = min(max(model.vocab_size - first, 0), rows)
+    is_own = (labels >= first) & (labels < first + rows)
+    at = logits.gather(-1, (labels - first).clamp(0, rows - 1)[..., None])[..., 0]
     target = comm.all_reduce(torch.where(is_own, at, 0.0), tp)
-    largest = comm.all_reduce(own.amax(-1).contiguous(), tp, "max")
+    largest = logits[..., :num_true].amax(-1) if num_true else torch.full_like(target, -torch.inf)
+    largest = comm.all_reduce(largest.contiguous(), tp, "max")
     losses = vocab_parallel_cross_entropy(logits, labels, vocab_size=model.vocab_size, tp=tp)
     return ChunkOutput(torch.stack((losses, target - largest)), {})
 
@@ -125,8 +127,6 @@ def over_replicas(mesh: Mesh, count: int, work: Callable[[Sequence[int]], Mappin
     dp, experts = mesh.dp, mesh.experts
     shares_experts = experts.ep.size * experts.etp.size > mesh.tp.size
     mine = range(count) if shares_experts else range(dp.rank, count, dp.size)
-    parts: Iterator[Mapping[int, Found]] = iter(
-        from_all(mesh.checkpoint_axis, lambda: dict(work(mine)) if mine else {})
-    )
+    parts = from_all(mesh.checkpoint_axis, lambda: dict(work(mine)) if mine else {})
     found = {number: value for part in parts for number, value in part.items()}
     return [found[number] for number in range(count)]

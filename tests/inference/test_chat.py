@@ -21,7 +21,8 @@ from megatronish.commands.chat import main as chat
 from megatronish.commands.generate import main as generate
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
-from megatronish.inference.load import find_trained, load_found, load_model
+from megatronish.inference.load import load_found, load_model
+from megatronish.inference.saved_model import find_trained
 from megatronish.inference.session import Continuation, Session
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
