@@ -1,6 +1,7 @@
 """Server behind `megatronish serve`: HTTP in a thread of the main rank, the model in its main thread."""
 
 import importlib
+import os
 import signal
 import socket
 import threading
@@ -66,8 +67,9 @@ def listen(arguments: ServeArguments) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
         raise UserError(
-            f"--host {host} --port {port} cannot be listened at: {error.strerror}; choose another --port, or 0 for any"
+            f"--host {host} --port {port} cannot be listened at: {why}; choose another --port, or 0 for any"
         ) from error
 
 

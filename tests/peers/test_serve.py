@@ -16,6 +16,8 @@ from chat_models import write_adapter, write_chat_model
 from paths import ROOT
 
 from megatronish.commands.serve import main as serve
+from megatronish.inference.saved_model import find_trained
+from megatronish.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.peers("openai")
 openai: Any = pytest.importorskip("openai", reason="openai is not installed here; see `make test-peers`")
@@ -85,16 +87,17 @@ def test_an_answer_has_a_text_a_reason_and_a_usage(client: Any) -> None:
 
 def test_a_streamed_answer_is_the_whole_one(client: Any) -> None:
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 30}
-    whole = asked(client, "a", **options).choices[0]
+    answer = asked(client, "a", **options)
+    whole = answer.choices[0]
     chunks = list(asked(client, "a", stream=True, stream_options={"include_usage": True}, **options))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == whole.message.content
     assert chunks[-2].choices[0].finish_reason == whole.finish_reason
-    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 30)
+    assert (chunks[-1].choices, chunks[-1].usage) == ([], answer.usage)
     assert asked(client, "a", **{**options, "seed": 6}).choices[0].message.content != whole.message.content
 
 
-def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: Any) -> None:
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: Any, folder: Path) -> None:
     options: dict[str, Any] = {"model": "base", "prompt": "abc", "max_tokens": 40, "temperature": 0}
     whole = client.completions.create(**options)
     text = whole.choices[0].text
@@ -106,7 +109,8 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: Any) -> None:
         pieces = list(cut) if streams else [cut]
         assert "".join(each.choices[0].text for each in pieces) == text[: text.index(stop)]
         assert pieces[-1].choices[0].finish_reason == "stop"
-    assert client.completions.create(**{**options, "prompt": [97, 98, 99]}).choices[0].text == text
+    tokens = build_tokenizer(find_trained(folder / "base").description.data).encode("abc")
+    assert client.completions.create(**{**options, "prompt": tokens}).choices[0].text == text
 
 
 def test_a_reader_that_leaves_ends_its_text(client: Any) -> None:
@@ -127,7 +131,7 @@ def test_a_reader_that_leaves_ends_its_text(client: Any) -> None:
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: "),
         ({"n": 2}, openai.BadRequestError, "n=2 is not supported; leave it out"),
     ],
-    ids=str,
+    ids=["model", "no messages", "null", "role", "long", "temperature", "max_tokens", "n"],
 )
 def test_a_bad_request_is_an_error_in_a_sentence(client: Any, options: dict[str, Any], kind: Any, words: str) -> None:
     with pytest.raises(kind) as error:
