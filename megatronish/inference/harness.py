@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_others: Any) -> list[tuple[float, bool]]:
         pairs = tuple(TokenPair(tuple(context), tuple(continuation)) for _, context, continuation in requests)
-        return [tuple(found) for found in self._session.do(Scoring(pairs))]
+        return [(found.value, found.is_greedy) for found in self._session.do(Scoring(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, in windows that predict each token once."""

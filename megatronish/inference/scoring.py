@@ -66,20 +66,25 @@ class Scoring:
         batches = [order[first : first + session.batch_size] for first in range(0, len(order), session.batch_size)]
         for first in range(0, len(batches), pp.size):
             group = batches[first : first + pp.size]
-            outputs: list[Tensor] = []
-            executor.run(
-                [Action("F", 0, number) for number in range(len(group))],
-                [self._input(batch, session).to(session.mesh.device) for batch in group],
-                step=None,
-                on_model_output=lambda _number, output, outputs=outputs: outputs.append(output),
-            )
+            outputs = self._outputs(executor, [self._input(batch, session.seq_length) for batch in group])
             for batch, output in zip(group, outputs, strict=False):
                 found |= self._likelihoods(batch, output.cpu(), session.seq_length)
         return found
 
-    def _input(self, batch: Sequence[int], session: Session) -> MicroBatch:
+    def _outputs(self, executor: Executor, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Output of each batch on the ranks of the last stage; elsewhere none."""
+        found: list[Tensor] = []
+        executor.run(
+            [Action("F", 0, number) for number in range(len(batches))],
+            [batch.to(executor.boundary.device) for batch in batches],
+            step=None,
+            on_model_output=lambda _number, output: found.append(output),
+        )
+        return found
+
+    def _input(self, batch: Sequence[int], seq_length: int) -> MicroBatch:
         """Tokens [B, longest text]; padding comes after the text, where no token of it can see it."""
-        wholes = [self.pairs[number].whole(session.seq_length) for number in batch]
+        wholes = [self.pairs[number].whole(seq_length) for number in batch]
         longest = max(map(len, wholes))
         padded = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in wholes])
         tokens, labels = padded[:, :-1].contiguous(), padded[:, 1:].contiguous()
