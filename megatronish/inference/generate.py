@@ -22,7 +22,7 @@ from megatronish import comm
 from megatronish.inference.decoding import DecodingBatch, GeneratedText, GeneratedToken, forward_chunk
 from megatronish.mesh import Mesh
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.executor import Executor
+from megatronish.pipeline.executor import ChunkOutput, Executor
 from megatronish.pipeline.transfers import Boundary
 from megatronish.schedule.plan import Action, looped
 from megatronish.streams import torch_stream
@@ -73,7 +73,7 @@ def generate(
             for first in range(0, len(texts), batch_size)
         ]
     )
-    executor = _executor_of(model, mesh)
+    executor = executor_of(model, mesh, forward_chunk)
     active: list[DecodingBatch] = []
     while True:
         # 1. Batches that have ended make room for new ones: a batch for each stage keeps all stages busy.
@@ -100,12 +100,15 @@ def _texts_of(prompts: Sequence[Sequence[int]], *, seed: int) -> list[GeneratedT
     return texts
 
 
-def _executor_of(model: GPT, mesh: Mesh) -> Executor:
-    """Pipeline executor of this rank's stage. All ranks of the pipeline make theirs at the same time."""
+def executor_of(model: GPT, mesh: Mesh, forward: Callable[..., ChunkOutput]) -> Executor:
+    """Pipeline executor of this rank's stage, whose forward is `forward` of the model and what an executor gives.
+
+    All ranks of the pipeline make theirs at the same time.
+    """
     assert len(model.chunks) == 1, "generation runs one chunk a stage"
     dtype = next(model.parameters()).dtype
     return Executor(
-        [partial(forward_chunk, model)],
+        [partial(forward, model)],
         looped(num_stages=mesh.pp.size),
         p2p_axes=mesh.p2p_axes,
         boundary=Boundary(model.config.hidden_size, dtype, mesh.device, model.tp),

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from megatronish import comm
 from megatronish.checkpoint.all_or_none import from_all
+from megatronish.inference.generate import executor_of
 from megatronish.inference.session import Session
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.executor import ChunkOutput, Executor
-from megatronish.pipeline.transfers import Boundary
-from megatronish.schedule.plan import Action, looped
+from megatronish.schedule.plan import Action
 
 Found = TypeVar("Found")
 
@@ -53,14 +53,8 @@ class Scoring:
     @torch.no_grad()
     def _score(self, session: Session, numbers: Sequence[int]) -> dict[int, Likelihood]:
         """Likelihoods of these pairs, the longest first, on the ranks of the last stage; elsewhere none."""
-        model, pp = session.trained.model, session.mesh.pp
-        dtype = next(model.parameters()).dtype
-        executor = Executor(
-            [partial(_forward, model)],
-            looped(num_stages=pp.size),
-            p2p_axes=session.mesh.p2p_axes,
-            boundary=Boundary(model.config.hidden_size, dtype, session.mesh.device, model.tp),
-        )
+        pp = session.mesh.pp
+        executor = executor_of(session.trained.model, session.mesh, _forward)
         found: dict[int, Likelihood] = {}
         order = sorted(numbers, key=lambda number: -len(self.pairs[number].whole(session.seq_length)))
         batches = [order[first : first + session.batch_size] for first in range(0, len(order), session.batch_size)]
