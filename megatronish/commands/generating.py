@@ -36,7 +36,7 @@ class Generation:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Tokenizer of the model and its prompts."""
         return self.model.tokenizer
 
 
