@@ -92,6 +92,8 @@ setup(
         "yaml": ["PyYAML>=6"],  # tools/from_axolotl.py
         "zstd": ["zstandard>=0.21"],  # .zst files to preprocess; Python 3.14 reads them by itself
         "parquet": ["pyarrow>=15"],  # .parquet files to preprocess
+        "serve": ["fastapi>=0.115", "uvicorn>=0.30"],  # megatronish serve
+        "eval": ["lm_eval>=0.4.9,<0.5"],  # megatronish evaluate --tasks
         "wandb": ["wandb>=0.20"],
         # The small MLflow has no database: SQLAlchemy and Alembic are what its SQLite store needs.
         "mlflow": ["mlflow-skinny>=2.14", "sqlalchemy>=2.0", "alembic>=1.13"],

@@ -1,4 +1,4 @@
-"""Command `megatronish evaluate`: perplexity of a trained model on a text, over all its tokens."""
+"""Command `megatronish evaluate`: perplexity of a trained model on a text, or its score in tasks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +16,11 @@ def main(argv: Sequence[str], *, program: str = "megatronish evaluate") -> int:
 
 def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
     arguments = read_arguments(EvaluateArguments, argv, program=program)
-    from megatronish.commands.evaluating import run  # late: it imports torch, and --help need not wait for that
+    # late: they import torch, and --help need not wait for that
+    if arguments.tasks is not None:
+        from megatronish.commands.scoring import run as run_tasks
+
+        return run_tasks(arguments, place)
+    from megatronish.commands.evaluating import run
 
     return run(arguments, place)

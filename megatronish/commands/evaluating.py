@@ -22,8 +22,9 @@ from megatronish.data.collate import Collator
 from megatronish.data.text import TokenizedText, read_text
 from megatronish.data.windows import Windows
 from megatronish.errors import UserError
-from megatronish.inference.load import SavedModel, find_trained, load_engine
+from megatronish.inference.load import load_engine
 from megatronish.inference.perplexity import Perplexity, measure
+from megatronish.inference.saved_model import SavedModel, find_trained
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.mesh import leave
@@ -31,6 +32,7 @@ from megatronish.tokenizer import build_tokenizer
 from megatronish.train.run import start_mesh
 
 MAX_DERIVED_SEQ_LENGTH = 4096  # windows of 131072 tokens, as some models allow, cost much memory and time
+OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "chat_template", "log_samples")
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,14 @@ class Evaluation:
 def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
     """The evaluation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
+    if arguments.data_path is None:
+        raise UserError("nothing to evaluate; name a text with --data-path, or --tasks of the harness")
+    if (given := next((name for name in OF_TASKS if getattr(arguments, name)), None)) is not None:
+        raise UserError(f"--{given.replace('_', '-')} is for tasks; name some with --tasks, or leave it out")
     import_plugins(arguments.plugin)
+    adapters = {} if arguments.adapter is None else {"adapter": arguments.adapter}
     found = find_trained(
-        arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapter=arguments.adapter
+        arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length

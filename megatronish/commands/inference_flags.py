@@ -1,4 +1,4 @@
-"""Flags of the commands that run a trained model: `megatronish generate` and `megatronish evaluate`."""
+"""Flags of the commands that run a trained model: `megatronish generate`, `chat`, `serve` and `evaluate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,42 +8,25 @@ import tyro
 
 from megatronish.commands.plugin_flag import PluginNames
 
+AdapterNames = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+"""Adapters, each a folder or NAME=FOLDER."""
+
 
 @dataclass(frozen=True)
-class GenerateArguments:
-    """Text generation with a trained model, in one process or over ranks of tp and pp."""
+class ModelArguments:
+    """A trained model in one process or over ranks of tp and pp, with adapters."""
 
     load: Path
-    """A run folder, its checkpoints folder or one step's folder."""
+    """A run folder, its checkpoints folder or one step's folder, or a Hugging Face folder."""
     plugin: PluginNames = ()
     """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
     ckpt_step: int | None = None
     """Load this step instead of the newest."""
-    adapter: Path | None = None
-    """A folder with an adapter of the model: of PEFT, or of a run with --adapter-type."""
+    adapter: AdapterNames = ()
+    """A folder with an adapter of the model, of PEFT or of a run with --adapter-type. Several are allowed, of which the
+    first is applied until another is chosen: NAME=FOLDER names one, else its folder's name does."""
     tokenizer_model: Path | None = None
-    """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the checkpoint names or carries."""
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Text to continue; an empty one begins a document. Several are allowed. Default: one prompt, a newline."""
-    add_special_tokens: bool = False
-    """Read markup such as <|eot_id|> in prompts as special tokens, and add those that the tokenizer puts around a text,
-    above all the first token, as converted models were trained. Without this flag a prompt is plain text."""
-    prompts_file: Path | None = None
-    """More prompts: a text file, one a line, or .jsonl with objects like {"text": ...}."""
-    output: Path | None = None
-    """A .jsonl file for the generated text, one object per prompt, instead of the terminal."""
-    num_tokens: int = 200
-    """Tokens to generate for each prompt, at most: an end of document or another stop token of the model ends it."""
-    temperature: float = 0.8
-    """0 is greedy decoding: always the likeliest token."""
-    top_k: int = 0
-    """Sample from the k likeliest tokens; 0 from all."""
-    top_p: float = 0.95
-    """Nucleus sampling: from the likeliest tokens that together have this probability."""
-    seed: int = 0
-    """The same seed and prompt give the same text, whatever the other prompts and the layout, except for rounding."""
-    batch_size: int = 8
-    """Prompts in one forward pass. With pp, a batch for each stage is generated at a time."""
+    """A SentencePiece .model, a tokenizer.json or its folder. Derived: what the model names or carries."""
     seq_length: int | None = None
     """Tokens that the model sees at a time. Derived: its length in training."""
     tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
@@ -61,13 +44,88 @@ class GenerateArguments:
 
 
 @dataclass(frozen=True)
+class SamplingArguments:
+    """The choice of each token of a text."""
+
+    temperature: float = 0.8
+    """0 is greedy decoding: always the likeliest token."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens; 0 from all."""
+    top_p: float = 0.95
+    """Nucleus sampling: from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """The same seed and prompt give the same text, whatever the other prompts and the layout, except for rounding."""
+
+
+@dataclass(frozen=True)
+class GenerateArguments(SamplingArguments, ModelArguments):
+    """Text generation with a trained model, in one process or over ranks of tp and pp."""
+
+    use_adapter: str | None = None
+    """Name of the adapter to apply; none: the base alone. Derived: the first --adapter."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to continue; an empty one begins a document. Several are allowed. Default: one prompt, a newline."""
+    add_special_tokens: bool = False
+    """Read markup such as <|eot_id|> in prompts as special tokens, and add those that the tokenizer puts around a text,
+    above all the first token, as converted models were trained. Without this flag a prompt is plain text."""
+    prompts_file: Path | None = None
+    """More prompts: a text file, one a line, or .jsonl with objects like {"text": ...}."""
+    output: Path | None = None
+    """A .jsonl file for the generated text, one object per prompt, instead of the terminal."""
+    num_tokens: int = 200
+    """Tokens to generate for each prompt, at most: an end of document or another stop token of the model ends it."""
+    batch_size: int = 8
+    """Prompts in one forward pass. With pp, a batch for each stage is generated at a time."""
+
+
+@dataclass(frozen=True)
+class ChatArguments(SamplingArguments, ModelArguments):
+    """A chat with a trained model on the terminal. /reset forgets it, /adapter NAME changes the adapter, /quit ends."""
+
+    chat_template: str | None = None
+    """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: the one of
+    the run, or the model's own."""
+    system: str | None = None
+    """Message of the system, before all others."""
+    num_tokens: int = 512
+    """Tokens of an answer, at most: the end of its turn or another stop token of the model ends it."""
+
+
+@dataclass(frozen=True)
+class ServeArguments(ModelArguments):
+    """A server of a trained model with OpenAI's interface, for one request at a time. It needs megatronish[serve]."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Whoever reaches it can use the model: there are no keys."""
+    port: int = 8000
+    """Port to listen at; 0 for any that is free."""
+    chat_template: str | None = None
+    """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: the one of
+    the run, or the model's own."""
+
+
+@dataclass(frozen=True)
 class EvaluateArguments:
-    """Perplexity of a checkpoint on a text, in any layout, over all tokens."""
+    """Perplexity of a model on a text, in any layout, over all tokens; or tasks of the lm-evaluation-harness."""
 
     load: Path
-    """A run folder, its checkpoints folder or one step's folder."""
-    data_path: str
+    """A run folder, its checkpoints folder or one step's folder, or a Hugging Face folder."""
+    data_path: str | None = None
     """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
+    tasks: str | None = None
+    """Tasks of the lm-evaluation-harness instead of a text: task1,task2. It needs megatronish[eval]."""
+    include_path: Path | None = None
+    """A folder with files of more tasks (.yaml)."""
+    num_fewshot: int | None = None
+    """Examples before each question. Derived: what the task says."""
+    limit: int | None = None
+    """Questions of each task, the first ones; the others are left out."""
+    apply_chat_template: bool = False
+    """Ask in the form of a chat."""
+    chat_template: str | None = None
+    """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: its own."""
+    log_samples: bool = False
+    """Write each question with its answer to the output, too."""
     json_key: str = "text"
     """Key of the text in each line's JSON object."""
     plugin: PluginNames = ()
@@ -107,4 +165,4 @@ class EvaluateArguments:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     output: Path | None = None
-    """A JSON file for the results."""
+    """A JSON file for the results. Derived: of tasks, tasks.json in the run folder."""

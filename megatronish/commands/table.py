@@ -34,14 +34,14 @@ COMMANDS = {
     "audit": Command("data", "audit", "print which tokens of chat data would be trained on"),
     "merge": Command("data", "merge", "join .bin/.idx files into one pair"),
     "generate": Command("models", "generate", "continue prompts with a trained model"),
-    "evaluate": Command("models", "evaluate", "measure the perplexity of a trained model on a text"),
+    "chat": Command("models", "chat", "chat with a trained model on the terminal"),
+    "serve": Command("models", "serve", "serve a trained model with OpenAI's interface"),
+    "evaluate": Command("models", "evaluate", "measure the perplexity of a trained model, or its score in tasks"),
     "convert": Command("models", "convert", "convert models between Hugging Face, Megatron-LM and megatronish"),
 }
 """A new command is a module in this folder and a line here."""
 
 TO_COME = {
-    "chat": "megatronish generate --load DIR --prompt TEXT continues a text",
-    "serve": "megatronish generate --load DIR --prompts-file FILE --output FILE answers many prompts",
     "plan": "megatronish pretrain --dry-run prints the expected memory of a layout",
     "bench": "the benchmarks/ folder of a checkout has side-by-side measurements",
     "report": "metrics.jsonl and loss.png in a run's folder have its numbers",

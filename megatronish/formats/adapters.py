@@ -4,6 +4,7 @@ The tensors of an adapter are named by the section of a linear layer that they a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -54,19 +55,20 @@ def read_native(load: Path, *, step: int | None = None) -> SavedAdapter:
     if (base := state.get("base")) is None:
         raise UserError(f"{folder} holds a whole model and no adapter; name the folder of a run with adapters")
     try:
-        config = section_of(AdapterConfig, state["config"].get("adapter", {}))
+        told = section_of(AdapterConfig, state["config"].get("adapter", {}))
     except (AttributeError, TypeError) as error:
         raise DamagedError(folder, f"its config of adapters is not one of this version ({error})") from error
+    config = replace(told, quantize_base=None)  # the base is used as it is, however the run held it
     tensors = {name.replace(INFIX, "."): tensor for name, tensor in native.tensors_in(folder).items()}
     return SavedAdapter(load, config, tensors, base.get("identity"))
 
 
-def under_names_of_checkpoints(adapter: SavedAdapter) -> dict[str, LazyTensor]:
-    """Tensors of an adapter under the names that a model with one adapter gives them."""
+def under_names_of_checkpoints(adapter: SavedAdapter, *, name: str = DEFAULT) -> dict[str, LazyTensor]:
+    """Tensors of an adapter under the names that a model gives them, in which the adapter is called `name`."""
     found = {}
-    for name, tensor in adapter.tensors.items():
-        layer, section, part = name.rsplit(".", 2)
-        found[f"{layer}{INFIX}{section}.{part}"] = tensor
+    for key, tensor in adapter.tensors.items():
+        layer, section, part = key.rsplit(".", 2)
+        found[f"{layer}.adapters.{name}.{section}.{part}"] = tensor
     return found
 
 

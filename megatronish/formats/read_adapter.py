@@ -1,5 +1,6 @@
 """Reader of an adapter in either format: PEFT's, or that of a run."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatronish.checkpoint.all_or_none import all_or_none
@@ -17,20 +18,24 @@ def read_adapter(load: Path, description: Description) -> SavedAdapter:
     return peft.read(load, description) if (load / CONFIG).is_file() else read_native(load)
 
 
-def refuse_other_model(adapter: SavedAdapter, base: dict[str, LazyTensor], *, source: Path, over: Axis) -> None:
-    """UserError if the adapter says that it was trained with other weights than these. Collective: it reads them all.
+def refuse_other_model(
+    adapters: Iterable[SavedAdapter], base: dict[str, LazyTensor], *, source: Path, over: Axis
+) -> None:
+    """UserError if an adapter says that it was trained with other weights than these. Collective: it reads them all.
 
     PEFT's format does not say.
     """
-    if adapter.base is None:
+    known = [adapter for adapter in adapters if adapter.base is not None]
+    if not known:
         return
     identity = identity_of(base, over=over)
 
     def compare() -> None:
-        if identity != adapter.base:
-            raise UserError(
-                f"the adapter {adapter.folder} was trained with the weights {str(adapter.base)[:12]}, and {source} has "
-                f"the weights {identity[:12]}; name the model that it was trained with"
-            )
+        for adapter in known:
+            if identity != adapter.base:
+                raise UserError(
+                    f"the adapter {adapter.folder} was trained with the weights {str(adapter.base)[:12]}, and {source} "
+                    f"has the weights {identity[:12]}; name the model that it was trained with"
+                )
 
     all_or_none(over, compare)

@@ -88,12 +88,12 @@ class DecodingBatch:
             cache=self.cache,
         )
 
-    def append(self, chosen: Sequence[int], *, stops: Collection[int]) -> Iterator[GeneratedToken]:
-        """Add the next token [B] of each text, and drop the texts that end with it."""
+    def append(self, chosen: Sequence[int | None], *, stops: Collection[int]) -> Iterator[GeneratedToken]:
+        """Add the next token [B] of each text, and drop the texts that end with it; None ends a text as stops do."""
         self.num_left -= 1
         remaining = []
         for row, (text, token) in enumerate(zip(self.texts, chosen, strict=True)):
-            if token in stops:
+            if token is None or token in stops:
                 yield GeneratedToken(text.number, None)
             else:
                 remaining.append(row)

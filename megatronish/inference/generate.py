@@ -10,7 +10,7 @@ tokens are almost equally good, rounding may decide between them, in bf16 now an
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ from megatronish import comm
 from megatronish.inference.decoding import DecodingBatch, GeneratedText, GeneratedToken, forward_chunk
 from megatronish.mesh import Mesh
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.executor import Executor
+from megatronish.pipeline.executor import ChunkOutput, Executor
 from megatronish.pipeline.transfers import Boundary
 from megatronish.schedule.plan import Action, looped
 from megatronish.streams import torch_stream
@@ -38,6 +38,11 @@ class Sampling:
     seed: int = 0
 
 
+def never(_number: int) -> bool:
+    """Texts end by themselves alone."""
+    return False
+
+
 def generate(
     model: GPT,
     prompts: Sequence[Sequence[int]],
@@ -48,11 +53,14 @@ def generate(
     sampling: Sampling | None = None,
     batch_size: int = 8,
     mesh: Mesh | None = None,
+    ends: Callable[[int], bool] = never,
 ) -> Iterator[GeneratedToken]:
     """Tokens of each prompt's text as they are generated: `num_tokens`, or fewer if one of `stops` comes before.
 
     Prompts have at least one token each. A batch is `batch_size` prompts; tokens of as many batches as there are
-    pipeline stages come in turn. A collective call: all ranks of `mesh` iterate to the end and get the same tokens.
+    pipeline stages come in turn. `ends` is asked before each token whether the text of a prompt, by its number, ends
+    here; it does where any rank says so. A collective call: all ranks of `mesh` that share a copy of the model iterate
+    to the end and get the same tokens.
     """
     if num_tokens == 0:
         yield from (GeneratedToken(number, None) for number in range(len(prompts)))
@@ -65,7 +73,7 @@ def generate(
             for first in range(0, len(texts), batch_size)
         ]
     )
-    executor = _executor_of(model, mesh)
+    executor = executor_of(model, mesh, forward_chunk)
     active: list[DecodingBatch] = []
     while True:
         # 1. Batches that have ended make room for new ones: a batch for each stage keeps all stages busy.
@@ -75,7 +83,7 @@ def generate(
         # 2. Prefill or decode: one forward of each batch through all stages. Only ranks of the last one get logits.
         logits = _next_logits(executor, active)
         # 3. One rank samples, and every rank gets the tokens: the next input of the first stage.
-        chosen = iter(_sample(logits, [batch.texts for batch in active], sampling, mesh))
+        chosen = iter(_sample(logits, [batch.texts for batch in active], sampling, mesh, ends))
         # 4. Texts grow by their tokens; those that end leave their batch and its KV cache.
         for batch in active:
             yield from batch.append(list(islice(chosen, len(batch.texts))), stops=stops)
@@ -92,12 +100,15 @@ def _texts_of(prompts: Sequence[Sequence[int]], *, seed: int) -> list[GeneratedT
     return texts
 
 
-def _executor_of(model: GPT, mesh: Mesh) -> Executor:
-    """Pipeline executor of this rank's stage. All ranks of the pipeline make theirs at the same time."""
+def executor_of(model: GPT, mesh: Mesh, forward: Callable[..., ChunkOutput]) -> Executor:
+    """Pipeline executor of this rank's stage, whose forward is `forward` of the model and what an executor gives.
+
+    All ranks of the pipeline make theirs at the same time.
+    """
     assert len(model.chunks) == 1, "generation runs one chunk a stage"
     dtype = next(model.parameters()).dtype
     return Executor(
-        [partial(forward_chunk, model)],
+        [partial(forward, model)],
         looped(num_stages=mesh.pp.size),
         p2p_axes=mesh.p2p_axes,
         boundary=Boundary(model.config.hidden_size, dtype, mesh.device, model.tp),
@@ -118,20 +129,28 @@ def _next_logits(executor: Executor, batches: Sequence[DecodingBatch]) -> list[T
 
 
 def _sample(
-    logits: Sequence[Tensor], batches: Sequence[Sequence[GeneratedText]], sampling: Sampling, mesh: Mesh
-) -> list[int]:
-    """Next token of every text, batch after batch, on all ranks.
+    logits: Sequence[Tensor],
+    batches: Sequence[Sequence[GeneratedText]],
+    sampling: Sampling,
+    mesh: Mesh,
+    ends: Callable[[int], bool],
+) -> list[int | None]:
+    """Next token of every text, batch after batch, on all ranks; None where `ends` of a rank says so.
 
     The first tp rank of the last stage chooses. The others add zeros, so an all-reduce hands its tokens to every rank.
+    In the second row each rank adds which texts end.
     """
-    chosen = torch.zeros(sum(map(len, batches)), dtype=torch.int64, device=mesh.device)
+    found = torch.zeros(2, sum(map(len, batches)), dtype=torch.int64)
+    found[1] = torch.tensor([ends(text.number) for texts in batches for text in texts])
+    found = found.to(mesh.device)
     if logits and mesh.tp.is_first:
-        found = [
+        chosen = [
             choose(scores, _uniform(texts, like=scores) if sampling.temperature else None, sampling)
             for scores, texts in zip(logits, batches, strict=True)
         ]
-        chosen = torch.cat(found)
-    return comm.all_reduce(chosen, mesh.world).tolist()
+        found[0] = torch.cat(chosen)
+    tokens, ended = comm.all_reduce(comm.all_reduce(found, mesh.tp), mesh.pp).tolist()
+    return [None if end else token for token, end in zip(tokens, ended, strict=True)]
 
 
 def _uniform(texts: Sequence[GeneratedText], *, like: Tensor) -> Tensor:

@@ -1,132 +1,52 @@
-"""Loading of a trained model for generation and evaluation, from a checkpoint of any layout into any other layout."""
+"""Loading of a trained model for generation and evaluation: a checkpoint of any layout, or a Hugging Face folder.
 
-from dataclasses import replace
+It is loaded into any layout, with adapters by their names, of which one at a time is applied.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from megatronish.checkpoint.all_or_none import all_or_none
-from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, state_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
-from megatronish.config.adapter import AdapterConfig
-from megatronish.config.check import problems
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
-from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
-from megatronish.config.rules.model import too_few_positions
-from megatronish.config.run import CheckpointConfig
-from megatronish.config.tokenizer_names import TokenizerType
-from megatronish.config.training import TrainingConfig
-from megatronish.errors import UserError
-from megatronish.formats import native
 from megatronish.formats.adapters import SavedAdapter, under_names_of_checkpoints
 from megatronish.formats.fill import load_weights
-from megatronish.formats.hf.config_json import CONFIG
-from megatronish.formats.megatron.names import LATEST
-from megatronish.formats.native import description_of
-from megatronish.formats.read_adapter import read_adapter, refuse_other_model
-from megatronish.formats.safetensors import INDEX
+from megatronish.formats.read_adapter import refuse_other_model
 from megatronish.formats.weights import Description
+from megatronish.inference.saved_model import SavedModel, find_trained
+from megatronish.layers.adapter import select_adapter
 from megatronish.layout import ExpertLayout
 from megatronish.mesh import Mesh
-from megatronish.model.adapters import is_adapter
+from megatronish.model.adapters import DEFAULT, is_adapter
 from megatronish.model.gpt import GPT
 from megatronish.pipeline.stage import build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.sharding import Shard
-from megatronish.tokenizer import build_tokenizer
 from megatronish.train.build import build_engine, nothing, with_adapters
 from megatronish.train.engine import Engine
 from megatronish.train.state import base_tensors_of, tensors_of
 
-FOREIGN = (CONFIG, LATEST, INDEX)
-
-
-class SavedModel(NamedTuple):
-    """A checkpoint on disk and the description of its model; `adapter` is a folder with an adapter of it."""
-
-    checkpoint: Path
-    step: int
-    description: Description
-    adapter: Path | None = None
-
-    def read_adapter(self) -> SavedAdapter | None:
-        """The adapter, not read yet."""
-        return None if self.adapter is None else read_adapter(self.adapter, self.description)
-
-    def config(self, parallel: ParallelConfig, training: TrainingConfig) -> Config:
-        """Config of this model in a new layout and sequence length; UserError if one does not fit the model."""
-        model, rows = self.description.model, self.description.num_positions
-        if model.num_experts is None and parallel.expert_model_parallel_size > 1:
-            ep = parallel.expert_model_parallel_size
-            raise UserError(f"--expert-model-parallel-size {ep} is for a model with experts, which this is not; use 1")
-        if model.position_embedding_type == "learned_absolute":
-            if complaint := too_few_positions(rows, seq_length=training.seq_length):
-                raise UserError(complaint)
-            model = replace(model, max_position_embeddings=rows)
-        config = Config(
-            model=model,
-            parallel=parallel,
-            training=replace(training, train_iters=1),
-            optimizer=OptimizerConfig(lr=1.0),  # no training: the optimizer and the data only have to be valid
-            data=DataConfig(mock_data=True),
-            checkpoint=CheckpointConfig(load=str(self.checkpoint)),
-            adapter=AdapterConfig() if (adapter := self.read_adapter()) is None else adapter.config,
-        )
-        if wrong := problems(config):
-            raise UserError("\n".join(wrong))
-        return config
-
-    def with_tokenizer(self, path: Path) -> "SavedModel":
-        """The same checkpoint with another tokenizer, from a file or folder; its end of document becomes `eod`."""
-        kind: TokenizerType = "sentencepiece"
-        if path.is_dir() or path.name == "tokenizer.json":
-            kind = "huggingface"
-        elif path.suffix == ".tiktoken" or self.description.data.tokenizer_type == "tiktoken":
-            kind = "tiktoken"  # its other form is a .json, too
-        elif path.suffix == ".json":
-            kind = "huggingface"
-        data = replace(
-            self.description.data,
-            mock_data=False,
-            tokenizer_type=kind,
-            tokenizer_model=str(path),
-            vocab_file=None,
-            merge_file=None,
-            vocab_size=self.description.vocab_size,
-        )
-        return self._replace(description=replace(self.description, data=data, eod=build_tokenizer(data).eod))
-
 
 class LoadedModel(NamedTuple):
-    """This rank's stage and tp shard of a model, its description, and the training step of its checkpoint."""
+    """This rank's stage and tp shard of a model, its description, and the training step of its checkpoint.
+
+    `adapters` are the names of its adapters, in the order of their numbers in the model.
+    """
 
     model: GPT
     description: Description
     step: int
+    adapters: tuple[str, ...] = ()
 
-
-def find_trained(
-    load: Path, *, step: int | None = None, tokenizer: Path | None = None, adapter: Path | None = None
-) -> SavedModel:
-    """The checkpoint in a run folder, a checkpoints folder or one step's folder; UserError if there is none.
-
-    `step` None takes the newest. `tokenizer` is a file or folder to use instead of the checkpoint's own. `adapter` is
-    a folder of PEFT, or of a run with adapters.
-    """
-    checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
-    if checkpoint is None and any((load / name).is_file() for name in FOREIGN):
-        raise UserError(f"{load} holds a model in another format; convert it with megatronish convert")
-    if checkpoint is None:
-        raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    state = read_state(checkpoint)
-    native.refuse_adapters_alone(state, checkpoint)
-    found = SavedModel(checkpoint, state["step"], description_of(checkpoint), adapter)
-    return found if tokenizer is None else found.with_tokenizer(tokenizer)
+    def select(self, adapter: str | None) -> None:
+        """From now on the adapter of this name is applied; None: the base alone."""
+        select_adapter(self.model, None if adapter is None else str(self.adapters.index(adapter)))
 
 
 def load_model(
@@ -138,10 +58,18 @@ def load_model(
     adapter: Path | None = None,
 ) -> LoadedModel:
     """Model for generation: this rank's share over tp and pp, without `mesh` the whole model. A collective call."""
-    found = find_trained(load, step=step, adapter=adapter)
+    found = find_trained(load, step=step, adapters={} if adapter is None else {"adapter": adapter})
     if mesh is None:
         mesh = Mesh.start(experts=None if found.description.model.num_experts is None else ExpertLayout())
-    assert mesh.dp.size == mesh.cp.size == 1, "generation has no dp and no cp: their ranks would hold copies"
+    return load_found(found, mesh, dtype=dtype)
+
+
+def load_found(found: SavedModel, mesh: Mesh, *, dtype: torch.dtype) -> LoadedModel:
+    """The model that was found, with its adapters, of which the first is applied. A collective call.
+
+    Every rank of dp holds a copy.
+    """
+    assert mesh.cp.size == 1, "generation has no cp: its ranks would hold copies"
     description = found.description
     parallel = ParallelConfig(
         tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size, data_parallel_size=1
@@ -156,9 +84,9 @@ def load_model(
         vocab_size=description.vocab_size,
         num_positions=description.num_positions,
     )
-    saved = found.read_adapter()
-    if saved is not None:
-        built = with_adapters(built, saved.config, device=mesh.device)
+    adapters = found.read_adapters()
+    for number, saved in enumerate(adapters.values()):
+        built = with_adapters(built, saved.config, device=mesh.device, name=str(number))
     model, shardings = built.model.to(dtype), built.shardings
     shards = {
         name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains[shardings[name].domain].model)))
@@ -167,25 +95,50 @@ def load_model(
     for shard in shards.values():
         shard.master.zero_()  # what no file fills is padding
     tensors = model_tensors(shards, shardings, mesh.domains)
-    if saved is not None:
-        _fill(saved, {name: tensors.pop(name) for name in [*tensors] if is_adapter(name)}, found, mesh)
-    load_tensors(found.checkpoint, tensors | state_tensors(model.state(), mesh.domains["dense"]), mesh=mesh)
-    return LoadedModel(model.requires_grad_(False).eval(), description, found.step)
+    of_adapters = {name: tensors.pop(name) for name in [*tensors] if is_adapter(name)}
+    _refuse_other_base(found, adapters, mesh)
+    for number, saved in enumerate(adapters.values()):
+        part = f".adapters.{number}."
+        _fill(saved, {name: each for name, each in of_adapters.items() if part in name}, mesh, name=str(number))
+    states = state_tensors(model.state(), mesh.domains["dense"])
+    if found.is_hf:
+        all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), tensors, source=found.checkpoint))
+    else:
+        load_tensors(found.checkpoint, tensors | states, mesh=mesh)
+    trained = LoadedModel(model.requires_grad_(False).eval(), description, found.step, tuple(adapters))
+    trained.select(next(iter(adapters), None))
+    return trained
 
 
 def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
-    """Engine for evaluation in any layout, without gradients and optimizer states. A collective call."""
+    """Engine for evaluation in any layout, without gradients and optimizer states. A collective call.
+
+    It has one adapter at most.
+    """
     engine = build_engine(config, mesh, vocab_size=found.description.vocab_size, trainable=nothing)
-    load_tensors(found.checkpoint, base_tensors_of(engine), mesh=mesh)
-    if (saved := found.read_adapter()) is not None:
-        _fill(saved, tensors_of(engine, with_optimizer=False), found, mesh)
+    tensors = base_tensors_of(engine)
+    if found.is_hf:
+        wanted = {name: each for name, each in tensors.items() if name.removeprefix("model.") in engine.stage.shardings}
+        all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), wanted, source=found.checkpoint))
+    else:
+        load_tensors(found.checkpoint, tensors, mesh=mesh)
+    adapters = found.read_adapters()
+    assert len(adapters) <= 1, "an engine has one adapter"
+    _refuse_other_base(found, adapters, mesh)
+    for saved in adapters.values():
+        _fill(saved, tensors_of(engine, with_optimizer=False), mesh, name=DEFAULT)
     engine.data_parallel.gather_parameters(frozen=True)
     engine.stage.model.eval()
     return engine
 
 
-def _fill(adapter: SavedAdapter, into: dict[str, GlobalTensor], found: SavedModel, mesh: Mesh) -> None:
-    """Fill this rank's part of an adapter; UserError if it was trained with another base. A collective call."""
-    axis = mesh.checkpoint_axis
-    refuse_other_model(adapter, native.tensors_in(found.checkpoint), source=found.checkpoint, over=axis)
-    all_or_none(axis, lambda: load_weights(under_names_of_checkpoints(adapter), into, source=adapter.folder))
+def _refuse_other_base(found: SavedModel, adapters: Mapping[str, SavedAdapter], mesh: Mesh) -> None:
+    """UserError if one of the adapters was trained with another base. A collective call."""
+    if adapters:
+        refuse_other_model(adapters.values(), found.tensors(), source=found.checkpoint, over=mesh.checkpoint_axis)
+
+
+def _fill(adapter: SavedAdapter, into: dict[str, GlobalTensor], mesh: Mesh, *, name: str) -> None:
+    """Fill this rank's part of an adapter. A collective call."""
+    tensors = under_names_of_checkpoints(adapter, name=name)
+    all_or_none(mesh.checkpoint_axis, lambda: load_weights(tensors, into, source=adapter.folder))

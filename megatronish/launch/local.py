@@ -47,19 +47,22 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
 
-def launch(function: Callable[[Place], int], *, world_size: int, log_dir: Path | None = None) -> int:
+def launch(
+    function: Callable[[Place], int], *, world_size: int, log_dir: Path | None = None, interactive: bool = False
+) -> int:
     """Run `function` on every rank of a run of `world_size`; the exit status of the run.
 
     `function` returns an exit status: 0 for finished. A UserError it raises ends the run with its sentence and 2,
     anything else with a traceback and 1. Under torchrun, srun or mpirun this process is one rank; a single rank runs in
     this process too; else the ranks are its children. Call it from the main thread, with signals as they are.
+    `interactive`: rank 0 reads the terminal, so Ctrl-C is for it alone, if it handles SIGINT.
     """
     place = place_from_environment()
     if place is None and (note := unused_places(os.environ, world_size=world_size)) is not None:
         print(f"note: {note}", file=sys.stderr)
     place = place or (Place() if world_size == 1 else None)
     if place is None:
-        return run_local_ranks(function, world_size=world_size, log_dir=log_dir)
+        return run_local_ranks(function, world_size=world_size, log_dir=log_dir, interactive=interactive)
 
     def checked(place: Place) -> int:
         if place.world_size != world_size:
@@ -81,6 +84,7 @@ def run_local_ranks(
     world_size: int,
     log_dir: Path | None = None,
     start_method: Literal["fork", "spawn"] = START_METHOD,
+    interactive: bool = False,
 ) -> int:
     """Start `world_size` ranks on this machine, wait for them, tell the first failure; the exit status of the run."""
     with importing():
@@ -88,7 +92,8 @@ def run_local_ranks(
             importlib.import_module(module)
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
-    with tempfile.TemporaryDirectory(prefix="megatronish-") as folder, _forwarded_signals(ranks) as received:
+    forwarded = _forwarded_signals(ranks, ignores_interrupts=interactive)
+    with tempfile.TemporaryDirectory(prefix="megatronish-") as folder, forwarded as received:
         try:
             with _signals_held():
                 for rank in range(world_size):
@@ -232,7 +237,7 @@ def _meaning(signum: int) -> int:
 
 
 @contextlib.contextmanager
-def _forwarded_signals(ranks: Sequence[LocalRank]) -> Iterator[list[int]]:
+def _forwarded_signals(ranks: Sequence[LocalRank], *, ignores_interrupts: bool) -> Iterator[list[int]]:
     """Hand on to `ranks` what arrives here, and note it down; the second Ctrl-C kills them."""
     received: list[int] = []
 
@@ -248,6 +253,8 @@ def _forwarded_signals(ranks: Sequence[LocalRank]) -> Iterator[list[int]]:
     # A job in the background of a shell ignores Ctrl-C and continues to.
     heard = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, forward) for signum in heard}
+    if ignores_interrupts:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield received
     finally:

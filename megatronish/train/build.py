@@ -30,7 +30,7 @@ from megatronish.layers.cross_entropy import VocabParallelLogits
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
-from megatronish.model.adapters import add_adapters, is_adapter
+from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock
 from megatronish.model.compiled import compile_layers, why_not_compiled
@@ -147,10 +147,13 @@ def execution_of(config: Config, mesh: Mesh) -> Execution:
     )
 
 
-def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.device) -> ModelStage:
-    """The stage with the adapters of the config, on its quantised layers or others; parameters are uninitialised."""
+def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.device, name: str = DEFAULT) -> ModelStage:
+    """The stage with adapters of this name, as the config says, on its quantised layers or others.
+
+    Parameters are uninitialised.
+    """
     with device:
-        add_adapters(stage.model, config)
+        add_adapters(stage.model, config, name=name)
         if config.quantize_base is not None:
             quantise_base(stage.model, double=config.double_quantization)
     return replace(stage, shardings=collect_shardings(stage.model), is_adapted=True)

@@ -65,7 +65,7 @@ def test_the_help_of_a_command_names_the_command(words: list[str], capsys: pytes
         (["train_tokenizer"], "train_tokenizer is not a command; did you mean megatronish train-tokenizer?"),
         (["xyzzy"], "xyzzy is not a command; megatronish --help lists the commands"),
         (["--config", "demo"], "--config is not a command; the command comes first: megatronish pretrain --config ..."),
-        (["chat", "--lr", "1"], "megatronish chat is not there yet; megatronish generate --load DIR --prompt TEXT"),
+        (["plan", "--lr", "1"], "megatronish plan is not there yet; megatronish pretrain --dry-run prints"),
     ],
 )
 def test_an_unknown_command_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:
@@ -79,7 +79,7 @@ def test_no_command_is_both_there_and_to_come() -> None:
 
 
 def test_exit_statuses_are_those_of_the_commands() -> None:
-    refused = megatronish("serve")
+    refused = megatronish("report")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.count("\n") == 1
     assert megatronish("draw", "--stages", "0").returncode == 2

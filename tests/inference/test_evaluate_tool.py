@@ -22,7 +22,8 @@ from megatronish.commands.inference_flags import EvaluateArguments as Arguments
 from megatronish.data.indexed import IndexedWriter
 from megatronish.data.windows import Windows
 from megatronish.errors import UserError
-from megatronish.inference.load import find_trained, load_engine, load_model
+from megatronish.inference.load import load_engine, load_model
+from megatronish.inference.saved_model import find_trained
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT

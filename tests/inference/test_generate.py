@@ -22,13 +22,14 @@ from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.commands import generate as command
-from megatronish.commands.generating import Live, prepare, run
+from megatronish.commands.generating import prepare, run
 from megatronish.commands.inference_flags import GenerateArguments as Arguments
 from megatronish.config.training import AttentionBackend
 from megatronish.errors import UserError
 from megatronish.inference import generate as module
 from megatronish.inference.generate import Sampling, choose, generate
 from megatronish.inference.load import load_model
+from megatronish.inference.text_stream import TextStream
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
@@ -338,14 +339,32 @@ def test_the_program_starts_its_own_ranks_and_they_write_the_same(
     assert "no/out.jsonl cannot be written: No such file or directory" in unwritable.errors
 
 
-def test_a_character_is_shown_once_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    live = Live(BytesTokenizer(), list(b"ab"))
-    parts = []
-    for text in (b"c", b"c\xc3", b"c\xc3\xa9", b"c\xc3\xa9\xc3"):
-        live.show(list(text), is_all=False)
-        parts.append(capsys.readouterr().out)
-    live.show(list(b"c\xc3\xa9\xc3"), is_all=True)
-    assert [*parts, capsys.readouterr().out] == ["abc", "", "é", "", "\ufffd\n"]
+def test_a_character_is_shown_once_it_is_whole() -> None:
+    stream = TextStream(BytesTokenizer().decode)
+    assert [stream.add(byte) for byte in b"abc\xc3\xa9\xc3"] == ["a", "b", "c", "", "é", ""]
+    assert stream.finish() == "\ufffd"
+    assert stream.text == "abcé\ufffd"
+
+
+def test_nothing_of_a_stop_string_is_shown() -> None:
+    stream = TextStream(BytesTokenizer().decode, stop_strings=["END", "\n\n"])
+    assert [stream.add(byte) for byte in b"xEy\nEN"] == ["x", "", "Ey", "", "\n", ""]
+    assert (stream.add(ord("D")), stream.add(ord("z")), stream.finish()) == ("", "", "")
+    assert stream.has_stopped and stream.text == "xEy\n"
+    other = TextStream(BytesTokenizer().decode, stop_strings=["END"])
+    assert "".join([*map(other.add, b"no EN"), other.finish()]) == "no EN" and not other.has_stopped
+
+
+def test_a_text_ends_where_a_rank_says_so() -> None:
+    model, prompts = model_of(VARIANTS["mistral"]), [[1], [2, 3]]
+    whole = texts_of(model, prompts, num_tokens=6, seq_length=S)
+    seen: list[int] = []
+
+    def ends(number: int) -> bool:
+        seen.append(number)
+        return number == 1 and seen.count(1) == 3
+
+    assert texts_of(model, prompts, num_tokens=6, seq_length=S, ends=ends) == [whole[0], whole[1][:2]]
 
 
 def test_bf16_writes_too(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
@@ -358,7 +377,11 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
     empty.write_text("\n\n")
     for arguments, sentence in (
         (Arguments(load=tmp_path / "none"), f"{tmp_path}/none holds no checkpoint"),
-        (Arguments(load=HF / "llama"), "llama holds a model in another format; convert it with megatronish con"),
+        (Arguments(load=HF / "llama"), "llama has no tokenizer.json and no tokenizer.model; copy the model's there"),
+        (
+            Arguments(load=trained, use_adapter="a"),
+            "adapter a is not loaded; name its folder with --adapter NAME=FOLDER",
+        ),
         (Arguments(load=trained, ckpt_step=4), "ckpt_step=4 is not in .*; the steps there: 3"),
         (Arguments(load=trained, prompt=("\ud800",)), "the prompt '.ud800' cannot be turned into tokens"),
         (Arguments(load=trained, temperature=-1.0), "--temperature -1.0 must be a number from 0 on"),
@@ -366,7 +389,7 @@ def test_mistakes_are_told(tmp_path: Path, trained: Path) -> None:
         (Arguments(load=trained, temperature=math.inf), "--temperature inf must be a number from 0 on"),
         (Arguments(load=trained, top_p=0.0), "--top-p 0.0 must be above 0"),
         (Arguments(load=trained, top_p=math.nan), "--top-p nan must be above 0"),
-        (Arguments(load=trained, top_k=-1), "--top-k -1 and --num-tokens 200 must not be negative"),
+        (Arguments(load=trained, top_k=-1), "--top-k -1 must not be negative; use 0 or more"),
         (Arguments(load=trained, batch_size=0), "--batch-size 0 must be at least 1"),
         (Arguments(load=trained, seq_length=17), "seq_length=17 exceeds the 16 positions that the model has learned"),
         (Arguments(load=trained, seq_length=0), "--seq-length 0 must be at least 1; or leave it out"),

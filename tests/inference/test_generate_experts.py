@@ -14,8 +14,9 @@ from megatronish.commands.generating import prepare
 from megatronish.commands.inference_flags import EvaluateArguments, GenerateArguments
 from megatronish.data.collate import Collator
 from megatronish.errors import UserError
-from megatronish.inference.load import find_trained, load_engine, load_model
+from megatronish.inference.load import load_engine, load_model
 from megatronish.inference.perplexity import measure
+from megatronish.inference.saved_model import find_trained
 from megatronish.launch.place import Place
 from megatronish.mesh import leave
 from megatronish.train.run import start_mesh

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conversions import logits_of
 from engines import world_size_of
 from jobs import call_main, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
@@ -262,6 +263,10 @@ def test_its_adapter_is_exported_and_merged_into_the_unquantised_base(
     learned, part = read_whole(run / "checkpoints" / "step_00000004"), "model.layers.0.mlp.fc2.adapters.default.down"
     update = 32.0 / 2 * learned[f"{part}.B"] @ learned[f"{part}.A"]
     assert update.any() and torch.allclose(after[name], before[name] + update, rtol=1e-6, atol=1e-7)
+    # In generation, too, the adapter is applied to the base as it is.
+    tokens = torch.arange(12).view(1, 12)
+    applied, expected = logits_of(base, tokens, tp=2, adapter=run), logits_of(merged, tokens, tp=1)
+    assert torch.allclose(applied, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def conversation_of(messages: Any, tools: Any = None, *, roles: str = "messages"
     """Conversation of messages with `role` and `content`; ValueError, a sentence, for what is not one."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{roles} must be a list of messages that is not empty")
-    checked = [_checked(number, message) for number, message in enumerate(messages, 1)]
+    checked = [checked_message(number, message) for number, message in enumerate(messages, 1)]
     counts = [_counts(number, message) for number, message in enumerate(messages, 1)]
     found = Conversation(tuple(checked), tuple(counts), tuple(_tools(tools)))
     if not found.answers:
@@ -50,7 +50,7 @@ def conversation_of(messages: Any, tools: Any = None, *, roles: str = "messages"
     return found
 
 
-def _checked(number: int, message: Any) -> Message:
+def checked_message(number: int, message: Any) -> Message:
     """Message with a known role, text as its content and tool calls whose arguments are objects."""
     if not isinstance(message, dict):
         raise ValueError(f"message {number} must be an object, not {type(message).__name__}")

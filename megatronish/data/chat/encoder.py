@@ -1,7 +1,7 @@
 """Encoder of chats: a conversation to tokens, and which of them are trained."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megatronish.config.chat import TrainOn
 from megatronish.control_tokens import ControlEncoder
 from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
-from megatronish.data.chat.conversation import Conversation, PlainText
+from megatronish.data.chat.conversation import Conversation, Message, PlainText
 from megatronish.data.chat.template import ChatTemplate
 
 
@@ -56,6 +56,14 @@ class ChatEncoder:
             if self.train_on == "all" or answers == [len(chat.messages) - 1]:
                 raise
         return [self._encoded(chat.until(answer), [answer]) for answer in answers]
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        """Tokens of a conversation, up to where the model begins its answer; ValueError, a sentence, for no text."""
+        assert self.template is not None, "conversations need a template"
+        shield = self.template.shield
+        shielded = self.template.render(shield(list(messages)), shield(list(tools)), generation_prompt=True)
+        places = self.template.control_places(shielded)
+        return self.controls.encode(self.template.unshield(shielded), places).ids
 
     def _trained(self, chat: Conversation) -> list[int]:
         """Numbers of the answers to train on; with train_on=all, of those to leave out."""

@@ -67,6 +67,15 @@ class ChatSetup:
         return {"bos_token": self.bos, "eos_token": self.controls.eos, **self.files.tokens}
 
     @cached_property
+    def beginning(self) -> list[int]:
+        """Tokens that the tokenizer itself puts before a text."""
+        marked, plain = self.tokenizer.encode_marked("a"), self.tokenizer.encode("a")
+        for start in range(len(marked) - len(plain) + 1):
+            if marked[start : start + len(plain)] == plain:
+                return marked[:start]
+        return []
+
+    @cached_property
     def identity(self) -> str:
         """Hash of all that determines the samples of given data."""
         config = self.config
@@ -80,7 +89,7 @@ class ChatSetup:
             self.controls,
             self.template() if for_chats else None,
             train_on=self.config.train_on,
-            beginning=self._beginning(),
+            beginning=self.beginning,
         )
 
     def template(self) -> ChatTemplate:
@@ -119,11 +128,3 @@ class ChatSetup:
         raise UserError(
             f"--chat-template {name} is not known; name one of {', '.join([*own, *BUILT_IN])}, or a .jinja file"
         )
-
-    def _beginning(self) -> list[int]:
-        """Tokens that the tokenizer itself puts before a text."""
-        marked, plain = self.tokenizer.encode_marked("a"), self.tokenizer.encode("a")
-        for start in range(len(marked) - len(plain) + 1):
-            if marked[start : start + len(plain)] == plain:
-                return marked[:start]
-        return []

@@ -1,0 +1,21 @@
+"""Command `megatronish chat`: a chat with a trained model on the terminal, or through pipes."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from megatronish.commands.ending import exit_status_of_ranks
+from megatronish.commands.inference_flags import ChatArguments
+from megatronish.config.arguments import read_arguments
+from megatronish.launch.place import Place
+
+
+def main(argv: Sequence[str], *, program: str = "megatronish chat") -> int:
+    """Run the command; the exit status."""
+    return exit_status_of_ranks(partial(_run, argv, program))
+
+
+def _run(argv: Sequence[str], program: str, _place: Place | None) -> int:
+    arguments = read_arguments(ChatArguments, argv, program=program)
+    from megatronish.commands.chatting import run  # late: it imports torch, and --help need not wait for that
+
+    return run(arguments)

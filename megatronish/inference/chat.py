@@ -1,0 +1,98 @@
+"""Chats with a trained model: prompts from messages by its template, within its context, and what ends its answers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.checkpoint.folder import find_checkpoint, read_state
+from megatronish.config.chat import ChatConfig
+from megatronish.config.dump import section_of
+from megatronish.data.chat.conversation import Message, conversation_of
+from megatronish.data.chat.encoder import ChatEncoder
+from megatronish.data.chat.setup import ChatSetup
+from megatronish.inference.saved_model import SavedModel
+from megatronish.tokenizer import Tokenizer
+
+
+class ChatPrompt(NamedTuple):
+    """Tokens of a chat up to the model's next answer, and the messages that are left after the oldest were dropped."""
+
+    tokens: list[int]
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class ChatPrompts:
+    """The chats of a model that sees `seq_length` tokens. `stops` end its answers."""
+
+    encoder: ChatEncoder
+    stops: frozenset[int]
+    seq_length: int
+
+    @classmethod
+    def of(cls, found: SavedModel, tokenizer: Tokenizer, *, template: str | None, seq_length: int) -> "ChatPrompts":
+        """The chats of a model on disk; UserError if it has no template and `template` names none."""
+        config = _trained_with(found)
+        config = ChatConfig(chat_template=template or config.chat_template, chat_date=config.chat_date)
+        encoder = ChatSetup.of(config, found.description.data, tokenizer).encoder(for_chats=True)
+        stops = {tokenizer.eod, *found.description.stops, *_ends_of_answers(encoder)}
+        return cls(encoder, frozenset(stops), seq_length)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of messages; ValueError, a sentence, for what the template cannot write or the model cannot see."""
+        tokens = self.encoder.prompt(messages)
+        if len(tokens) >= self.seq_length:
+            raise ValueError(
+                f"the messages have {len(tokens)} tokens, and the model sees {self.seq_length} with its answer; "
+                "shorten them"
+            )
+        return tokens
+
+    def fitted(self, messages: Sequence[Message], *, num_tokens: int) -> ChatPrompt:
+        """The newest turns that leave room for an answer of `num_tokens`, at least for a quarter of the context.
+
+        Messages of the system are kept. ValueError, a sentence, if the last turn alone has no room.
+        """
+        most = self.seq_length - min(num_tokens, max(1, self.seq_length // 4))
+        kept = list(messages)
+        for kept in _ever_fewer(messages):
+            tokens = self.encoder.prompt(kept)
+            if len(tokens) <= most:
+                return ChatPrompt(tokens, kept)
+        return ChatPrompt(self.encode(kept), kept)
+
+
+def _ever_fewer(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The messages, and what is left of them as the oldest turn, from the user's message on, is dropped, and the next.
+
+    The last turn stays.
+    """
+    starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    first = starts[0] if starts else len(messages)
+    for start in starts or [first]:
+        yield [*messages[:first], *messages[start:]]
+
+
+def _trained_with(found: SavedModel) -> ChatConfig:
+    """Settings of the chats that the adapters or the model were trained on, of the first run that names a template."""
+    for folder in (*found.adapters.values(), *(() if found.is_hf else (found.checkpoint,))):
+        config = _config_of(folder)
+        if config.chat_template is not None:
+            return config
+    return ChatConfig()
+
+
+def _config_of(folder: Path) -> ChatConfig:
+    checkpoint = find_checkpoint(folder) if folder.is_dir() else None
+    saved: dict[str, Any] = {} if checkpoint is None else read_state(checkpoint)["config"].get("chat", {})
+    return section_of(ChatConfig, saved)
+
+
+def _ends_of_answers(encoder: ChatEncoder) -> tuple[int, ...]:
+    """Tokens with which the template ends an answer; none if it does not tell."""
+    words = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        return encoder.encode(conversation_of(words))[0].ends
+    except ValueError:
+        return ()

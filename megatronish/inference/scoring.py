@@ -1,0 +1,131 @@
+"""Log-likelihoods of texts: how likely a model finds continuations, over ranks of tp, pp and dp."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatronish import comm
+from megatronish.checkpoint.all_or_none import from_all
+from megatronish.inference.generate import executor_of
+from megatronish.inference.session import Session
+from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.mesh import Mesh
+from megatronish.model.batch import MicroBatch
+from megatronish.model.gpt import GPT
+from megatronish.pipeline.executor import ChunkOutput, Executor
+from megatronish.schedule.plan import Action
+
+Found = TypeVar("Found")
+
+
+class TokenPair(NamedTuple):
+    """A context, which is given, and the continuation whose likelihood is asked for; one token at least of each."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+    def whole(self, seq_length: int) -> list[int]:
+        """The last tokens, of which the model sees all except the last one."""
+        return [*self.context, *self.continuation][-(seq_length + 1) :]
+
+
+class Likelihood(NamedTuple):
+    """Log-likelihood of a continuation in nats, and whether each of its tokens is the likeliest one."""
+
+    value: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Order of the likelihoods of pairs, in their order."""
+
+    pairs: Sequence[TokenPair]
+
+    def __call__(self, session: Session) -> list[Likelihood]:
+        """Each replica of the model scores a part of the pairs."""
+        return over_replicas(session.mesh, len(self.pairs), partial(self._score, session))
+
+    @torch.no_grad()
+    def _score(self, session: Session, numbers: Sequence[int]) -> dict[int, Likelihood]:
+        """Likelihoods of these pairs, the longest first, on the ranks of the last stage; elsewhere none."""
+        pp = session.mesh.pp
+        executor = executor_of(session.trained.model, session.mesh, _forward)
+        found: dict[int, Likelihood] = {}
+        order = sorted(numbers, key=lambda number: -len(self.pairs[number].whole(session.seq_length)))
+        batches = [order[first : first + session.batch_size] for first in range(0, len(order), session.batch_size)]
+        for first in range(0, len(batches), pp.size):
+            group = batches[first : first + pp.size]
+            outputs = self._outputs(executor, [self._input(batch, session.seq_length) for batch in group])
+            for batch, output in zip(group, outputs, strict=False):
+                found |= self._likelihoods(batch, output.cpu(), session.seq_length)
+        return found
+
+    def _outputs(self, executor: Executor, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Output of each batch on the ranks of the last stage; elsewhere none."""
+        found: list[Tensor] = []
+        executor.run(
+            [Action("F", 0, number) for number in range(len(batches))],
+            [batch.to(executor.boundary.device) for batch in batches],
+            step=None,
+            on_model_output=lambda _number, output: found.append(output),
+        )
+        return found
+
+    def _input(self, batch: Sequence[int], seq_length: int) -> MicroBatch:
+        """Tokens [B, longest text]; padding comes after the text, where no token of it can see it."""
+        wholes = [self.pairs[number].whole(seq_length) for number in batch]
+        longest = max(map(len, wholes))
+        padded = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in wholes])
+        tokens, labels = padded[:, :-1].contiguous(), padded[:, 1:].contiguous()
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return MicroBatch(
+            tokens, labels, torch.ones_like(tokens, dtype=torch.bool), positions, torch.arange(len(batch))
+        )
+
+    def _likelihoods(self, batch: Sequence[int], output: Tensor, seq_length: int) -> dict[int, Likelihood]:
+        """From losses and margins [2, S, B]."""
+        found = {}
+        for row, number in enumerate(batch):
+            pair = self.pairs[number]
+            end = len(pair.whole(seq_length)) - 1
+            losses, margins = output[:, max(0, end - len(pair.continuation)) : end, row]
+            found[number] = Likelihood(-float(losses.double().sum()), bool((margins >= 0).all()))
+        return found
+
+
+def _forward(model: GPT, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
+    """Forward of a stage. At the end: the losses of the labels, and how much less the largest logit is, [2, S, B]."""
+    x = model.hidden(x, batch, step=step)
+    if not model.is_last:
+        return ChunkOutput(x, {})
+    tp, labels = model.tp.axis, batch.labels.t().contiguous()
+    logits = model.logits(x).float()
+    # This rank's rows of the vocabulary, of which the last ones may be padding; a label of another rank adds zero.
+    rows = logits.shape[-1]
+    first = tp.rank * rows
+    num_true = min(max(model.vocab_size - first, 0), rows)
+    is_own = (labels >= first) & (labels < first + rows)
+    at = logits.gather(-1, (labels - first).clamp(0, rows - 1)[..., None])[..., 0]
+    target = comm.all_reduce(torch.where(is_own, at, 0.0), tp)
+    largest = logits[..., :num_true].amax(-1) if num_true else torch.full_like(target, -torch.inf)
+    largest = comm.all_reduce(largest.contiguous(), tp, "max")
+    losses = vocab_parallel_cross_entropy(logits, labels, vocab_size=model.vocab_size, tp=tp)
+    return ChunkOutput(torch.stack((losses, target - largest)), {})
+
+
+def over_replicas(mesh: Mesh, count: int, work: Callable[[Sequence[int]], Mapping[int, Found]]) -> list[Found]:
+    """Results 0 to `count` - 1, on every rank: each replica of the model works on a part of the numbers.
+
+    Where replicas share experts, they exchange tokens in every layer, so all of them do all of the work together.
+    """
+    dp, experts = mesh.dp, mesh.experts
+    shares_experts = experts.ep.size * experts.etp.size > mesh.tp.size
+    mine = range(count) if shares_experts else range(dp.rank, count, dp.size)
+    parts = from_all(mesh.checkpoint_axis, lambda: dict(work(mine)) if mine else {})
+    found = {number: value for part in parts for number, value in part.items()}
+    return [found[number] for number in range(count)]

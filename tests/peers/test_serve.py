@@ -1,0 +1,181 @@
+"""Tests of `megatronish serve` with the official client of OpenAI, and the real server in a process of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_models import write_adapter, write_chat_model
+from paths import ROOT
+
+from megatronish.commands.serve import main as serve
+from megatronish.inference.saved_model import find_trained
+from megatronish.tokenizer import build_tokenizer
+
+pytestmark = pytest.mark.peers("openai")
+openai: Any = pytest.importorskip("openai", reason="openai is not installed here; see `make test-peers`")
+pytest.importorskip("fastapi", reason="FastAPI is not installed here; see `make test-peers`")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed here; see `make test-peers`")
+
+SAID: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "héllo"}]
+CONTEXT = 400
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and two adapters of it."""
+    found = tmp_path_factory.mktemp("models")
+    write_chat_model(found / "base")
+    for seed, name in enumerate("ab", 1):
+        write_adapter(found / name, seed=seed)
+    return found
+
+
+@contextlib.contextmanager
+def served(folder: Path, flags: str = "") -> Iterator[Any]:
+    """A client of a server of the model that is ended by SIGTERM, with status 0."""
+    words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--load", str(folder / "base"), "--port", "0"]
+    words += ["--adapter", str(folder / "a"), "--adapter", f"b={folder / 'b'}", "--device", "cpu"]
+    words += ["--seq-length", str(CONTEXT), *flags.split()]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving base, a, b at http://127.0.0.1:"), line
+        yield openai.OpenAI(base_url=line.split()[-1], api_key="none", max_retries=0, timeout=60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Any]:
+    with served(folder) as found:
+        yield found
+
+
+def asked(client: Any, model: str = "base", **options: Any) -> Any:
+    options = {"messages": SAID, "max_tokens": 20, "temperature": 0, **options}
+    return client.chat.completions.create(model=model, **options)
+
+
+def test_models_are_the_base_and_its_adapters(client: Any) -> None:
+    assert [each.id for each in client.models.list()] == ["base", "a", "b"]
+    assert client.models.retrieve("a").id == "a"
+
+
+def test_an_answer_has_a_text_a_reason_and_a_usage(client: Any) -> None:
+    answer = asked(client)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length") and choice.message.content
+    usage = answer.usage
+    assert usage.completion_tokens == 20 and usage.total_tokens == usage.prompt_tokens + 20
+    assert asked(client, max_tokens=None, max_completion_tokens=3).usage.completion_tokens == 3
+    assert asked(client, max_tokens=None).usage.total_tokens <= CONTEXT
+    texts = [asked(client, name).choices[0].message.content for name in ("base", "a", "b", "base")]
+    assert len(set(texts)) == 3 and texts[0] == texts[3]
+
+
+def test_a_streamed_answer_is_the_whole_one(client: Any) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 30}
+    answer = asked(client, "a", **options)
+    whole = answer.choices[0]
+    chunks = list(asked(client, "a", stream=True, stream_options={"include_usage": True}, **options))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == whole.message.content
+    assert chunks[-2].choices[0].finish_reason == whole.finish_reason
+    assert (chunks[-1].choices, chunks[-1].usage) == ([], answer.usage)
+    assert asked(client, "a", **{**options, "seed": 6}).choices[0].message.content != whole.message.content
+
+
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: Any, folder: Path) -> None:
+    options: dict[str, Any] = {"model": "base", "prompt": "abc", "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**options)
+    text = whole.choices[0].text
+    assert whole.usage.prompt_tokens == 3 and whole.usage.completion_tokens == 40
+    place = next(i for i in range(3, len(text) - 1) if "\ufffd" not in text[i : i + 2])
+    stop = text[place : place + 2]
+    for streams in (False, True):
+        cut = client.completions.create(**options, stop=[stop, "never there"], stream=streams)
+        pieces = list(cut) if streams else [cut]
+        assert "".join(each.choices[0].text for each in pieces) == text[: text.index(stop)]
+        assert pieces[-1].choices[0].finish_reason == "stop"
+    tokens = build_tokenizer(find_trained(folder / "base").description.data).encode("abc")
+    assert client.completions.create(**{**options, "prompt": tokens}).choices[0].text == text
+
+
+def test_a_reader_that_leaves_ends_its_text(client: Any) -> None:
+    with asked(client, stream=True, max_tokens=None) as stream:
+        next(iter(stream))
+    assert asked(client).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"model": "c"}, openai.NotFoundError, "model 'c' is not served; there are base, a, b"),
+        ({"messages": []}, openai.BadRequestError, "messages: "),
+        ({"messages": None}, openai.BadRequestError, "messages: "),
+        ({"messages": [{"role": "king", "content": "x"}]}, openai.BadRequestError, "message 1 has the role 'king'"),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, openai.BadRequestError, "and the model sees 400"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature: "),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: "),
+        ({"n": 2}, openai.BadRequestError, "n=2 is not supported; leave it out"),
+    ],
+    ids=["model", "no messages", "null", "role", "long", "temperature", "max_tokens", "n"],
+)
+def test_a_bad_request_is_an_error_in_a_sentence(client: Any, options: dict[str, Any], kind: Any, words: str) -> None:
+    with pytest.raises(kind) as error:
+        asked(client, **{"model": "base", **options})
+    assert words in error.value.body["message"] and error.value.body["type"] == "invalid_request_error"
+    assert asked(client).usage.completion_tokens == 20
+
+
+def test_an_unknown_address_is_an_error_in_the_same_form(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as error:
+        client.embeddings.create(model="base", input="x")
+    assert error.value.body["message"] == "POST /v1/embeddings: Not Found"
+
+
+def test_several_ranks_answer_as_one_does(client: Any, folder: Path) -> None:
+    with served(folder, "--tp 2") as other:
+        for name in ("base", "b"):
+            assert asked(other, name).choices[0].message.content == asked(client, name).choices[0].message.content
+
+
+def test_what_keeps_a_server_from_starting_is_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = f"--load {folder / 'base'} --device cpu"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve(f"{load} --port {port}".split()) == 2
+    expected = f"--host 127.0.0.1 --port {port} cannot be listened at: Address already in use; choose another --port"
+    assert capsys.readouterr().err == f"{expected}, or 0 for any\n"
+    assert serve(f"{load} --port 0 --adapter base={folder / 'a'}".split()) == 2
+    assert "--adapter has the name base, which is that of the model itself" in capsys.readouterr().err
+    assert serve(f"{load} --port 70000".split()) == 2
+    assert "--port 70000 must be from 0 to 65535" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert serve(load.split()) == 2
+    assert capsys.readouterr().err == "fastapi is not installed; pip install megatronish[serve]\n"
+
+
+def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path: Path, folder: Path) -> None:
+    write_chat_model(tmp_path / "base", template=None)
+    for name in "ab":
+        (tmp_path / name).symlink_to(folder / name)
+    with served(tmp_path) as plain:
+        assert plain.completions.create(model="base", prompt="x", max_tokens=4).usage.completion_tokens == 4
+        with pytest.raises(openai.BadRequestError) as error:
+            asked(plain)
+        assert "has no chat template; name one with --chat-template" in json.dumps(error.value.body)
