@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatronish import comm
 from megatronish.attention.zigzag import places_of
 from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.objectives.objective import LOSS, LogitsObjective, Objective, metrics_of
+from megatronish.objectives.objective import LOSS, metrics_of
+from megatronish.objectives.pairs import AnyObjective
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
@@ -24,6 +26,7 @@ from megatronish.pipeline.stage import ModelStage
 from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
+from megatronish.train.preparation import PairPreparation
 from megatronish.train.reduction import meet_stages, reduce_sums
 from megatronish.train.results import StepResult, Totals, Votes, no_votes
 from megatronish.train.update_rule import UpdateRule
@@ -31,15 +34,21 @@ from megatronish.train.update_rule import UpdateRule
 
 @dataclass
 class Engine:
-    """One rank's share of a training run. `observers` receive the times of every action."""
+    """One rank's share of a training run. `observers` receive the times of every action.
+
+    `preparation` completes the micro-batches of objectives that compare completions; `reference` is the frozen model
+    that some of them compare with.
+    """
 
     mesh: Mesh
     stage: ModelStage
-    objective: Objective | LogitsObjective
+    objective: AnyObjective
     data_parallel: DataParallel
     optimizer: Optimizer
     executor: Executor | ReplayingExecutor
     rule: UpdateRule
+    preparation: PairPreparation | None = field(default=None, init=False)
+    reference: "Engine | None" = field(default=None, init=False)
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
@@ -86,13 +95,14 @@ class Engine:
         It is multiplied by the loss scale, which `clip` takes out again.
         """
         weight, scale = self._weight(micro_batches), self.rule.loss_scale.scale
+        local = self._local(micro_batches)
         self.data_parallel.zero()
         num_sequences = self._num_sequences(micro_batches)
         seq_length = micro_batches[0].tokens.shape[1]
         with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
             sums = self.executor.run(
                 self._actions(len(micro_batches)),
-                self._local(micro_batches),
+                local,
                 step=num_steps_done,
                 loss_scale=scale / max(weight, 1),
                 begin_action=self.data_parallel.begin_action,
@@ -127,12 +137,21 @@ class Engine:
         totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
         return Totals(totals.objective, self._weight(micro_batches))
 
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probabilities [P, 2] of each micro-batch's completions without adapters; zeros before the last stage."""
+        assert self.preparation is not None, "the objective compares no completions"
+        return self.preparation.policy.without_adapters(self._on_device(micro_batches))
+
     def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Sequences of the step, over all data ranks."""
         return self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """What this cp rank holds of whole sequences, on its device."""
+        """What this cp rank holds of whole sequences, prepared for the objective."""
+        found = self._on_device(micro_batches)
+        return found if self.preparation is None else self.preparation(found)
+
+    def _on_device(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         cp, found = self.mesh.cp, list(micro_batches)
         if cp.size > 1:
             found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
