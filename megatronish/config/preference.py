@@ -32,5 +32,5 @@ class PreferenceConfig:
     undesirable_weight: Annotated[float, at_least(0), tyro.conf.arg(aliases=("--kto-undesirable-weight",))] = 1.0
     """Weight of unwanted completions, of kto."""
     reference: ReferenceKind | None = None
-    """Reference of dpo, ipo and kto: the model without its adapters, numbers computed before the first step, or a second
-    frozen model. Derived: adapters-off with adapters, else model."""
+    """Reference of dpo, ipo, kto: the model without adapters, its numbers stored before the first step, or a second
+    model. Derived: adapters-off with adapters, else model."""

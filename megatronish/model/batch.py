@@ -19,13 +19,16 @@ class StepNumbers(NamedTuple):
     kl: float = 0.0
 
 
+NO_STEP = StepNumbers()
+
+
 @dataclass(frozen=True)
 class CompletionPairs:
     """Pairs of completions in a micro-batch: P of them, each with both halves in one row.
 
     `of_labels` says which text each label belongs to: 2 p and 2 p + 1 are those of pair p, 2 P is none of them. Lengths
-    are counted when the micro-batch is made, of whole sequences. The numbers of the step and of the reference are filled
-    in before the forward (train/references.py), or come with the data.
+    are counted when the micro-batch is made, of whole sequences. The numbers of the step and of the reference are
+    filled in before the forward (train/preparation.py); the latter may come with the data.
     """
 
     of_labels: Tensor  # int64 [B, S]
@@ -33,7 +36,7 @@ class CompletionPairs:
     text_lengths: Tensor  # int64 [P, 2], the same with their prompts
     labels: Tensor  # bool [P]: whether the first one is wanted
     reference: Tensor | None = None  # fp32 [P, 2]: log-probabilities by the reference
-    of_step: StepNumbers = StepNumbers()
+    of_step: StepNumbers = NO_STEP
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "CompletionPairs":
         """A copy of every tensor."""

@@ -178,8 +178,8 @@ def _refuse_mixed(files: Sequence[ChatFile]) -> None:
     for file in files:
         if kind_of(file.counts.chat_format) != kind_of(first.counts.chat_format):
             raise UserError(
-                f"{first.path} is of the format {first.counts.chat_format} and {file.path} of {file.counts.chat_format}, "
-                "which no objective learns from together; train on them one after the other"
+                f"{first.path} is of the format {first.counts.chat_format} and {file.path} of "
+                f"{file.counts.chat_format}, which no objective learns from together; use one after the other"
             )
 
 

@@ -66,7 +66,7 @@ def _prompt_completion(record: Record) -> Conversation | PlainText:
 
 
 def prompted(prompt: Any, completion: Any, tools: Any = None) -> Conversation | PlainText:
-    """A prompt and a completion, of which the completion counts. ValueError, a sentence, if they are not of one kind."""
+    """A prompt and a completion, of which the latter counts. ValueError, a sentence, if they are not of one kind."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise ValueError("completion is empty")
