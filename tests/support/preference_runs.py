@@ -130,6 +130,16 @@ def fill(engine: Engine, *, scale: float, adapters: bool) -> None:
     engine.data_parallel.gather_parameters(frozen=True)
 
 
+def draw(engine: Engine) -> None:
+    """Named values for all parameters of a model that was not initialised."""
+    for name, shard in engine.data_parallel.shards.items():
+        for piece in shard.pieces:
+            shape = engine.stage.shardings[name].shape
+            values = normal_rectangle(shape, piece.global_offset, piece.sizes, names=("reference", name))
+            piece.view(shard.master).data.copy_(0.05 * values + ("norm.weight" in name))
+    engine.data_parallel.gather_parameters(frozen=True)
+
+
 def gradients_of(engine: Engine) -> Parts:
     """Copies of the rectangles of what learns."""
     gradients, shards = engine.data_parallel.gradients, engine.data_parallel.shards
@@ -150,10 +160,12 @@ def one_step(place: Place, case: Case, spread: Spread, folder: str) -> Seen:
     job = TrainingJob.open(config, mesh)
     engine = job.build_engine()
     fill(engine, scale=0.05, adapters=config.adapter.is_used)
+    if engine.reference is not None:
+        draw(engine.reference)
     data = job.datasets.train
     assert isinstance(data, ChatDataset)
     batches = batches_of(job, data.num_samples)
-    engine.step(batches, num_steps_done=0, learning_rate=0.5, weight_decay=0.0)
+    engine.step(batches, num_steps_done=0, learning_rate=0.5 if case.adapter.is_used else 0.01, weight_decay=0.0)
     evaluation = engine.evaluate(batches)
     result = engine.gradients(batches, num_steps_done=1)
     gradients = gradients_of(engine)
