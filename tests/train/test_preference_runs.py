@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chat_tokenizers import said, write_lines
 from jobs import call_main, steps_of, tiny, train_on_ranks
@@ -61,7 +62,7 @@ def test_all_references_give_the_same_numbers_in_any_layout(
     folder: Path, base: Path, tmp_path: Path, kind: str, objective: str
 ) -> None:
     name = "labelled" if objective == "kto" else "pairs"
-    flags = f"--objective {objective} {LORA}"
+    flags = f"--objective {objective} {LORA} --optimizer sgd --lr 0.01"  # Adam would multiply rounding
     preferred(tmp_path / "off", folder, base, flags, name=name)
     cache = f"--data-cache-path {tmp_path / 'cache'}"
     more = f"{flags} --reference {kind} --dp 2 --pp 2 {cache}"
@@ -75,13 +76,13 @@ def test_all_references_give_the_same_numbers_in_any_layout(
 def test_a_run_of_all_weights_resumes_with_the_reference_it_began_with(
     folder: Path, base: Path, tmp_path: Path, kind: str
 ) -> None:
-    flags = f"--objective dpo --reference {kind} --lr 1e-3"
+    flags = f"--objective dpo --reference {kind} --optimizer sgd --lr 0.01"
     preferred(tmp_path / "whole", folder, base, flags)
     preferred(tmp_path / "parted", folder, base, f"{flags} --exit-interval 2")
     output = preferred(tmp_path / "parted", folder, base, f"{flags} --tp 2", world_size=2)
     assert "continuing from" in output
     for step, expected in steps_of(tmp_path / "whole").items():
-        assert steps_of(tmp_path / "parted")[step] == pytest.approx(expected, rel=1e-4 if step > 2 else 1e-5), step
+        assert steps_of(tmp_path / "parted")[step] == pytest.approx(expected, rel=1e-5), step
     other = folder / "other"
     if not other.exists():
         train_on_ranks(tiny(other, "--train-iters 3", data=data(folder, "chats")))
@@ -92,8 +93,6 @@ def test_a_run_of_all_weights_resumes_with_the_reference_it_began_with(
 
 
 def test_numbers_that_are_stored_in_part_are_completed(folder: Path, base: Path, tmp_path: Path) -> None:
-    import numpy as np
-
     flags = f"--objective dpo {LORA} --reference stored --data-cache-path {tmp_path / 'cache'}"
     preferred(tmp_path / "one", folder, base, flags)
     (path,) = (tmp_path / "cache").glob("*.reference.npy")
