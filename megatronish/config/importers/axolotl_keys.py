@@ -9,7 +9,7 @@ EPOCHS = dropped("lengths are in steps; use --train-iters, --eval-interval and -
 LORA = dropped("it is not there for adapters")
 QUANTISED = dropped("weights are not quantised: the model is trained in the precision of the run")
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
-PREFERENCES = dropped("learning from preferences is not there yet")
+PREFERENCES = dropped("rewards are not learned, and nothing is generated in training")
 FITTING = dropped("chats are packed, and one that is longer than a row is cut")
 HUB = dropped("nothing is uploaded or downloaded")
 NOT_THERE = dropped("it is not there")
@@ -56,7 +56,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("chat_template", "chat_template_jinja", "train_on_inputs", "roles_to_train", "train_on_eos"), CHATS
     ),
-    **dict.fromkeys(("rl", "trl", "dpo_beta", "reward_model"), PREFERENCES),
+    **dict.fromkeys(("trl", "reward_model", "process_reward_model", "dpo_use_weighting"), PREFERENCES),
     **dict.fromkeys(("group_by_length", "excess_length_strategy"), FITTING),
     **dict.fromkeys(
         (
