@@ -47,7 +47,7 @@ class PairScores(NamedTuple):
 
 @runtime_checkable
 class PairObjective(Protocol):
-    """An objective of pairs of completions; as an `Objective`, it is a line in `OBJECTIVES` and in `OBJECTIVE_NAMES`."""
+    """An objective of pairs of completions, a line in `OBJECTIVES` and in `OBJECTIVE_NAMES` as any other."""
 
     names: tuple[str, ...]
 
@@ -121,7 +121,7 @@ def pair_scores(token_losses: Tensor, batch: MicroBatch, cp: Axis) -> PairScores
 
 
 def counted_once(sums: Sums, cp: Axis) -> Sums:
-    """Sums that all cp ranks hold, as zeros with a gradient on all ranks but the first: they are added up over ranks."""
+    """Sums that all cp ranks hold, for adding up over ranks: zeros with a gradient on all ranks but the first."""
     if cp.is_first:
         return sums
     return {name: value - value.detach() for name, value in sums.items()}

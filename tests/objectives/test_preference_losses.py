@@ -62,7 +62,9 @@ def kto(scores: PairScores) -> Tensor:
     assert scores.pairs.reference is not None
     r = scores.log_probs[:, 0] - scores.pairs.reference[:, 0]
     each = [
-        1.5 * (1 - 1 / (1 + torch.exp(-0.4 * (x - 0.3)))) if label else 0.7 * (1 - 1 / (1 + torch.exp(-0.4 * (0.3 - x))))
+        1.5 * (1 - 1 / (1 + torch.exp(-0.4 * (x - 0.3))))
+        if label
+        else 0.7 * (1 - 1 / (1 + torch.exp(-0.4 * (0.3 - x))))
         for x, label in zip(r, LABELS.tolist(), strict=True)
     ]
     return torch.stack(each).mean()

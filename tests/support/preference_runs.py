@@ -71,7 +71,7 @@ class Case(NamedTuple):
     """What is trained: an objective with its numbers, and whether adapters learn."""
 
     objective: str
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Any]
     adapter: AdapterConfig = AdapterConfig()
     dropout: float = 0.0
     pack: bool = True

@@ -49,7 +49,9 @@ def test_the_first_loss_is_that_of_no_difference_and_rewards_are_logged(
     assert lines[0]["loss"] == pytest.approx(0.693147, rel=1e-5)  # log 2: adapters begin with no change
     assert lines[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
     assert lines[3]["loss"] < lines[0]["loss"] and lines[3]["rewards/margins"] > 0
-    assert {"rewards/accuracies", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"} <= set(lines[3])
+    assert {"rewards/accuracies", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"} <= set(
+        lines[3]
+    )
     assert lines[0]["logps/chosen"] < 0
     assert "pairs: 12 lines, format pairs, chat template of " in output
     assert "  pairs            12\n" in output and "rewards/margins: " in output
@@ -105,7 +107,9 @@ def test_numbers_that_are_stored_in_part_are_completed(folder: Path, base: Path,
 
 
 def test_validation_is_measured_on_pairs(folder: Path, base: Path, tmp_path: Path) -> None:
-    flags = f"--objective simpo --split 70,30,0 --eval-iters 1 --eval-interval 2 --finetune --load {base} --train-iters 2"
+    flags = (
+        f"--objective simpo --split 70,30,0 --eval-iters 1 --eval-interval 2 --finetune --load {base} --train-iters 2"
+    )
     train_on_ranks(tiny(tmp_path / "run", flags, data=data(folder, "pairs").replace("--split 1 ", "")))
     assert read_lines(tmp_path / "run" / "evaluations.jsonl")[0]["loss"] > 0
 
@@ -123,14 +127,22 @@ def test_validation_is_measured_on_pairs(folder: Path, base: Path, tmp_path: Pat
         ("pairs", "--objective dpo --reference adapters-off", ("reference=adapters-off is for a run with adapters",)),
         ("pairs", f"--objective dpo {LORA} --seq-length 8", ("which has to hold both completions of a pair",)),
         ("pairs", f"--objective dpo {LORA} --simpo-gamma 1", ("simpo_gamma=1.0 is not read", "--objective simpo")),
-        ("pairs", f"--objective dpo {LORA} --label-smoothing 0.5", ("label_smoothing=0.5 must be at least 0 and less",)),
+        (
+            "pairs",
+            f"--objective dpo {LORA} --label-smoothing 0.5",
+            ("label_smoothing=0.5 must be at least 0 and less",),
+        ),
         (
             "pairs",
             f"--objective dpo {LORA} --dpo-loss-type hinge --label-smoothing 0.1",
             ("is not read by dpo_loss_type=hinge",),
         ),
         ("pairs", "--objective orpo --train-on all", ("train_on=all is not read by objective=orpo",)),
-        ("pairs", "--objective orpo --dataset-type pretrain", ("learns from pairs of completions", "--dataset-type chat")),
+        (
+            "pairs",
+            "--objective orpo --dataset-type pretrain",
+            ("learns from pairs of completions", "--dataset-type chat"),
+        ),
     ],
 )
 def test_what_a_user_does_wrong_is_one_sentence(
@@ -156,7 +168,11 @@ def test_a_reference_needs_a_model_to_start_from(folder: Path, tmp_path: Path) -
         ("orpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ("orpo", {"chosen": "ab", "rejected": "abc"}, "give a prompt"),
         ("orpo", {"prompt": "a", "chosen": "b", "rejected": answered("c")}, "must both be texts"),
-        ("orpo", {"prompt": asked("a"), "chosen": asked("b"), "rejected": answered("c")}, "no message is the assistant"),
+        (
+            "orpo",
+            {"prompt": asked("a"), "chosen": asked("b"), "rejected": answered("c")},
+            "no message is the assistant",
+        ),
         ("kto", {"prompt": "a", "completion": "b", "label": "yes"}, "label='yes' must be true or false"),
         ("kto", {"prompt": "a", "completion": "b", "label": True}, "the only record of its file"),
     ],

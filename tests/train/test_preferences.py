@@ -39,8 +39,14 @@ LAYOUTS = {
 }
 CHOSEN = [
     *(("dpo", layout) for layout in LAYOUTS),
-    *(("kto", layout) for layout in ("dp 2 x tp 2", "pp 2 x cp 2", "cp 2, micro-batches of 2", "dp 2, ZeRO 3, recomputed")),
-    *(("dpo with a model", layout) for layout in ("cp 2 a2a x dp 2, ZeRO 2", "dp 2, ZeRO 3, recomputed", "pp 2 x cp 2")),
+    *(
+        ("kto", layout)
+        for layout in ("dp 2 x tp 2", "pp 2 x cp 2", "cp 2, micro-batches of 2", "dp 2, ZeRO 3, recomputed")
+    ),
+    *(
+        ("dpo with a model", layout)
+        for layout in ("cp 2 a2a x dp 2, ZeRO 2", "dp 2, ZeRO 3, recomputed", "pp 2 x cp 2")
+    ),
     ("kto with a model", "dp 2 x tp 2"),
     *((name, "cp 2 a2a x dp 2, ZeRO 2") for name in ("hinge", "robust", "ipo", "simpo", "cpo", "orpo")),
     *((name, "dp 2 x tp 2") for name in ("simpo", "orpo")),
