@@ -46,7 +46,7 @@ class Collator:
         )
         packed = self.reset_attention_mask or any(sample.document_ids is not None for sample in samples)
         loss_mask = _stack([self._loss_mask(sample) for sample in samples])
-        return MicroBatch(
+        batch = MicroBatch(
             tokens=_stack([sample.tokens[:-1] for sample in samples]),
             labels=_stack([sample.tokens[1:] for sample in samples]),
             loss_mask=loss_mask,
@@ -54,8 +54,9 @@ class Collator:
             sample_ids=torch.tensor(sample_ids),
             document_ids=_stack([self._document_ids(sample) for sample in samples]) if packed else None,
             dataset_ids=_stack([ids[1:] for ids in mixed]) if mixed else None,
-            pairs=completion_pairs(samples, loss_mask),
         )
+        pairs = completion_pairs(samples, loss_mask)
+        return batch if pairs is None else batch.with_pairs(pairs)
 
     def _loss_mask(self, sample: Sample) -> NDArray[np.bool_]:
         """bool [S]: whether the token after each position counts."""

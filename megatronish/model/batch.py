@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,9 +62,10 @@ class MicroBatch:
     sample_ids: Tensor  # int64 [B]
     document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
     dataset_ids: Tensor | None = None  # int64 [B, S], the data set of each label, where losses are reported for each
-    pairs: CompletionPairs | None = None  # of objectives that compare completions
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""
+    pairs: CompletionPairs | None = field(default=None, init=False)
+    """Of objectives that compare completions; `with_pairs` gives a micro-batch its own."""
 
     def __post_init__(self) -> None:
         assert self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
@@ -86,8 +87,9 @@ class MicroBatch:
             loss_mask=cut(self.loss_mask),
             position_ids=cut(self.position_ids),
             dataset_ids=None if self.dataset_ids is None else cut(self.dataset_ids),
-            pairs=None if self.pairs is None else replace(self.pairs, of_labels=cut(self.pairs.of_labels)),
         )
+        if self.pairs is not None:
+            part = part.with_pairs(replace(self.pairs, of_labels=cut(self.pairs.of_labels)))
         return part.pinned() if self.tokens.is_pinned() else part
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -107,11 +109,10 @@ class MicroBatch:
         for mine, theirs in zip(self._tensors, other._tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
-    def with_pairs(self, **of_pairs: Any) -> "MicroBatch":
-        """The same micro-batch with these fields of its pairs."""
-        assert self.pairs is not None, "the batch has no pairs of completions"
+    def with_pairs(self, pairs: CompletionPairs) -> "MicroBatch":
+        """The same micro-batch with these pairs of completions."""
         found = self._copied(lambda tensor: tensor)
-        object.__setattr__(found, "pairs", replace(self.pairs, **of_pairs))
+        object.__setattr__(found, "pairs", pairs)
         return found
 
     @property

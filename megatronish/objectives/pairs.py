@@ -85,7 +85,7 @@ class Pairwise:
         raise NotImplementedError
 
     def weight(self, batch: MicroBatch) -> int:
-        """Number of pairs."""
+        """Number of pairs in the micro-batch."""
         assert batch.pairs is not None
         return len(batch.pairs.labels)
 

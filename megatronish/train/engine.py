@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from megatronish import comm
-from megatronish.attention.zigzag import places_of
 from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
@@ -26,6 +23,7 @@ from megatronish.pipeline.stage import ModelStage
 from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
+from megatronish.train.batches import on_rank, weight_of
 from megatronish.train.preparation import PairPreparation
 from megatronish.train.reduction import meet_stages, reduce_sums
 from megatronish.train.results import StepResult, Totals, Votes, no_votes
@@ -94,7 +92,7 @@ class Engine:
 
         It is multiplied by the loss scale, which `clip` takes out again.
         """
-        weight, scale = self._weight(micro_batches), self.rule.loss_scale.scale
+        weight, scale = weight_of(micro_batches, self.objective, self.mesh), self.rule.loss_scale.scale
         local = self._local(micro_batches)
         self.data_parallel.zero()
         num_sequences = self._num_sequences(micro_batches)
@@ -135,12 +133,7 @@ class Engine:
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
         sums = self.executor.run(forwards, self._local(micro_batches), step=None)
         totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
-        return Totals(totals.objective, self._weight(micro_batches))
-
-    def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probabilities [P, 2] of each micro-batch's completions without adapters; zeros before the last stage."""
-        assert self.preparation is not None, "the objective compares no completions"
-        return self.preparation.policy.without_adapters(self._on_device(micro_batches))
+        return Totals(totals.objective, weight_of(micro_batches, self.objective, self.mesh))
 
     def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Sequences of the step, over all data ranks."""
@@ -148,22 +141,8 @@ class Engine:
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, prepared for the objective."""
-        found = self._on_device(micro_batches)
+        found = on_rank(micro_batches, self.mesh)
         return found if self.preparation is None else self.preparation(found)
-
-    def _on_device(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        cp, found = self.mesh.cp, list(micro_batches)
-        if cp.size > 1:
-            found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
-        return [each.to(self.mesh.device) for each in found]
-
-    def _weight(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """The divisor of the step's sums, over all data ranks. It is counted and summed on the CPU.
-
-        cp ranks have the same whole sequences, so only those of dp add up.
-        """
-        weight = torch.tensor(sum(self.objective.weight(batch) for batch in micro_batches))
-        return int(comm.all_reduce(weight, self.mesh.dp))
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

@@ -7,7 +7,9 @@ ranks.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +60,9 @@ class PairPreparation:
         found = list(batches)
         if self.reference is not None:
             scores = self.reference(found)
-            found = [each.with_pairs(reference=score) for each, score in zip(found, scores, strict=True)]
+            found = [_with(each, reference=score) for each, score in zip(found, scores, strict=True)]
         numbers = self._numbers(found)
-        return [each.with_pairs(of_step=numbers) for each in found]
+        return [_with(each, of_step=numbers) for each in found]
 
     def _numbers(self, batches: Sequence[MicroBatch]) -> StepNumbers:
         """Means over the pairs of all data ranks; cp and tp ranks have the same pairs."""
@@ -80,6 +82,11 @@ class PairPreparation:
 def _pairs(batch: MicroBatch) -> CompletionPairs:
     assert batch.pairs is not None, "the batch has no pairs of completions"
     return batch.pairs
+
+
+def _with(batch: MicroBatch, **fields: Any) -> MicroBatch:
+    """The micro-batch with these fields of its pairs."""
+    return batch.with_pairs(replace(_pairs(batch), **fields))
 
 
 def _zeros(batch: MicroBatch) -> Tensor:

@@ -2,7 +2,7 @@
 
 They are computed before the first step by the model that the run starts from, and kept in the cache of the data under a
 name with the identity of that model: another base, other data or another length of a row never read them. A file is
-filled in as it is computed, so a run that is stopped goes on where it was.
+filled in as it is computed, so a run that is stopped continues where it was.
 """
 
 import hashlib
@@ -19,7 +19,9 @@ from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.collate import Collator
 from megatronish.files import AtomicFile
+from megatronish.model.batch import MicroBatch
 from megatronish.train.base import Base, load_base
+from megatronish.train.batches import on_rank
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 
@@ -94,7 +96,13 @@ def _scored(
         places = [start + mesh.dp.rank * size for start in range(begin, end, stride)]
         rows = [[min(place + row, end - 1) for row in range(size)] for place in places]  # the last pair fills up
         batches = [collate([data.row([(number, place)]) for place in row], row) for row in rows]
-        yield begin, _together(engine, rows, engine.score(batches), begin=begin, end=end)
+        yield begin, _together(engine, rows, _scores(engine, batches), begin=begin, end=end)
+
+
+def _scores(engine: Engine, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    """Log-probabilities [P, 2] of each micro-batch by the model that the run starts from, without its adapters."""
+    assert engine.preparation is not None, "the objective compares no completions"
+    return engine.preparation.policy.without_adapters(on_rank(batches, engine.mesh))
 
 
 def _together(

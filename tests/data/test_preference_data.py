@@ -71,11 +71,11 @@ def test_prompts_of_messages_are_given_or_the_common_beginning(record: dict[str,
 
 def test_both_completions_of_a_pair_are_documents_of_one_row(tmp_path: Path) -> None:
     data = opened(tmp_path, [pair("ab", "c" * size, "d" * (9 - size)) for size in range(1, 9)], seq_length=39)
-    assert data.is_paired and data.num_samples == 3  # of three pairs of 2 (2 + 1) + 9 tokens, with an end each
+    assert data.is_paired and data.num_samples == 4  # two pairs a row, of 2 (2 + 1) + 9 tokens each
     for number in range(data.num_samples):
         sample = data.sample(number)
         assert sample.document_ids is not None and sample.pair_labels is not None and sample.loss_mask is not None
-        assert len(sample.pair_labels) >= 2 and sample.pair_labels.all()
+        assert len(sample.pair_labels) == 2 and sample.pair_labels.all()
         for document in range(2 * len(sample.pair_labels)):
             tokens = sample.tokens[sample.document_ids == document].tolist()
             text = bytes(tokens[2:-1]) if tokens[-1] == END else b""

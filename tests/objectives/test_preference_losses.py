@@ -154,7 +154,7 @@ def test_log_probabilities_of_completions_leave_prompts_and_padding_out() -> Non
     mask = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 0, 0, 1, 0]], dtype=torch.bool)
     pairs = CompletionPairs(of_labels, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, dtype=torch.bool))
     places = torch.arange(6).expand(2, 6)
-    batch = MicroBatch(places, places, mask, places, torch.arange(2), pairs=pairs)
+    batch = MicroBatch(places, places, mask, places, torch.arange(2)).with_pairs(pairs)
     losses = torch.arange(12.0).view(2, 6).t()
     scores = pair_scores(losses, batch, CP)
     assert scores.log_probs.tolist() == [[-3.0, -5.0], [-13.0, -10.0]]

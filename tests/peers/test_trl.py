@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +111,7 @@ def ours(name: str, folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
     lengths = [each[:, 0].double().mean().item() for each in (batch.pairs.lengths, batch.pairs.text_lengths)]
     kl = max((p - q)[:, 1].mean().item(), 0.0)
     needed = {"reference": q} if OBJECTIVE_NAMES[objective_name].has_reference else {}
-    batch = batch.with_pairs(of_step=StepNumbers(lengths[0], lengths[1], kl), **needed)
+    batch = batch.with_pairs(replace(batch.pairs, of_step=StepNumbers(lengths[0], lengths[1], kl), **needed))
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     sums = objective.sums_of_pairs(scores_of(model, batch))
