@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,8 @@ class CompletionPairs:
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "CompletionPairs":
         """A copy of every tensor."""
-        return replace(self, **{name: copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)})
+        found: dict[str, Any] = {name: copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **found)
 
 
 @dataclass(frozen=True)
