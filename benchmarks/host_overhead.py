@@ -18,7 +18,7 @@ import torch
 from megatronish.commands.configuration import read_config
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
-from megatronish.train.build import run_chunk
+from megatronish.train.chunks import run_chunk
 from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh

@@ -8,7 +8,7 @@ registered gets them as keyword arguments.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from megatronish.config.names import (
     OPTIMIZER_NAMES,
     Choice,
     DatasetChoice,
+    ObjectiveChoice,
     OptimizerChoice,
     Options,
 )
@@ -33,7 +34,7 @@ from megatronish.formats.hf.family import ModelFamily
 from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, FamilyTensors
 from megatronish.layer_specs import LAYERS, LayerSpec
 from megatronish.model.block import BLOCKS
-from megatronish.objectives.objective import LogitsObjective, Objective
+from megatronish.objectives.pairs import AnyObjective
 from megatronish.objectives.table import OBJECTIVES
 from megatronish.optim.masters import Update
 from megatronish.optim.optimizer import OPTIMIZERS
@@ -106,10 +107,15 @@ def register_schedule(
 
 
 def register_objective(
-    name: str, make: Callable[..., Objective | LogitsObjective], *, options: Options = NO_OPTIONS
+    name: str,
+    make: Callable[..., AnyObjective],
+    *,
+    options: Options = NO_OPTIONS,
+    learns_from: Literal["text", "pairs", "labelled"] = "text",
+    has_reference: bool = False,
 ) -> None:
-    """An objective, for --objective: `make()` is one, which makes named sums of token losses or of logits."""
-    _add(OBJECTIVE_NAMES, name, Choice(options), flag="--objective")
+    """An objective, for --objective: `make()` is one, which makes named sums of token losses, of logits or of pairs."""
+    _add(OBJECTIVE_NAMES, name, ObjectiveChoice(options, learns_from, has_reference=has_reference), flag="--objective")
     OBJECTIVES[name] = make
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-ChatFormat = Literal["auto", "openai", "sharegpt", "alpaca", "prompt_completion", "text"]
+ChatFormat = Literal["auto", "openai", "sharegpt", "alpaca", "prompt_completion", "text", "pairs", "labelled"]
 TrainOn = Literal["assistant", "last", "all"]
 
 

@@ -21,6 +21,7 @@ from megatronish.config.rules import (
     parallel,
     pipeline,
     plugins,
+    preference,
     recompute,
     run,
     training,
@@ -50,6 +51,7 @@ RULES = (
     *chat.RULES,
     *run.CHECKPOINT_RULES,
     *adapter.RULES,
+    *preference.RULES,
     *plugins.RULES,
 )
 

@@ -7,9 +7,11 @@ from megatronish.config.adapter import AdapterConfig
 from megatronish.config.chat import ChatConfig
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
+from megatronish.config.names import OBJECTIVE_NAMES
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.plugins import PluginsConfig
+from megatronish.config.preference import PreferenceConfig, ReferenceKind
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.run import CheckpointConfig, LogConfig
 from megatronish.config.training import TrainingConfig
@@ -31,6 +33,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
     @property
     def layout(self) -> Layout:
@@ -41,6 +44,13 @@ class Config:
     def global_batch_size(self) -> int:
         """Samples in one step, after any ramp-up of the batch size."""
         return self.training.global_batch_size or self.training.micro_batch_size * self.layout.dp
+
+    @property
+    def reference(self) -> ReferenceKind | None:
+        """What the objective compares with; None for one that compares with no other model."""
+        if not OBJECTIVE_NAMES[self.training.objective].has_reference:
+            return None
+        return self.preference.reference or ("adapters-off" if self.adapter.is_used else "model")
 
     @property
     def run_dir(self) -> Path:

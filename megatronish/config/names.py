@@ -8,6 +8,7 @@ of optim/optimizer.py, `BLOCKS` of model/block.py, ...) has what is built. `mega
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatronish.errors import UserError
 
@@ -42,6 +43,19 @@ class OptimizerChoice(Choice):
 
 
 @dataclass(frozen=True)
+class ObjectiveChoice(Choice):
+    """An objective, with what it learns from, and the fields of section [preference] that it reads.
+
+    `learns_from` text is any data with a loss of each token; pairs are chosen and rejected completions; labelled are
+    completions that are said to be wanted or not. `has_reference`: it compares with another model.
+    """
+
+    learns_from: Literal["text", "pairs", "labelled"] = "text"
+    reads: tuple[str, ...] = ()
+    has_reference: bool = False
+
+
+@dataclass(frozen=True)
 class DatasetChoice(Choice):
     """A kind of data sets. One that does not need a path makes its samples without files, or from an option."""
 
@@ -58,7 +72,17 @@ OPTIMIZER_NAMES: dict[str, OptimizerChoice] = {
 }
 """Optimizers of --optimizer."""
 
-OBJECTIVE_NAMES: dict[str, Choice] = {"causal_lm": Choice()}
+OBJECTIVE_NAMES: dict[str, ObjectiveChoice] = {
+    "causal_lm": ObjectiveChoice(),
+    "dpo": ObjectiveChoice(learns_from="pairs", reads=("beta", "dpo_loss_type", "label_smoothing"), has_reference=True),
+    "ipo": ObjectiveChoice(learns_from="pairs", reads=("beta",), has_reference=True),
+    "simpo": ObjectiveChoice(learns_from="pairs", reads=("beta", "label_smoothing", "simpo_gamma", "cpo_alpha")),
+    "cpo": ObjectiveChoice(learns_from="pairs", reads=("beta", "label_smoothing", "cpo_alpha")),
+    "orpo": ObjectiveChoice(learns_from="pairs", reads=("beta",)),
+    "kto": ObjectiveChoice(
+        learns_from="labelled", reads=("beta", "desirable_weight", "undesirable_weight"), has_reference=True
+    ),
+}
 """Objectives of --objective."""
 
 DATASET_NAMES: dict[str, DatasetChoice] = {"pretrain": DatasetChoice(), "chat": DatasetChoice()}

@@ -62,7 +62,7 @@ class TrainingConfig:
     hysteresis: Annotated[int, at_least(1), at_most(2**63 - 1)] = 2
     """fp16: the loss scale is halved after this many overflows since its last doubling, and after each further one."""
     objective: Annotated[str, NamedIn(OBJECTIVE_NAMES), tyro.conf.arg(metavar=in_braces(OBJECTIVE_NAMES))] = "causal_lm"
-    """What is minimised: causal_lm is the mean loss of the next token; or a plug-in's."""
+    """What is minimised: causal_lm is the loss of the next token, others learn from preferences; or a plug-in's."""
     objective_args: tuple[str, ...] = ()
     """Options of a plug-in's objective: option=value ..."""
     attention_backend: AttentionBackend = "auto"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatronish.config.data import DataConfig
 from megatronish.data.sample import Sample
-from megatronish.model.batch import MicroBatch
+from megatronish.model.batch import CompletionPairs, MicroBatch
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,18 @@ class Collator:
             "some samples of a batch tell the data sets of their tokens, some do not"
         )
         packed = self.reset_attention_mask or any(sample.document_ids is not None for sample in samples)
-        return MicroBatch(
+        loss_mask = _stack([self._loss_mask(sample) for sample in samples])
+        batch = MicroBatch(
             tokens=_stack([sample.tokens[:-1] for sample in samples]),
             labels=_stack([sample.tokens[1:] for sample in samples]),
-            loss_mask=_stack([self._loss_mask(sample) for sample in samples]),
+            loss_mask=loss_mask,
             position_ids=_stack([self._position_ids(sample) for sample in samples]),
             sample_ids=torch.tensor(sample_ids),
             document_ids=_stack([self._document_ids(sample) for sample in samples]) if packed else None,
             dataset_ids=_stack([ids[1:] for ids in mixed]) if mixed else None,
         )
+        pairs = completion_pairs(samples, loss_mask)
+        return batch if pairs is None else batch.with_pairs(pairs)
 
     def _loss_mask(self, sample: Sample) -> NDArray[np.bool_]:
         """bool [S]: whether the token after each position counts."""
@@ -90,6 +93,34 @@ class Collator:
         """bool [S]: whether a token that the model sees ends a document."""
         inputs = sample.tokens[:-1]
         return np.zeros(len(inputs), np.bool_) if self.eod is None else inputs == self.eod
+
+
+def completion_pairs(samples: Sequence[Sample], loss_mask: Tensor) -> CompletionPairs | None:
+    """Pairs of completions of samples that have them; `loss_mask` is the [B, S] of their predictions."""
+    found = [sample.pair_labels for sample in samples if sample.pair_labels is not None]
+    if not found:
+        return None
+    assert len(found) == len(samples), "some samples of a batch have pairs, some do not"
+    numbers, first, num_texts = [], 0, 2 * sum(map(len, found))
+    for sample, labels in zip(samples, found, strict=True):
+        documents = sample.document_ids
+        assert documents is not None, "the completions of a sample are documents"
+        is_inside = (np.diff(documents) == 0) & (documents[1:] < 2 * len(labels))
+        numbers.append(np.where(is_inside, documents[1:] + first, num_texts))
+        first += 2 * len(labels)
+    of_labels = _stack(numbers)
+    counts = [
+        torch.bincount(each.flatten(), minlength=num_texts + 1)[:-1].view(-1, 2)
+        for each in (of_labels.masked_fill(~loss_mask, num_texts), of_labels)
+    ]
+    references = [sample.pair_reference for sample in samples if sample.pair_reference is not None]
+    return CompletionPairs(
+        of_labels,
+        lengths=counts[0],
+        text_lengths=counts[1],
+        labels=torch.from_numpy(np.concatenate(found)),
+        reference=torch.from_numpy(np.concatenate(references)) if references else None,
+    )
 
 
 def _stack(rows: Sequence[NDArray[Any]]) -> Tensor:

@@ -28,12 +28,17 @@ class Sample:
 
     `dataset_ids[i]` is the number of the data set that token i is from, where a sample mixes several whose losses are
     reported one by one.
+
+    `pair_labels` are those of P pairs of completions, where an objective compares them: the sample's documents 2 p and
+    2 p + 1 are pair p, and other documents follow. `pair_reference` are log-probabilities by a reference model.
     """
 
     tokens: NDArray[np.int64]  # [S + 1]
     loss_mask: NDArray[np.bool_] | None = None  # [S + 1]
     document_ids: NDArray[np.int64] | None = None  # [S + 1]
     dataset_ids: NDArray[np.int64] | None = None  # [S + 1]
+    pair_labels: NDArray[np.bool_] | None = None  # [P]
+    pair_reference: NDArray[np.float32] | None = None  # [P, 2]
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape

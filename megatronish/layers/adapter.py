@@ -6,6 +6,8 @@ row-parallel layer does: it is whole on every rank, and under sequence paralleli
 it meets this rank's own positions alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -66,6 +68,19 @@ class Adaptable(nn.Module):
         """The adapter that is applied: an `Adapter`, of experts a `GroupedAdapter`, or None."""
         name = self.active_adapter
         return self.adapters[name] if name is not None and name in self.adapters else None
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters, as a context; those that were applied before are applied again afterwards."""
+    layers = [module for module in model.modules() if isinstance(module, Adaptable)]
+    before = [layer.active_adapter for layer in layers]
+    select_adapter(model, None)
+    try:
+        yield
+    finally:
+        for layer, name in zip(layers, before, strict=True):
+            layer.active_adapter = name
 
 
 def select_adapter(model: nn.Module, name: str | None) -> None:

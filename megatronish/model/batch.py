@@ -2,9 +2,46 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class StepNumbers(NamedTuple):
+    """Numbers of a whole step that losses of pairs need, means over the pairs of the global batch.
+
+    `mean_length` is that of chosen completions, `mean_text_length` with their prompts. `kl` is KTO's.
+    """
+
+    mean_length: float = 1.0
+    mean_text_length: float = 1.0
+    kl: float = 0.0
+
+
+NO_STEP = StepNumbers()
+
+
+@dataclass(frozen=True)
+class CompletionPairs:
+    """Pairs of completions in a micro-batch: P of them, each with both halves in one row.
+
+    `of_labels` says which text each label belongs to: 2 p and 2 p + 1 are those of pair p, 2 P is none of them. Lengths
+    are counted when the micro-batch is made, of whole sequences. The numbers of the step and of the reference are
+    filled in before the forward (train/preparation.py); the latter may come with the data.
+    """
+
+    of_labels: Tensor  # int64 [B, S]
+    lengths: Tensor  # int64 [P, 2], tokens of the completions that are predicted
+    text_lengths: Tensor  # int64 [P, 2], the same with their prompts
+    labels: Tensor  # bool [P]: whether the first one is wanted
+    reference: Tensor | None = None  # fp32 [P, 2]: log-probabilities by the reference
+    of_step: StepNumbers = NO_STEP
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> "CompletionPairs":
+        """A copy of every tensor."""
+        found: dict[str, Any] = {name: copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **found)
 
 
 @dataclass(frozen=True)
@@ -28,6 +65,8 @@ class MicroBatch:
     dataset_ids: Tensor | None = None  # int64 [B, S], the data set of each label, where losses are reported for each
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""
+    pairs: CompletionPairs | None = field(default=None, init=False)
+    """Of objectives that compare completions; `with_pairs` gives a micro-batch its own."""
 
     def __post_init__(self) -> None:
         assert self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
@@ -50,6 +89,8 @@ class MicroBatch:
             position_ids=cut(self.position_ids),
             dataset_ids=None if self.dataset_ids is None else cut(self.dataset_ids),
         )
+        if self.pairs is not None:
+            part = part.with_pairs(replace(self.pairs, of_labels=cut(self.pairs.of_labels)))
         return part.pinned() if self.tokens.is_pinned() else part
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -69,6 +110,12 @@ class MicroBatch:
         for mine, theirs in zip(self._tensors, other._tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
+    def with_pairs(self, pairs: CompletionPairs) -> "MicroBatch":
+        """The same micro-batch with these pairs of completions."""
+        found = self._copied(lambda tensor: tensor)
+        object.__setattr__(found, "pairs", pairs)
+        return found
+
     @property
     def shapes(self) -> list[torch.Size]:
         """Shapes of the tensors, one fewer without documents."""
@@ -82,5 +129,7 @@ class MicroBatch:
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> "MicroBatch":
         found = object.__new__(type(self))  # not made by `replace`, which would count again
         for name, value in vars(self).items():
+            if isinstance(value, CompletionPairs):
+                value = value.copied(copy)
             object.__setattr__(found, name, copy(value) if isinstance(value, Tensor) else value)
         return found

@@ -64,7 +64,7 @@ class ReportingObjective(Protocol):
         ...
 
 
-def metrics_of(objective: Objective | LogitsObjective, sums: Mapping[str, float], *, weight: int) -> Metrics:
+def metrics_of(objective: object, sums: Mapping[str, float], *, weight: int) -> Metrics:
     """Metrics of a step from its sums over all ranks and their divisor."""
     divided = {name: value / max(weight, 1) for name, value in sums.items()}
     return objective.reported(divided) if isinstance(objective, ReportingObjective) else divided

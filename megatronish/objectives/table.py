@@ -2,15 +2,29 @@
 
 from collections.abc import Callable
 
+from megatronish.config.config import Config
 from megatronish.config.names import OBJECTIVE_NAMES, options_of
-from megatronish.config.training import TrainingConfig
 from megatronish.objectives.causal_lm import CausalLM
-from megatronish.objectives.objective import LogitsObjective, Objective
+from megatronish.objectives.cpo import CPO, SimPO
+from megatronish.objectives.dpo import DPO, IPO
+from megatronish.objectives.kto import KTO
+from megatronish.objectives.orpo import ORPO
+from megatronish.objectives.pairs import AnyObjective
 
-OBJECTIVES: dict[str, Callable[..., Objective | LogitsObjective]] = {"causal_lm": CausalLM}
-"""Makers of objectives; their keyword arguments are the options of the name in `OBJECTIVE_NAMES`."""
+OBJECTIVES: dict[str, Callable[..., AnyObjective]] = {
+    "causal_lm": CausalLM,
+    "dpo": DPO,
+    "ipo": IPO,
+    "simpo": SimPO,
+    "cpo": CPO,
+    "orpo": ORPO,
+    "kto": KTO,
+}
+"""Makers of objectives; keyword arguments are the options of the name in `OBJECTIVE_NAMES`, and the fields it reads."""
 
 
-def objective_of(training: TrainingConfig) -> Objective | LogitsObjective:
+def objective_of(config: Config) -> AnyObjective:
     """The objective that a config names."""
-    return OBJECTIVES[training.objective](**options_of(OBJECTIVE_NAMES, training.objective, training.objective_args))
+    name = config.training.objective
+    numbers = {field: getattr(config.preference, field) for field in OBJECTIVE_NAMES[name].reads}
+    return OBJECTIVES[name](**options_of(OBJECTIVE_NAMES, name, config.training.objective_args), **numbers)

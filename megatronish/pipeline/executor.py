@@ -6,6 +6,7 @@ same stage they are passed on directly. transfers.py sends and receives, weight_
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import torch
@@ -90,6 +91,12 @@ class Executor:
         self._forwards: dict[tuple[int, int], SavedForward] = {}
         self._handed_over: dict[Action, Tensor] = {}
         connect(self.lines, placement, stage=self.stage)
+
+    def with_chunks(self, chunks: Sequence[ChunkForward]) -> "Executor":
+        """An executor of other forwards of the same stage, over the same connections: only one of the two runs."""
+        other = copy(self)
+        other.chunks, other._forwards, other._handed_over = chunks, {}, {}
+        return other
 
     def run(
         self,

@@ -93,3 +93,13 @@ def refuse_other_base(saved: Any, base: Base | None, checkpoint: Path) -> None:
             f"{saved['identity'][:12]}, and {base.source} has the weights {base.identity[:12]}; name that model with "
             "--load-hf or --load"
         )
+
+
+def refuse_other_reference(saved: Any, reference: Base | None, checkpoint: Path) -> None:
+    """UserError if a run was compared with another model; `saved` is what its state says."""
+    if saved is None or reference is None or saved["identity"] == reference.identity:
+        return
+    raise UserError(
+        f"the run of {checkpoint} is compared with {saved['source']}, with the weights {saved['identity'][:12]}, and "
+        f"{reference.source} has the weights {reference.identity[:12]}; name that model with --load-hf or --load"
+    )

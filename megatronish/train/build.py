@@ -13,7 +13,7 @@ What changes the modules of a stage (`linear.set_products` for another matrix pr
 freeze.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,12 +21,14 @@ import torch
 
 from megatronish.config.adapter import AdapterConfig
 from megatronish.config.config import Config
+from megatronish.config.names import OBJECTIVE_NAMES
+from megatronish.config.preference import PreferenceConfig
 from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.training import TrainingConfig
 from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.data_parallel.zero import Zero
-from megatronish.layers.cross_entropy import VocabParallelLogits
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
@@ -35,21 +37,22 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock
 from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.execution import Execution
-from megatronish.model.gpt import GPT
 from megatronish.model.quantised import quantise_base
 from megatronish.model.recompute import Recompute
-from megatronish.model.routing import Tally
-from megatronish.objectives.objective import LOSS, LogitsObjective, Objective
+from megatronish.objectives.causal_lm import CausalLM
+from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import loss_scale_of
 from megatronish.optim.optimizer import Optimizer
-from megatronish.pipeline.executor import ChunkOutput, Executor
+from megatronish.pipeline.executor import Executor
 from megatronish.pipeline.replayed import Record, ReplayingExecutor, record_on_cuda
 from megatronish.pipeline.stage import ModelStage, build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
 from megatronish.sharding import Sharding, collect_shardings, initialize
+from megatronish.train.chunks import run_chunk
 from megatronish.train.engine import Engine
+from megatronish.train.preparation import PairPreparation, Scorer
 from megatronish.train.update_rule import UpdateRule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +83,7 @@ def build_engine(
     vocab_size: int,
     make_block: MakeBlock | None = None,
     trainable: Trainable = everything,
-    objective: Objective | LogitsObjective | None = None,
+    objective: AnyObjective | None = None,
 ) -> Engine:
     """This rank's share of a training run.
 
@@ -89,7 +92,7 @@ def build_engine(
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
-    objective = objective or objective_of(training)
+    objective = objective or objective_of(config)
     dtype = DTYPES[training.precision]
     # A CUDA graph has fixed addresses.
     settings = DataParallelSettings.of(config.parallel, dtype, gives_back=not training.cuda_graph)
@@ -124,9 +127,41 @@ def build_engine(
     optimizer = Optimizer(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )
-    executor = with_graphs(config, build_executor(config, stage, mesh, objective, weight_gradients), mesh)
+    executor = build_executor(config, stage, mesh, objective, weight_gradients)
     rule = UpdateRule(loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad)
-    return Engine(mesh, stage, objective, data_parallel, optimizer, executor, rule)
+    replaying = with_graphs(config, executor, mesh)
+    engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule)
+    if isinstance(objective, PairObjective):
+        if config.reference == "model":
+            engine.reference = build_engine(
+                config_of_reference(config), mesh, vocab_size=vocab_size, trainable=nothing, objective=CausalLM()
+            )
+        engine.preparation = preparation_of(config, Scorer(stage, executor), engine.reference, mesh)
+    return engine
+
+
+def config_of_reference(config: Config) -> Config:
+    """The config of the frozen model that an objective of pairs compares with, in the same layout."""
+    training = replace(config.training, objective=TrainingConfig.objective, objective_args=())
+    return replace(
+        config,
+        training=training,
+        adapter=AdapterConfig(),
+        preference=PreferenceConfig(),
+        recompute=RecomputeConfig(),
+    )
+
+
+def preparation_of(config: Config, scorer: Scorer, reference: Engine | None, mesh: Mesh) -> PairPreparation:
+    """What is computed of the pairs of a step before they are trained on."""
+    compared: Callable[[Sequence[MicroBatch]], list[torch.Tensor]] | None = None
+    if config.reference == "adapters-off":
+        compared = scorer.without_adapters
+    elif reference is not None:
+        assert isinstance(reference.executor, Executor)
+        compared = Scorer(reference.stage, reference.executor)
+    needs_kl = OBJECTIVE_NAMES[config.training.objective].learns_from == "labelled"
+    return PairPreparation(mesh, scorer, compared, needs_kl=needs_kl)
 
 
 def execution_of(config: Config, mesh: Mesh) -> Execution:
@@ -209,7 +244,7 @@ def build_executor(
     config: Config,
     stage: ModelStage,
     mesh: Mesh,
-    objective: Objective | LogitsObjective,
+    objective: AnyObjective,
     weight_gradients: WeightGradients | None,
 ) -> Executor:
     """The loop over this stage's actions. Every rank of the pipeline makes its own at the same time."""
@@ -232,30 +267,3 @@ def with_graphs(
     domain = mesh.domains["dense"]
     sends, gathers = domain.shard.size * domain.replicate.size > 1, domain.shard.size > 1
     return ReplayingExecutor(executor, record, first=gathers, last=sends)
-
-
-def run_chunk(
-    model: GPT,
-    objective: Objective | LogitsObjective,
-    chunk: int,
-    x: torch.Tensor | None,
-    batch: MicroBatch,
-    *,
-    step: int | None,
-) -> ChunkOutput:
-    """The forward of a chunk; where it ends the model, of the objective too."""
-    tally = model.new_tally()
-    if not model.chunks[chunk].is_last:
-        y = model(x, batch, step=step, chunk=chunk, tally=tally)
-        return ChunkOutput(y, _counted(tally, model))
-    if isinstance(objective, LogitsObjective):
-        logits = model.logits(model.hidden(x, batch, step=step, chunk=chunk, tally=tally))
-        sums = objective.sums_of_logits(VocabParallelLogits(logits, model.vocab_size, model.tp.axis), batch)
-    else:
-        sums = objective.sums(model(x, batch, step=step, chunk=chunk, tally=tally), batch)
-    return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()} | _counted(tally, model))
-
-
-def _counted(tally: Tally | None, model: GPT) -> dict[str, torch.Tensor]:
-    """What the routers of a forward have counted, a row for each layer of the model."""
-    return {} if tally is None else tally.stacked(model.config.num_layers)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatronish import comm
-from megatronish.attention.zigzag import places_of
 from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.objectives.objective import LOSS, LogitsObjective, Objective, metrics_of
+from megatronish.objectives.objective import LOSS, metrics_of
+from megatronish.objectives.pairs import AnyObjective
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor, Observer
@@ -24,6 +23,8 @@ from megatronish.pipeline.stage import ModelStage
 from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
 from megatronish.train.balancing import Balancing
+from megatronish.train.batches import on_rank, weight_of
+from megatronish.train.preparation import PairPreparation
 from megatronish.train.reduction import meet_stages, reduce_sums
 from megatronish.train.results import StepResult, Totals, Votes, no_votes
 from megatronish.train.update_rule import UpdateRule
@@ -31,15 +32,21 @@ from megatronish.train.update_rule import UpdateRule
 
 @dataclass
 class Engine:
-    """One rank's share of a training run. `observers` receive the times of every action."""
+    """One rank's share of a training run. `observers` receive the times of every action.
+
+    `preparation` completes the micro-batches of objectives that compare completions; `reference` is the frozen model
+    that some of them compare with.
+    """
 
     mesh: Mesh
     stage: ModelStage
-    objective: Objective | LogitsObjective
+    objective: AnyObjective
     data_parallel: DataParallel
     optimizer: Optimizer
     executor: Executor | ReplayingExecutor
     rule: UpdateRule
+    preparation: PairPreparation | None = field(default=None, init=False)
+    reference: "Engine | None" = field(default=None, init=False)
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
@@ -85,14 +92,15 @@ class Engine:
 
         It is multiplied by the loss scale, which `clip` takes out again.
         """
-        weight, scale = self._weight(micro_batches), self.rule.loss_scale.scale
+        weight, scale = weight_of(micro_batches, self.objective, self.mesh), self.rule.loss_scale.scale
+        local = self._local(micro_batches)
         self.data_parallel.zero()
         num_sequences = self._num_sequences(micro_batches)
         seq_length = micro_batches[0].tokens.shape[1]
         with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
             sums = self.executor.run(
                 self._actions(len(micro_batches)),
-                self._local(micro_batches),
+                local,
                 step=num_steps_done,
                 loss_scale=scale / max(weight, 1),
                 begin_action=self.data_parallel.begin_action,
@@ -125,26 +133,16 @@ class Engine:
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
         sums = self.executor.run(forwards, self._local(micro_batches), step=None)
         totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
-        return Totals(totals.objective, self._weight(micro_batches))
+        return Totals(totals.objective, weight_of(micro_batches, self.objective, self.mesh))
 
     def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Sequences of the step, over all data ranks."""
         return self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """What this cp rank holds of whole sequences, on its device."""
-        cp, found = self.mesh.cp, list(micro_batches)
-        if cp.size > 1:
-            found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
-        return [each.to(self.mesh.device) for each in found]
-
-    def _weight(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """The divisor of the step's sums, over all data ranks. It is counted and summed on the CPU.
-
-        cp ranks have the same whole sequences, so only those of dp add up.
-        """
-        weight = torch.tensor(sum(self.objective.weight(batch) for batch in micro_batches))
-        return int(comm.all_reduce(weight, self.mesh.dp))
+        """What this cp rank holds of whole sequences, prepared for the objective."""
+        found = on_rank(micro_batches, self.mesh)
+        return found if self.preparation is None else self.preparation(found)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

@@ -8,6 +8,8 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
+from megatronish.config.fields import one_of
+from megatronish.config.names import OBJECTIVE_NAMES
 from megatronish.costs.devices import peak_tflops
 from megatronish.costs.flops import model_flops_per_token
 from megatronish.data.chat.dataset import ChatDataset
@@ -16,10 +18,11 @@ from megatronish.data.collate import Collator
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Dataset
-from megatronish.errors import RunError
+from megatronish.errors import RunError, UserError
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.objectives.objective import LogitsObjective, Objective
+from megatronish.objectives.objective import LogitsObjective
+from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.per_dataset import PerDataset
 from megatronish.objectives.table import objective_of
 from megatronish.optim.batch_size import BatchSizeSchedule, batch_sizes_of
@@ -54,6 +57,7 @@ class TrainingJob:
             eod=tokenizer.eod,
             chats=ChatSetup.of(config.chat, config.data, tokenizer),
         )
+        _refuse_other_data(config, datasets.train)
         return cls(config, mesh, tokenizer, vocab_size, datasets)
 
     @property
@@ -108,10 +112,12 @@ class TrainingJob:
         )
 
     @property
-    def objective(self) -> Objective | LogitsObjective:
+    def objective(self) -> AnyObjective:
         """The objective of the config; of mixed chats it reports the loss of each file, too."""
-        objective, data = objective_of(self.config.training), self.datasets.train
-        if not isinstance(data, ChatDataset) or len(data.names) < 2 or isinstance(objective, LogitsObjective):
+        objective, data = objective_of(self.config), self.datasets.train
+        if isinstance(objective, LogitsObjective | PairObjective):
+            return objective
+        if not isinstance(data, ChatDataset) or len(data.names) < 2:
             return objective
         return PerDataset(objective, data.names)
 
@@ -151,3 +157,19 @@ class TrainingJob:
         prepare = self.batches_of(dataset)
         size = self.config.training.eval_global_batch_size or self.config.global_batch_size
         return lambda number: prepare(number * size, size)
+
+
+WHAT = {"text": "texts or chats", "pairs": "pairs of chosen and rejected", "labelled": "completions with a label"}
+
+
+def _refuse_other_data(config: Config, data: Dataset) -> None:
+    """UserError for chats of which the objective cannot learn."""
+    name = config.training.objective
+    wanted = OBJECTIVE_NAMES[name].learns_from
+    if not isinstance(data, ChatDataset) or data.learned_by == wanted:
+        return
+    fitting = [other for other, choice in OBJECTIVE_NAMES.items() if choice.learns_from == data.learned_by]
+    raise UserError(
+        f"{data.files[0].path} has {WHAT[data.learned_by]}, and objective={name} learns from {WHAT[wanted]}; use "
+        f"--objective {one_of(fitting)}, or other data"
+    )

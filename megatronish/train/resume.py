@@ -16,7 +16,7 @@ from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.start import of_another_format
 from megatronish.formats.upcycle import upcycled
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.train.base import Base, load_base, refuse_other_base
+from megatronish.train.base import Base, load_base, refuse_other_base, refuse_other_reference
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.job import TrainingJob
@@ -41,8 +41,11 @@ class Begun(NamedTuple):
     base: Base | None = None
 
 
-def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun:
-    """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective."""
+def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, reference: Base | None = None) -> Begun:
+    """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective.
+
+    `reference` is the model that the run is compared with, which a resume must have again.
+    """
     keep, own = job.config.checkpoint, job.config.save_dir
     axis = engine.mesh.checkpoint_axis
     all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
@@ -68,6 +71,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None]) -> Begun
             refuse_other_function(state["config"], facts["config"], source=checkpoint)
             return
         refuse_other_base(state.get("base"), base, checkpoint)
+        refuse_other_reference(state.get("reference"), reference, checkpoint)
         refuse_other_run(state, facts)
         changed = differences(state["config"], facts["config"])
         if changed:

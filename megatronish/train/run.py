@@ -37,6 +37,7 @@ from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.table import hooks_of
 from megatronish.train.job import TrainingJob
+from megatronish.train.reference import begin_reference
 from megatronish.train.resume import begin
 from megatronish.train.statistics import num_zeros, params_norm
 from megatronish.train.summary import first_lines
@@ -105,7 +106,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     say(opening)
     report_chats(job, say)
     engine = job.build_engine()
-    progress, origin, hook_states, schedule, base = begin(job, engine, say)
+    reference = begin_reference(job, engine, say)
+    progress, origin, hook_states, schedule, base = begin(job, engine, say, reference=reference)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
@@ -114,7 +116,10 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
     facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
-    facts |= {} if base is None else {"base": {"source": base.source, "identity": base.identity}}
+    models = {"base": base, "reference": reference}
+    facts |= {
+        name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
+    }
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(

@@ -279,6 +279,20 @@ def test_lora_of_axolotl_becomes_adapters_of_a_local_model(tmp_path: Path) -> No
     assert "fp4: the base is quantised to NF4" in once.left_out["bnb_config_kwargs.bnb_4bit_quant_type"]
 
 
+def test_preferences_of_axolotl_become_an_objective() -> None:
+    values = {"rl": "dpo", "dpo_beta": 0.3, "dpo_loss_type": ["robust"], "dpo_label_smoothing": 0.1, "simpo_gamma": 1}
+    found = from_axolotl({**values, "precompute_ref_log_probs": True}, folder=Path())
+    wanted = {"objective": "dpo", "dataset_type": "chat", "beta": 0.3, "dpo_loss_type": "robust", "reference": "stored"}
+    assert wanted.items() <= found.settings.items() and found.settings["label_smoothing"] == 0.1
+    assert "simpo_gamma" in found.left_out
+    kto = from_axolotl({"rl": "kto", "rl_beta": "2e-1", "kto_undesirable_weight": 0.2}, folder=Path()).settings
+    assert (kto["objective"], kto["beta"], kto["undesirable_weight"]) == ("kto", 0.2, 0.2)
+    simpo = from_axolotl({"rl": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.1}, folder=Path()).settings
+    assert (simpo["simpo_gamma"], simpo["cpo_alpha"]) == (0.7, 0.1)
+    assert from_axolotl({"rl": "orpo", "orpo_alpha": 0.2}, folder=Path()).settings["beta"] == 0.2
+    assert "grpo is not there" in from_axolotl({"rl": "grpo"}, folder=Path()).left_out["rl"]
+
+
 def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     values = {

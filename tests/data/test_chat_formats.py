@@ -108,7 +108,7 @@ def test_messages_may_be_left_out_of_training() -> None:
         ({"prompt": "a", "completion": [ANSWER]}, "must both be texts, or both be lists of messages"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"text": ""}, "text must be a text that is not empty"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair of preferences and no chat"),
+        ({"prompt": "a", "chosen": "b"}, "rejected is missing or empty"),
         ({"question": "a", "answer": "b"}, r"its keys \(answer, question\) are of no known format"),
     ],
 )  # fmt: skip
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_line_is_one_sentence(record: dict[str, Any], sente
 
 
 def test_a_named_format_is_read_and_no_other() -> None:
-    assert set(FORMATS) == {"openai", "sharegpt", "alpaca", "prompt_completion", "text"}
+    assert set(FORMATS) == {"openai", "sharegpt", "alpaca", "prompt_completion", "text", "pairs", "labelled"}
     with pytest.raises(ValueError, match=r"messages must be a list of messages"):
         read_record(b'{"text": "a"}', format_name="openai")
     with pytest.raises(ValueError, match=r"a line must be a JSON object, not list"):

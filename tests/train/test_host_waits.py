@@ -19,7 +19,7 @@ from megatronish.launch.place import Place
 READS = ("item", "tolist", "cpu", "numpy", "__int__", "__float__", "__bool__", "__index__", "nonzero")
 SUMS = {"reduction.reduce_sums": 4}  # `cpu` for all of them, and three reads of what is there then
 FREE = {
-    "engine._weight": "counted on the CPU, before any forward",
+    "batches.weight_of": "counted on the CPU, before any forward",
     "balancing.largest_of_layers": "of the sums that reduce_sums has read",
     "balancing.idle_of_layers": "of the sums that reduce_sums has read",
     "balancing.not_finite": "of the sums that reduce_sums has read",

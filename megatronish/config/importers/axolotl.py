@@ -15,6 +15,7 @@ from megatronish.config.importers.axolotl_keys import (
     RULES,
     SPEED,
 )
+from megatronish.config.importers.axolotl_rl import RL_KEYS, from_rl
 from megatronish.config.importers.deepspeed import from_deepspeed
 from megatronish.config.importers.imported import Imported, apply, dropped, number, read_json, section
 from megatronish.errors import UserError
@@ -24,6 +25,7 @@ _OWN = (
     *("optimizer", "lr_scheduler", "cosine_min_lr_ratio", "bf16", "fp16", "bfloat16", "float16", "sample_packing"),
     *("gradient_accumulation_steps", "batch_size", "gradient_checkpointing", "val_set_size", "deepspeed", "fsdp"),
     *("fsdp_config", "fsdp_version", "eval_steps", "save_steps", "adapter", "lora_target_linear"),
+    *RL_KEYS,
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_use_rslora", "loraplus_lr_ratio"),
     *("load_in_4bit", "bnb_config_kwargs"),
 )
@@ -46,6 +48,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
     _model(found, folder)
     _adapter(found, values)
+    from_rl(found, values)
     _templates(found, values)
     _batch(found, values, dp)
     _optimizer(found, values)

@@ -10,7 +10,7 @@ LORA = dropped("it is not there for adapters")
 QUANTISED = dropped("there is NF4 for the base of adapters, --quantize-base nf4, and no other quantisation")
 QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lora --quantize-base nf4"
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
-PREFERENCES = dropped("learning from preferences is not there yet")
+PREFERENCES = dropped("rewards are not learned, and nothing is generated in training")
 FITTING = dropped("chats are packed, and one that is longer than a row is cut")
 HUB = dropped("nothing is uploaded or downloaded")
 NOT_THERE = dropped("it is not there")
@@ -57,7 +57,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("chat_template", "chat_template_jinja", "train_on_inputs", "roles_to_train", "train_on_eos"), CHATS
     ),
-    **dict.fromkeys(("rl", "trl", "dpo_beta", "reward_model"), PREFERENCES),
+    **dict.fromkeys(("trl", "reward_model", "process_reward_model", "dpo_use_weighting"), PREFERENCES),
     **dict.fromkeys(("group_by_length", "excess_length_strategy"), FITTING),
     **dict.fromkeys(
         (

@@ -11,7 +11,8 @@ from itertools import groupby
 
 from megatronish.control_tokens import ControlEncoder
 from megatronish.data.chat.counts import MOST_TOLD
-from megatronish.data.chat.dataset import ChatDataset, ChatFile
+from megatronish.data.chat.dataset import ChatDataset
+from megatronish.data.chat.file import ChatFile
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.tokenizer import Tokenizer
 
@@ -55,7 +56,8 @@ class Audit:
             for line in _file_lines(name, file, train_on=setup.config.train_on)
         ]
         length = data.settings.seq_length
-        kind = "packed" if data.settings.pack else "one chat a row"
+        what = "pair of completions" if data.is_paired else "chat"
+        kind = "packed" if data.settings.pack else f"one {what} a row"
         lines.append(f"rows: {data.num_samples:,} of {length:,} tokens, {100 * data.filled:.1f} % filled ({kind})")
         bad = [each for file in data.files for each in file.counts.told]
         shown = _shown(data.files, setup.tokenizer, setup.controls)
@@ -98,7 +100,8 @@ def _file_lines(name: str, file: ChatFile, *, train_on: str) -> Iterator[str]:
     yield f"{name}: {counts.records:,} lines, format {counts.chat_format}{template}{date}, trained on: {train_on}"
     split = f", {counts.split:,} lines gave one for each answer" if counts.split else ""
     part = f", of which {fit.num_samples:,} are in this part" if fit.num_samples != counts.samples else ""
-    yield f"  samples          {counts.samples:,}{part}{split}"
+    name = "pairs  " if file.is_paired else "samples"
+    yield f"  {name}          {counts.samples:,}{part}{split}"
     yield f"  tokens           {fit.tokens:,}, longest sample {counts.longest:,}"
     yield f"  trained tokens   {fit.trained:,} ({_percent(fit.trained, fit.tokens)})"
     lost = f", {fit.lost_end:,} lost the end of an answer" if fit.cut else ""
@@ -135,9 +138,19 @@ def _shown(files: Sequence[ChatFile], tokenizer: Tokenizer, controls: ControlEnc
     for number in range(max(NUM_SHOWN, len(files)) if len(files) > 1 else min(NUM_SHOWN, files[0].num_samples)):
         file = files[number % len(files)]
         place = file.take(number // len(files))
-        runs = runs_of(file.tokens(place).tolist(), file.mask(place).tolist(), tokenizer, controls)
-        found.append(ShownSample(file.path.name, runs))
+        for title, text in zip(_titles(file, place), file.texts(place), strict=True):
+            runs = runs_of(text.tokens.tolist(), text.mask.tolist(), tokenizer, controls)
+            found.append(ShownSample(file.path.name + title, runs))
     return found
+
+
+def _titles(file: ChatFile, place: int) -> list[str]:
+    """What the texts of a sample are, for those of a pair."""
+    if not file.is_paired:
+        return [""]
+    if file.counts.chat_format == "pairs":
+        return [", chosen", ", rejected"]
+    return [", wanted" if file.label(place) else ", not wanted", ", with another record's completion"]
 
 
 def runs_of(ids: Sequence[int], mask: Sequence[bool], tokenizer: Tokenizer, controls: ControlEncoder) -> list[Run]:

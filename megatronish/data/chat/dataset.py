@@ -12,87 +12,22 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.blend import Blend
-from megatronish.data.chat.counts import ChatCounts
-from megatronish.data.chat.masked import MaskedTokens
+from megatronish.data.chat.file import FORMAT, ChatFile, shuffled
 from megatronish.data.chat.packing import Packs, packs_of, permuted, single_rows
+from megatronish.data.chat.preferences import kind_of
 from megatronish.data.chat.prepare import prepared
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError
-from megatronish.streams import numpy_stream
+from megatronish.errors import UserError
 
-FORMAT = "megatronish packed chats 1"
 EPOCHS_IN_MEMORY = 2
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a sequence length makes of the samples of a file."""
-
-    num_samples: int
-    """Samples of the part of the file that is read, before any is dropped."""
-    tokens: int = 0
-    trained: int = 0
-    cut: int = 0
-    """Samples that are longer than a row."""
-    lost_end: int = 0
-    """Samples whose last trained token is cut off: mostly the one that ends an answer."""
-    dropped: int = 0
-    """Samples whose trained tokens are all cut off."""
-
-
-class ChatFile:
-    """Samples of a part of a file as they fit into a row: `take(k)` is number k of an endless shuffled order."""
-
-    def __init__(
-        self, masked: MaskedTokens, path: Path, *, part: tuple[float, float], seq_length: int, seed: int
-    ) -> None:
-        self.path, self.masked = path, masked
-        self.counts = ChatCounts(**masked.counts)
-        first, end = (round(fraction * len(masked)) for fraction in part)
-        self.capacity = seq_length + 1
-        self._kept, self.lengths, self.fit = self._fitted(range(first, end))
-        self.num_samples = len(self._kept)
-        self._seed = seed
-        self.identity = hashlib.sha256(repr((FORMAT, masked.identity, first, end)).encode()).hexdigest()
-        self._order: tuple[int, NDArray[np.int64]] = (-1, self._kept)
-
-    def _fitted(self, documents: range) -> tuple[NDArray[np.int64], NDArray[np.int64], Fit]:
-        """Samples that keep a trained token, their lengths, and the numbers of the audit."""
-        kept, lengths, trained, cut, lost_end, dropped = [], [], 0, 0, 0, 0
-        for document in documents:
-            mask = self.masked.mask(document)
-            inside = int(np.count_nonzero(mask[1 : self.capacity]))
-            is_cut = len(mask) > self.capacity
-            cut += is_cut
-            lost_end += is_cut and bool(mask[self.capacity :].any())
-            dropped += inside == 0
-            if inside:
-                kept.append(document)
-                lengths.append(min(len(mask), self.capacity))
-                trained += inside
-        fit = Fit(len(documents), sum(lengths), trained, cut, lost_end, dropped)
-        return np.array(kept, np.int64), np.array(lengths, np.int64), fit
-
-    def take(self, number: int) -> int:
-        """Number k of the endless order, as a place in `lengths`."""
-        epoch, place = divmod(number, self.num_samples)
-        if self._order[0] != epoch:
-            self._order = (epoch, _order(self.num_samples, self._seed, self.identity, self.capacity, epoch))
-        return int(self._order[1][place])
-
-    def tokens(self, place: int) -> NDArray[Any]:
-        """Tokens of a sample, as many as fit into a row."""
-        return self.masked.tokens(int(self._kept[place]))[: self.capacity]
-
-    def mask(self, place: int) -> NDArray[np.bool_]:
-        """Whether each of its tokens is trained."""
-        return self.masked.mask(int(self._kept[place]))[: self.capacity]
+BOTH = ", which has to hold both completions of a pair"
 
 
 class ChatRows(NamedTuple):
@@ -123,6 +58,8 @@ class ChatDataset:
         self, files: Sequence[ChatFile], weights: Sequence[float | None], *, name: str, settings: ChatRows
     ) -> None:
         self.name, self.files, self.settings = name, list(files), settings
+        self.is_paired = files[0].is_paired
+        _refuse_mixed(files)
         self._length = settings.seq_length + 1
         shares = [file.num_samples if weight is None else weight for file, weight in zip(files, weights, strict=True)]
         self._blend = Blend(files, shares, name=name) if len(files) > 1 else None  # type: ignore[arg-type]
@@ -136,6 +73,11 @@ class ChatDataset:
         """Data set of the files of all members, as a `MixingDataset`."""
         files = [file for member in members if isinstance(member, ChatDataset) for file in member.files]
         return ChatDataset(files, weights, name=name, settings=self.settings)
+
+    @property
+    def learned_by(self) -> Literal["text", "pairs", "labelled"]:
+        """What an objective learns from these data."""
+        return kind_of(self.files[0].counts.chat_format)
 
     @property
     def num_samples(self) -> int:
@@ -155,18 +97,29 @@ class ChatDataset:
         number = self._epoch_of(index)
         epoch = self.epoch(number)
         chats = epoch.packs.row(index - self._first_rows[number])
-        found = [(int(epoch.files[chat]), int(epoch.places[chat])) for chat in chats.tolist()]
-        tokens = [self.files[file].tokens(place) for file, place in found]
-        lengths = [len(each) for each in tokens]
+        return self.row([(int(epoch.files[chat]), int(epoch.places[chat])) for chat in chats.tolist()])
+
+    def row(self, chats: Sequence[tuple[int, int]]) -> Sample:
+        """Row of these chats, each a place in a file. What is left over is a document of its own, not trained."""
+        texts = [(file, text) for file, place in chats for text in self.files[file].texts(place)]
+        lengths = [len(text.tokens) for _, text in texts]
         left = self._length - sum(lengths)
-        # What is left over is a document of its own, which is not trained.
         padding = [np.full(left, self.settings.eod, np.int64)]
+        mixes = len(self.files) > 1 and not self.is_paired
         return Sample(
-            np.concatenate([*tokens, *padding]).astype(np.int64),
-            np.concatenate([*(self.files[file].mask(place) for file, place in found), np.zeros(left, np.bool_)]),
+            np.concatenate([*(text.tokens for _, text in texts), *padding]).astype(np.int64),
+            np.concatenate([*(text.mask for _, text in texts), np.zeros(left, np.bool_)]),
             np.repeat(np.arange(len(lengths) + 1), [*lengths, left]),
-            np.repeat([*(file for file, _ in found), 0], [*lengths, left]) if len(self.files) > 1 else None,
+            np.repeat([*(file for file, _ in texts), 0], [*lengths, left]) if mixes else None,
+            **self._pairs(chats) if self.is_paired else {},
         )
+
+    def _pairs(self, chats: Sequence[tuple[int, int]]) -> dict[str, NDArray[Any]]:
+        """Labels of the pairs of a row, and their log-probabilities by a reference, where these are stored."""
+        found = {"pair_labels": np.array([self.files[file].label(place) for file, place in chats])}
+        references = [self.files[file].reference(place) for file, place in chats]
+        kept = [each for each in references if each is not None]
+        return {**found, "pair_reference": np.stack(kept)} if kept else found
 
     def epoch(self, number: int) -> ChatEpoch:
         """Plan of an epoch; the plans before it are made first, because they say where its rows begin."""
@@ -193,7 +146,7 @@ class ChatDataset:
         places = np.array([self.files[file].take(taken) for file, taken in chosen], np.int64)
         lengths = np.array([self.files[file].lengths[place] for file, place in zip(files, places, strict=True)])
         packs = packs_of(lengths, self._length) if self.settings.pack else single_rows(len(lengths))
-        order = _order(len(packs), self.settings.seed, self.identity, "rows", number)
+        order = shuffled(len(packs), self.settings.seed, self.identity, "rows", number)
         return ChatEpoch(files, places, permuted(packs, order))
 
     def _place(self, chat: int) -> tuple[int, int]:
@@ -208,11 +161,6 @@ class ChatDataset:
         return sum(lengths) / (len(epoch.packs) * self._length)
 
 
-def _order(size: int, *names: str | int) -> NDArray[np.int64]:
-    """Permutation by sorting raw draws, which numpy keeps equal over its versions."""
-    return numpy_stream("chats", *names).bit_generator.random_raw(size).argsort(kind="stable")
-
-
 def open_chats(source: DatasetSource, settings: DatasetSettings) -> ChatDataset:
     """Data set of a file of chats; UserError, a sentence with file and line, for what cannot be trained on."""
     assert settings.chats is not None, "chats need a setup"
@@ -224,6 +172,17 @@ def open_chats(source: DatasetSource, settings: DatasetSettings) -> ChatDataset:
     return ChatDataset([file], [None], name=source.name, settings=rows)
 
 
+def _refuse_mixed(files: Sequence[ChatFile]) -> None:
+    """UserError for files of which an objective learns in different ways."""
+    first = files[0]
+    for file in files:
+        if kind_of(file.counts.chat_format) != kind_of(first.counts.chat_format):
+            raise UserError(
+                f"{first.path} is of the format {first.counts.chat_format} and {file.path} of "
+                f"{file.counts.chat_format}, which no objective learns from together; use one after the other"
+            )
+
+
 def _refuse_empty(file: ChatFile, source: DatasetSource, settings: DatasetSettings) -> None:
     """TooSmallError if no sample of the part that is read has a trained token that fits into a row."""
     if file.num_samples:
@@ -231,7 +190,7 @@ def _refuse_empty(file: ChatFile, source: DatasetSource, settings: DatasetSettin
     if file.fit.dropped:
         raise TooSmallError(
             f"all {file.fit.dropped:,} samples of {source.path} for {source.name} have their first trained token after "
-            f"--seq-length {settings.seq_length}; give a longer --seq-length"
+            f"--seq-length {settings.seq_length}{BOTH if file.is_paired else ''}; give a longer --seq-length"
         )
     raise TooSmallError(
         f"{source.path} has {len(file.masked):,} samples and leaves none for {source.name}; give it more data or a "

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatronish.data.chat.conversation import SAME_ROLE, Conversation, Message, PlainText, conversation_of
+from megatronish.data.chat.preferences import CompletionPair, LabelledCompletion, chosen_and_rejected, labelled
 
 Record = dict[str, Any]
 
@@ -61,16 +62,28 @@ def _system(record: Record) -> list[Message]:
 
 def _prompt_completion(record: Record) -> Conversation | PlainText:
     """{"prompt", "completion"}: both texts, or both lists of messages, of which those of the completion count."""
-    prompt, completion = record.get("prompt"), record.get("completion")
+    return prompted(record.get("prompt"), record.get("completion"), record.get("tools"))
+
+
+def prompted(prompt: Any, completion: Any, tools: Any = None) -> Conversation | PlainText:
+    """A prompt and a completion, of which the latter counts. ValueError, a sentence, if they are not of one kind."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise ValueError("completion is empty")
         return PlainText(prompt, completion)
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise ValueError("prompt and completion must both be texts, or both be lists of messages")
-    found = conversation_of([*prompt, *completion], record.get("tools"), roles="prompt and completion")
+    found = conversation_of([*prompt, *completion], tools, roles="prompt and completion")
     asked = {number for number in found.answers if number < len(prompt)}
     return replace(found, counts=tuple(counts and number not in asked for number, counts in enumerate(found.counts)))
+
+
+def _pairs(record: Record) -> CompletionPair:
+    """{"prompt", "chosen", "rejected"}: texts, or lists of messages; without a prompt their common beginning is one."""
+    first, second = (
+        prompted(prompt, completion, record.get("tools")) for prompt, completion in chosen_and_rejected(record)
+    )
+    return CompletionPair(first, second)
 
 
 def _text(record: Record) -> PlainText:
@@ -81,20 +94,24 @@ def _text(record: Record) -> PlainText:
     return PlainText("", text)
 
 
-FORMATS: dict[str, Callable[[Record], Conversation | PlainText]] = {
+ChatRecord = Conversation | PlainText | CompletionPair | LabelledCompletion
+
+FORMATS: dict[str, Callable[[Record], ChatRecord]] = {
     "openai": _openai,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "text": _text,
+    "pairs": _pairs,
+    "labelled": labelled,
 }
 """Functions by the names of --chat-format."""
 
 
 def format_of(record: Record) -> str:
     """Name of the format of a record, by its keys. ValueError if it has the keys of none."""
-    if {"chosen", "rejected"} <= record.keys():
-        raise ValueError("chosen and rejected are a pair of preferences and no chat; name chats")
+    if {"chosen", "rejected"} & record.keys():
+        return "pairs"
     turns = record.get("messages", record.get("conversations", record.get("conversation")))
     if turns is not None:
         first = turns[0] if isinstance(turns, list) and turns else {}
@@ -102,6 +119,8 @@ def format_of(record: Record) -> str:
         return "openai" if has_roles else "sharegpt"
     if "instruction" in record:
         return "alpaca"
+    if {"prompt", "completion", "label"} <= record.keys():
+        return "labelled"
     if {"prompt", "completion"} <= record.keys():
         return "prompt_completion"
     if "text" in record:
@@ -109,11 +128,11 @@ def format_of(record: Record) -> str:
     keys = ", ".join(sorted(map(str, record))[:6]) or "none"
     raise ValueError(
         f"its keys ({keys}) are of no known format; write messages, conversations, instruction and output, prompt and "
-        "completion, or text"
+        "completion, text, or chosen and rejected"
     )
 
 
-def read_record(line: bytes, *, format_name: str) -> tuple[str, Conversation | PlainText]:
+def read_record(line: bytes, *, format_name: str) -> tuple[str, ChatRecord]:
     """The format and the content of a line of JSON; `auto` recognises the format. ValueError for what is wrong."""
     record = json.loads(line.decode("utf-8-sig"))
     if not isinstance(record, dict):

@@ -15,10 +15,12 @@ import numpy as np
 from megatronish.config.chat import ChatConfig
 from megatronish.data.chat.conversation import Conversation, PlainText
 from megatronish.data.chat.counts import ChatCounts
-from megatronish.data.chat.encoder import ChatEncoder
-from megatronish.data.chat.formats import read_record
+from megatronish.data.chat.encoder import ChatEncoder, EncodedChat
+from megatronish.data.chat.formats import ChatRecord, prompted, read_record
 from megatronish.data.chat.masked import MaskedTokens, MaskedWriter, counts_path
+from megatronish.data.chat.preferences import CompletionPair, LabelledCompletion
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.chat.template import ChatTemplate
 from megatronish.data.indexed import token_dtype
 from megatronish.data.inputs import is_parquet
 from megatronish.data.readers import read_batches
@@ -41,7 +43,7 @@ class ChatLine:
     """A line with its place in its file: a record, or what is wrong with it."""
 
     where: str
-    record: Conversation | PlainText | ValueError
+    record: Conversation | PlainText | CompletionPair | ValueError
 
 
 def prepared(path: Path, setup: ChatSetup, *, cache: Path | None) -> MaskedTokens:
@@ -85,42 +87,100 @@ def _build(path: Path, setup: ChatSetup, prefix: Path) -> None:
 
 def encode_file(path: Path, setup: ChatSetup, counts: ChatCounts, writer: MaskedWriter) -> None:
     """Write all samples of a file, and count what becomes of its lines."""
-    encoder: ChatEncoder | None = None
+    encoders = _Encoders(setup)
     names = {number: name for name, number in setup.controls.names.items()}
     bos = setup.controls.names.get(setup.bos)
     for line in read_lines(path, setup.config, counts):
         try:
-            if isinstance(line.record, ValueError):
-                raise line.record
-            if encoder is None or (encoder.template is None and isinstance(line.record, Conversation)):
-                encoder = setup.encoder(for_chats=isinstance(line.record, Conversation))
-            samples = encoder.encode(line.record)
+            samples = encoders.samples_of(line.record)
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
             counts.add_bad(line.where, error)
             continue
         counts.split += len(samples) > 1
-        for sample in samples:
-            if bos is not None and sample.tokens[:2].tolist() == [bos, bos]:
+        for texts in samples:
+            if any(bos is not None and text.tokens[:2].tolist() == [bos, bos] for text in texts):
                 counts.double_bos += 1
                 counts.told.append(f"{line.where}: the sample begins with two {setup.bos}")
-            if not sample.mask[1:].any():
+            if not all(text.mask[1:].any() for text in texts):
                 counts.untrained += 1
                 continue
-            writer.add(sample.tokens, sample.mask)
+            for text in texts:
+                writer.add(text.tokens, text.mask)
             counts.samples += 1
-            counts.tokens += len(sample.tokens)
-            counts.trained += int(np.count_nonzero(sample.mask[1:]))
-            counts.longest = max(counts.longest, len(sample.tokens))
-            counts.add_ends([names[token] for token in sample.ends])
-    if encoder is not None and encoder.template is not None:
-        counts.template = encoder.template.name
-        counts.date = setup.config.chat_date if encoder.template.reads_date else ""
+            counts.tokens += sum(len(text.tokens) for text in texts)
+            counts.trained += sum(int(np.count_nonzero(text.mask[1:])) for text in texts)
+            counts.longest = max(counts.longest, sum(len(text.tokens) for text in texts))
+            counts.add_ends(sorted({names[token] for text in texts for token in text.ends}))
+    if (template := encoders.template) is not None:
+        counts.template = template.name
+        counts.date = setup.config.chat_date if template.reads_date else ""
+
+
+class _Encoders:
+    """The encoder of a file's records, with a template from the first conversation on."""
+
+    def __init__(self, setup: ChatSetup) -> None:
+        self._setup = setup
+        self._encoder: ChatEncoder | None = None
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template that conversations were written with."""
+        return None if self._encoder is None else self._encoder.template
+
+    def samples_of(self, record: Conversation | PlainText | CompletionPair | ValueError) -> list[list[EncodedChat]]:
+        """Samples of a record: each is one text, or the two of a pair. ValueError for what cannot be encoded."""
+        if isinstance(record, ValueError):
+            raise record
+        if not isinstance(record, CompletionPair):
+            return [[text] for text in self._texts_of(record)]
+        texts = [text for half in (record.first, record.second) for text in self._texts_of(half)]
+        if len(texts) != 2:
+            raise ValueError("the template writes its answers differently when others follow; end it at one answer")
+        texts[0].mask[0] = record.label  # of the first token, which nothing predicts (dataset.py reads it)
+        return [texts]
+
+    def _texts_of(self, record: Conversation | PlainText) -> list[EncodedChat]:
+        is_chat = isinstance(record, Conversation)
+        if self._encoder is None or (self._encoder.template is None and is_chat):
+            self._encoder = self._setup.encoder(for_chats=is_chat)
+        return self._encoder.encode(record)
 
 
 def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[ChatLine]:
-    """Records of a file. The first good line decides which format `auto` is; another one is a bad line."""
+    """Records of a file. The first good line decides which format `auto` is; another one is a bad line.
+
+    A labelled completion becomes a pair with the completion of the next record, the last one's with that of the first.
+    """
+    first: LabelledCompletion | None = None
+    waiting: tuple[str, LabelledCompletion] | None = None
+    for where, record in _records(path, config, counts):
+        if not isinstance(record, LabelledCompletion):
+            yield ChatLine(where, record)
+            continue
+        first = first or record
+        if waiting is not None:
+            yield _with_mismatch(*waiting, record)
+        waiting = where, record
+    if waiting is not None and first is not None:
+        yield _with_mismatch(*waiting, first)
+
+
+def _with_mismatch(where: str, record: LabelledCompletion, other: LabelledCompletion) -> ChatLine:
+    """Pair of a labelled completion and of another record's completion with the same prompt."""
+    if other is record:
+        return ChatLine(where, ValueError("it is the only record of its file, and each is compared with another one"))
+    try:
+        first, second = (prompted(record.prompt, each.completion, record.tools) for each in (record, other))
+    except ValueError as error:
+        return ChatLine(where, error)
+    return ChatLine(where, CompletionPair(first, second, record.label))
+
+
+def _records(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[tuple[str, ChatRecord | ValueError]]:
+    """Each line with its place."""
     for batch in read_batches(path, ()):
         for number, text in enumerate(batch.lines, batch.first_line):
             if not text.strip():
@@ -132,9 +192,9 @@ def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[C
                 if found != counts.chat_format:
                     raise ValueError(f"it is of the format {found}, and the lines before it of {counts.chat_format}")
             except (ValueError, RecursionError) as error:
-                yield ChatLine(f"{path}:{number}", ValueError(_sentence(error)))
+                yield f"{path}:{number}", ValueError(_sentence(error))
                 continue
-            yield ChatLine(f"{path}:{number}", record)
+            yield f"{path}:{number}", record
 
 
 def _sentence(error: Exception) -> str:

@@ -1,0 +1,52 @@
+"""Axolotl's keys of preference learning, `rl` and the numbers of its objectives, as settings of this project."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatronish.config.importers.imported import Imported, number
+from megatronish.config.names import OBJECTIVE_NAMES
+
+# Keys of our fields; of those of one name, the first that is given counts.
+_NUMBERS = {
+    "rl_beta": "beta",
+    "dpo_beta": "beta",
+    "orpo_alpha": "beta",
+    "dpo_label_smoothing": "label_smoothing",
+    "cpo_alpha": "cpo_alpha",
+    "simpo_gamma": "simpo_gamma",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
+}
+_LOSS_TYPES = ("sigmoid", "hinge", "robust", "ipo")
+RL_KEYS = ("rl", "dpo_loss_type", "precompute_ref_log_probs", *_NUMBERS)
+
+
+def from_rl(found: Imported, values: Mapping[str, Any]) -> None:
+    """The objective of `rl`, with those of its numbers that it reads here."""
+    name = values.get("rl")
+    if not name:
+        return
+    if name not in ("dpo", "ipo", "kto", "orpo", "simpo"):
+        found.leave_out("rl", f"{name} is not there; there are dpo, ipo, simpo, cpo, orpo and kto, for --objective")
+        return
+    found.set("objective", name)
+    found.set("dataset_type", "chat")
+    reads = OBJECTIVE_NAMES[name].reads
+    for key, field in _NUMBERS.items():
+        if values.get(key) is None or field in found.settings:
+            continue
+        if field in reads:
+            found.set(field, number(values, key))
+        else:
+            found.leave_out(key, f"rl: {name} does not read it")
+    kinds = values.get("dpo_loss_type")
+    kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
+    if kind is not None and (name != "dpo" or kind not in _LOSS_TYPES):
+        found.leave_out("dpo_loss_type", f"{kinds} is not there for {name}; dpo has {', '.join(_LOSS_TYPES)}")
+    elif kind is not None:
+        found.set("dpo_loss_type", kind)
+    if values.get("precompute_ref_log_probs") and OBJECTIVE_NAMES[name].has_reference:
+        found.set("reference", "stored")
+    for key in ("datasets", "test_datasets"):
+        if values.get(key):
+            found.leave_out(key, "name the files of pairs, or for kto of labelled completions, with --data-path")

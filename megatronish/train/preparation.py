@@ -1,0 +1,93 @@
+"""Preparation of pairs of completions: what their losses need of other passes, computed before the step's own.
+
+The reference is another model, or the same one without adapters. Its log-probabilities come from forward passes over
+the same micro-batches in the same layout. Numbers of the whole step (mean lengths, KTO's point of comparison) are
+summed over the data ranks before any backward. So no number depends on how a step is cut into micro-batches or over
+ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatronish import comm
+from megatronish.layers.adapter import adapters_off
+from megatronish.mesh import Mesh
+from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
+from megatronish.pipeline.executor import Executor
+from megatronish.pipeline.stage import ModelStage
+from megatronish.train.chunks import score_chunk
+
+LogProbsOf = Callable[[Sequence[MicroBatch]], list[Tensor]]
+"""Log-probabilities [P, 2] of the completions of each micro-batch; zeros on stages that do not end the model."""
+
+
+class Scorer:
+    """Log-probabilities of completions by a model, a `LogProbsOf`: forward passes without dropout. Collective."""
+
+    def __init__(self, stage: ModelStage, executor: Executor) -> None:
+        self.stage = stage
+        chunks = range(stage.stages.num_chunks)
+        self._executor = executor.with_chunks([partial(score_chunk, stage.model, chunk) for chunk in chunks])
+
+    @torch.no_grad()
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of micro-batches as this rank holds them."""
+        found: dict[int, Tensor] = {}
+        actions = self.stage.stages.actions(self._executor.stage, len(batches))
+        forwards = [action for action in actions if action.kind == "F"]
+        self._executor.run(forwards, batches, step=None, on_model_output=found.__setitem__)
+        return [found.get(number, _zeros(batch)) for number, batch in enumerate(batches)]
+
+    def without_adapters(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The same by the model that the adapters are for."""
+        with adapters_off(self.stage.model):
+            return self(batches)
+
+
+class PairPreparation:
+    """Completion of the pairs of a step. `reference` None: there is none, or the data have its numbers already."""
+
+    def __init__(self, mesh: Mesh, policy: Scorer, reference: LogProbsOf | None, *, needs_kl: bool) -> None:
+        self.mesh, self.policy, self.reference, self.needs_kl = mesh, policy, reference, needs_kl
+
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a step, or of an evaluation, with all that their losses need. Collective."""
+        found = list(batches)
+        if self.reference is not None:
+            scores = self.reference(found)
+            found = [_with(each, reference=score) for each, score in zip(found, scores, strict=True)]
+        numbers = self._numbers(found)
+        return [_with(each, of_step=numbers) for each in found]
+
+    def _numbers(self, batches: Sequence[MicroBatch]) -> StepNumbers:
+        """Means over the pairs of all data ranks; cp and tp ranks have the same pairs."""
+        pairs = [_pairs(each) for each in batches]
+        sums = torch.zeros(4, dtype=torch.float64)  # pairs, lengths of chosen, with their prompts, log-ratios
+        scores = self.policy(batches) if self.needs_kl else []
+        for each in pairs:
+            lengths = torch.stack((each.lengths[:, 0], each.text_lengths[:, 0])).sum(1).double()
+            sums[:3] += torch.cat((lengths.new_tensor([len(each.labels)]), lengths)).cpu()
+        for each, score in zip(pairs, scores, strict=False):
+            if each.reference is not None:
+                sums[3] += (score[:, 1] - each.reference[:, 1]).sum().double().cpu()
+        number, lengths, texts, ratios = comm.all_reduce(sums, self.mesh.dp).tolist()
+        return StepNumbers(lengths / number, texts / number, max(ratios / number, 0.0))
+
+
+def _pairs(batch: MicroBatch) -> CompletionPairs:
+    assert batch.pairs is not None, "the batch has no pairs of completions"
+    return batch.pairs
+
+
+def _with(batch: MicroBatch, **fields: Any) -> MicroBatch:
+    """The micro-batch with these fields of its pairs."""
+    return batch.with_pairs(replace(_pairs(batch), **fields))
+
+
+def _zeros(batch: MicroBatch) -> Tensor:
+    return torch.zeros(len(_pairs(batch).labels), 2, device=batch.tokens.device)

@@ -1,0 +1,86 @@
+"""Tests of learning from preferences: losses, norms and gradients of every layout are those of one process."""
+
+from functools import cache
+
+import pytest
+from comparison import assert_close, whole
+from preference_runs import LORA, Case, Seen, Spread, one_step, write_preferences
+from ranks import run_ranks
+
+from megatronish.config.parallel import ParallelConfig
+from megatronish.config.recompute import RecomputeConfig
+
+FULL = RecomputeConfig(recompute_granularity="full")
+DPO = Case("dpo", {"beta": 0.5, "label_smoothing": 0.1}, LORA, dropout=0.1)
+CASES = {
+    "dpo": DPO,
+    "hinge": Case("dpo", {"beta": 0.5, "dpo_loss_type": "hinge"}, LORA),
+    "robust": Case("dpo", {"beta": 0.5, "dpo_loss_type": "robust", "label_smoothing": 0.2}, LORA),
+    "ipo": Case("ipo", {"beta": 0.5}, LORA),
+    "simpo": Case("simpo", {"beta": 2.0}, dropout=0.1),
+    "cpo": Case("cpo", {"beta": 0.5}, dropout=0.1),
+    "orpo": Case("orpo", {"beta": 0.5}, dropout=0.1),
+    "kto": Case("kto", {"beta": 0.5, "undesirable_weight": 1.3}, LORA, dropout=0.1),
+    "dpo with a model": Case("dpo", {"beta": 0.5, "reference": "model"}),
+    "kto with a model": Case("kto", {"beta": 0.5, "reference": "model"}),
+}
+LAYOUTS = {
+    "dp 2 x tp 2": Spread(ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2, sequence_parallel=True)),
+    "cp 2, micro-batches of 2": Spread(ParallelConfig(context_parallel_size=2), micro_batch_size=2),
+    "cp 2 a2a x dp 2, ZeRO 2": Spread(
+        ParallelConfig(context_parallel_size=2, cp_comm_type="a2a", data_parallel_size=2, zero_stage=2)
+    ),
+    "pp 2 x cp 2": Spread(ParallelConfig(pipeline_model_parallel_size=2, context_parallel_size=2)),
+    "pp 2, zb-h1, recomputed": Spread(
+        ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"), recompute=FULL
+    ),
+    "dp 2, ZeRO 3, recomputed": Spread(ParallelConfig(data_parallel_size=2, zero_stage=3), 3, FULL),
+    "dp 2, ZeRO 1": Spread(ParallelConfig(data_parallel_size=2, zero_stage=1)),
+}
+CHOSEN = [
+    *(("dpo", layout) for layout in LAYOUTS),
+    *(
+        ("kto", layout)
+        for layout in ("dp 2 x tp 2", "pp 2 x cp 2", "cp 2, micro-batches of 2", "dp 2, ZeRO 3, recomputed")
+    ),
+    *(
+        ("dpo with a model", layout)
+        for layout in ("cp 2 a2a x dp 2, ZeRO 2", "dp 2, ZeRO 3, recomputed", "pp 2 x cp 2")
+    ),
+    ("kto with a model", "dp 2 x tp 2"),
+    *((name, "cp 2 a2a x dp 2, ZeRO 2") for name in ("hinge", "robust", "ipo", "simpo", "cpo", "orpo")),
+    *((name, "dp 2 x tp 2") for name in ("simpo", "orpo")),
+    *((name, "pp 2, zb-h1, recomputed") for name in ("ipo", "cpo", "orpo")),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_preferences(tmp_path_factory.mktemp("preferences")))
+
+
+@cache
+def alone(name: str, folder: str) -> Seen:
+    """The same in one process."""
+    (found,) = run_ranks(1, one_step, CASES[name], Spread(), folder)
+    return found
+
+
+def assert_equal(found: list[Seen], expected: Seen) -> None:
+    for each in found:
+        assert each.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
+        assert each.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-5)
+        assert each.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert each.evaluation == pytest.approx(expected.evaluation, rel=1e-5)
+        assert each.weight == expected.weight
+    gradients = whole([expected.gradients])
+    for name, gradient in whole([each.gradients for each in found]).items():
+        assert_close(name, gradient, gradients[name])
+
+
+@pytest.mark.parametrize(("name", "layout"), CHOSEN)
+def test_preferences_are_learned_the_same_in_every_layout(name: str, layout: str, folder: str) -> None:
+    spread = LAYOUTS[layout]
+    expected = alone(name, folder)
+    assert expected.grad_norm > 0.01
+    assert_equal(run_ranks(spread.parallel.layout.world_size, one_step, CASES[name], spread, folder), expected)
