@@ -28,9 +28,11 @@ def test_the_demonstration_runs_from_a_base_to_exports(tmp_path: Path) -> None:
     run("tools/train_tokenizer.py", "--input", text, "--output", tokenizer, "--vocab-size", 512)
     flags = ("--tokenizer-type", "sentencepiece", "--tokenizer-model", tokenizer, "--append-eod")
     run("tools/preprocess_data.py", "--input", text, "--output-prefix", tmp_path / "text", *flags)
-    of_base = f"{SMALLER} 4 --dp 1 --tokenizer-model {tokenizer} --data-path {tmp_path}/text_text_document"
+    of_base = (
+        f"{SMALLER} 4 --split 1,0,0 --dp 1 --tokenizer-model {tokenizer} --data-path {tmp_path}/text_text_document"
+    )
     where = ("--folder", tmp_path / "demo", "--tokenizer", tokenizer)
-    short = ("--base-flags", of_base, "--tuning-flags", "--train-iters 4 --eval-interval 10")
+    short = ("--base-flags", of_base, "--tuning-flags", "--train-iters 4 --lr-warmup-iters 1 --eval-interval 10")
 
     printed = run("examples/finetune.py", *where, *short)
     assert "megatronish on 4 ranks: dp 2 x tp 2 x pp 1" in printed

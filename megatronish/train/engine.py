@@ -23,6 +23,7 @@ from megatronish.pipeline.replayed import ReplayingExecutor
 from megatronish.pipeline.stage import ModelStage
 from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
+from megatronish.train.arrivals import GradientArrivals
 from megatronish.train.balancing import Balancing
 from megatronish.train.reduction import meet_stages, reduce_sums
 from megatronish.train.results import StepResult, Totals, Votes, no_votes
@@ -43,9 +44,11 @@ class Engine:
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
+    arrivals: GradientArrivals = field(init=False)
 
     def __post_init__(self) -> None:
         self.balancing = Balancing(self.stage.model)
+        self.arrivals = GradientArrivals(dict(self.stage.model.named_parameters()))
 
     def step(
         self,
@@ -98,6 +101,7 @@ class Engine:
                 begin_action=self.data_parallel.begin_action,
                 observers=self.observers,
             )
+        self.arrivals.check(self.mesh.checkpoint_axis)
         if self.meets_stages:
             meet_stages(self.mesh)
         self.data_parallel.finish_reduction()
