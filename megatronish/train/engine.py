@@ -90,7 +90,7 @@ class Engine:
         """
         weight, scale = self._weight(micro_batches), self.rule.loss_scale.scale
         self.data_parallel.zero()
-        num_sequences = self._num_sequences(micro_batches)
+        num_sequences = self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
         seq_length = micro_batches[0].tokens.shape[1]
         with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
             sums = self.executor.run(
@@ -130,10 +130,6 @@ class Engine:
         sums = self.executor.run(forwards, self._local(micro_batches), step=None)
         totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
         return Totals(totals.objective, self._weight(micro_batches))
-
-    def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Sequences of the step, over all data ranks."""
-        return self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, on its device."""

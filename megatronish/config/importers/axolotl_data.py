@@ -32,7 +32,7 @@ def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
     found.set("dataset_type", "chat")
     found.set("train_on", "all" if values.get("train_on_inputs") else "assistant")
     found.set("pack_samples", bool(values.get("sample_packing")))
-    formats = {FORMATS.get(kind, "text") for kind in types if isinstance(kind, str)}
+    formats = {FORMATS.get(kind or "", "text") for kind in types}
     if len(formats) == 1 and formats != {"auto"}:
         found.set("chat_format", formats.pop())
     _template(found, values, "alpaca" if "alpaca" in types else None)
@@ -44,10 +44,13 @@ def _list(sets: Any) -> list[Any]:
     return sets if isinstance(sets, list) else [] if sets is None else [sets]
 
 
-def _type(each: Any) -> Any:
-    """Type of a data set; a name such as chat_template, or what the file itself describes."""
+WRITTEN = "written in the file"
+
+
+def _type(each: Any) -> str | None:
+    """Type of a data set, such as chat_template; WRITTEN for one that the file itself describes."""
     kind = each.get("type") if isinstance(each, dict) else None
-    return kind.split(".")[0] if isinstance(kind, str) else kind
+    return kind.split(".")[0] if isinstance(kind, str) else None if kind is None else WRITTEN
 
 
 def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
@@ -55,12 +58,9 @@ def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
     for key in ("datasets", "test_datasets", "pretraining_dataset"):
         for index, each in enumerate(_list(values.get(key))):
             kind = _type(each)
-            if (isinstance(kind, str) or kind is None) and (kind in TEXTS or (kind in FORMATS and key == "datasets")):
-                continue
-            name = kind if isinstance(kind, str) else "written in the file"
-            found.leave_out(
-                f"{key}[{index}].type", f"{name}: a prompt template is not applied; text is trained on as it is"
-            )
+            if kind not in TEXTS and not (kind in FORMATS and key == "datasets"):
+                reason = f"{kind}: a prompt template is not applied; text is trained on as it is"
+                found.leave_out(f"{key}[{index}].type", reason)
 
 
 def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -> None:
