@@ -31,7 +31,7 @@ TABLE = {
         f"--load-hf {{model}} {LORA} --adapter-targets W_pack --mock-data",
         (r"W_pack matches no linear layer", r"q k v o"),
     ),
-    "adapter without a base": Wrong(f"{LORA} --mock-data {{sizes}}", (r"is for a trained model", r"--load-hf DIR")),
+    "adapter without a base": Wrong(f"{LORA} --mock-data --seq-length 16 {{sizes}}", (r"is for a trained model", r"--load-hf DIR")),
     "template without roles": Wrong(
         f"{CHATS} {{sizes}} --data-path {{chats}} --chat-template {{no_roles}}",
         (r"no_roles\.jinja", r"--chat-template"),
@@ -41,7 +41,7 @@ TABLE = {
         (r"has no chat template; name one with --chat-template",),
     ),
     "every answer beyond the sequence": Wrong(
-        f"{CHATS} {{sizes}} --data-path {{long}}", (r"long\.jsonl", r"--seq-length|longer")
+        f"{CHATS} {{sizes}} --data-path {{long}}", (r"long\.jsonl", r"give a longer --seq-length")
     ),
     "vocabulary larger than the model's": Wrong(
         f"{CHATS} --load-hf {{model}} --data-path {{chats}} {LORA}", (r"vocab",)
