@@ -237,10 +237,13 @@ def test_rules_name_fields() -> None:
 def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "config.yml").write_text(AXOLOTL)
+    (tmp_path / "chats.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
     text = import_config("axolotl", tmp_path / "config.yml", dp=2)
     (tmp_path / "mine.toml").write_text(text)
-    config = read_config(["--config", str(tmp_path / "mine.toml"), *MODEL, "--dp", "2"]).config
+    chats = ["--data-path", str(tmp_path / "chats.jsonl"), "--tokenizer-type", "bytes"]
+    model = [word for word in MODEL if word != "--mock-data"]
+    config = read_config(["--config", str(tmp_path / "mine.toml"), *model, *chats, "--dp", "2"]).config
     training, optimizer = config.training, config.optimizer
     assert (training.seq_length, training.micro_batch_size, training.global_batch_size) == (2048, 4, 16)
     assert (training.train_iters, training.bf16, training.eval_interval) == (500, True, 50)

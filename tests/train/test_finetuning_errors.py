@@ -31,7 +31,9 @@ TABLE = {
         f"--load-hf {{model}} {LORA} --adapter-targets W_pack --mock-data",
         (r"W_pack matches no linear layer", r"q k v o"),
     ),
-    "adapter without a base": Wrong(f"{LORA} --mock-data --seq-length 16 {{sizes}}", (r"is for a trained model", r"--load-hf DIR")),
+    "adapter without a base": Wrong(
+        f"{LORA} --mock-data --seq-length 16 {{sizes}}", (r"is for a trained model", r"--load-hf DIR")
+    ),
     "template without roles": Wrong(
         f"{CHATS} {{sizes}} --data-path {{chats}} --chat-template {{no_roles}}",
         (r"no_roles\.jinja", r"--chat-template"),
