@@ -74,7 +74,14 @@ class Demonstration:
     @property
     def data(self) -> list[str | Path]:
         """Flags of the chat data."""
-        named = ["--data-path", self.questions, "--tokenizer-model", self.tokenizer, "--chat-template", TEMPLATE]
+        named: list[str | Path] = [
+            "--data-path",
+            self.questions,
+            "--tokenizer-model",
+            self.tokenizer,
+            "--chat-template",
+            TEMPLATE,
+        ]
         return ["--tokenizer-type", "sentencepiece", *named]
 
     @property
@@ -84,7 +91,7 @@ class Demonstration:
         batch = ["--seq-length", "256", "--micro-batch-size", "4", "--global-batch-size", "16"]
         rate = ["--lr", "4e-3", "--lr-decay-style", "cosine", "--lr-warmup-iters", "5", "--weight-decay", "0"]
         length = ["--train-iters", "60", "--eval-interval", "30", "--eval-iters", "1", "--log-interval", "2"]
-        start = ["--load", self.base, *adapter, "--dp", "2", "--tp", "2", "--dataset-type", "chat"]
+        start: list[str | Path] = ["--load", self.base, *adapter, "--dp", "2", "--tp", "2", "--dataset-type", "chat"]
         return [*start, *self.data, *batch, *rate, *length, "--run-dir", self.tuned, *self.tuning_flags]
 
     def ask(self, *flags: str | Path) -> None:
