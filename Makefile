@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 PRETRAIN_FLAGS ?=
+FINETUNE_FLAGS ?=
 GPU_REPORT_FLAGS ?=
 BENCH_FLAGS ?=
 WORKERS ?= 2
@@ -27,6 +28,9 @@ pretrain: demo/python_text_document.idx ## the main job: from Python's own libra
 
 quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, one process
 	$(RUN) pretrain_gpt.py --config configs/quick.toml $(PRETRAIN_FLAGS)
+
+finetune: demo/python_text_document.idx ## LoRA on questions and answers, on 4 local ranks: data, audit, answers before and after, exports
+	$(RUN) examples/finetune.py $(FINETUNE_FLAGS)
 
 test: $(READY) ## the test suite, about fifteen minutes on two cores (WORKERS=8 on more)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
@@ -69,7 +73,7 @@ clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick test test-fast test-all test-peers check package bench kernels gpu gpu-report venv clean
+.PHONY: help pretrain quick finetune test test-fast test-all test-peers check package bench kernels gpu gpu-report venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

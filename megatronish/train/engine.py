@@ -22,6 +22,7 @@ from megatronish.pipeline.replayed import ReplayingExecutor
 from megatronish.pipeline.stage import ModelStage
 from megatronish.ranges import OPTIMIZER, marked
 from megatronish.schedule.plan import Action
+from megatronish.train.arrivals import GradientArrivals
 from megatronish.train.balancing import Balancing
 from megatronish.train.batches import on_rank, weight_of
 from megatronish.train.preparation import PairPreparation
@@ -50,9 +51,11 @@ class Engine:
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
+    arrivals: GradientArrivals = field(init=False)
 
     def __post_init__(self) -> None:
         self.balancing = Balancing(self.stage.model)
+        self.arrivals = GradientArrivals(dict(self.stage.model.named_parameters()))
 
     def step(
         self,
@@ -95,7 +98,7 @@ class Engine:
         weight, scale = weight_of(micro_batches, self.objective, self.mesh), self.rule.loss_scale.scale
         local = self._local(micro_batches)
         self.data_parallel.zero()
-        num_sequences = self._num_sequences(micro_batches)
+        num_sequences = self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
         seq_length = micro_batches[0].tokens.shape[1]
         with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
             sums = self.executor.run(
@@ -106,6 +109,7 @@ class Engine:
                 begin_action=self.data_parallel.begin_action,
                 observers=self.observers,
             )
+        self.arrivals.check(self.mesh.checkpoint_axis)
         if self.meets_stages:
             meet_stages(self.mesh)
         self.data_parallel.finish_reduction()
@@ -134,10 +138,6 @@ class Engine:
         sums = self.executor.run(forwards, self._local(micro_batches), step=None)
         totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
         return Totals(totals.objective, weight_of(micro_batches, self.objective, self.mesh))
-
-    def _num_sequences(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Sequences of the step, over all data ranks."""
-        return self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, prepared for the objective."""

@@ -237,21 +237,26 @@ def test_rules_name_fields() -> None:
 def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "config.yml").write_text(AXOLOTL)
+    (tmp_path / "chats.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
     text = import_config("axolotl", tmp_path / "config.yml", dp=2)
     (tmp_path / "mine.toml").write_text(text)
-    config = read_config(["--config", str(tmp_path / "mine.toml"), *MODEL, "--dp", "2"]).config
+    chats = ["--data-path", str(tmp_path / "chats.jsonl"), "--tokenizer-type", "bytes"]
+    model = [word for word in MODEL if word != "--mock-data"]
+    config = read_config(["--config", str(tmp_path / "mine.toml"), *model, *chats, "--dp", "2"]).config
     training, optimizer = config.training, config.optimizer
     assert (training.seq_length, training.micro_batch_size, training.global_batch_size) == (2048, 4, 16)
     assert (training.train_iters, training.bf16, training.eval_interval) == (500, True, 50)
     assert (optimizer.lr, optimizer.lr_warmup_fraction, optimizer.weight_decay) == (2e-4, 0.1, 0.0)
-    assert (config.data.split, config.data.reset_attention_mask) == ("0.9,0.1,0", True)
+    assert (config.data.split, config.data.dataset_type) == ("0.9,0.1,0", "chat")
+    assert (config.chat.chat_format, config.chat.chat_template) == ("alpaca", "alpaca")
+    assert (config.chat.train_on, config.chat.pack_samples) == ("assistant", True)
     assert (config.parallel.zero, config.recompute.recompute_granularity) == (2, "full")
     assert config.log.wandb_project == "mine"
     assert (config.log.run_dir, config.checkpoint.save_interval) == ("./outputs/out", 50)
     for line in (
         "#   base_model: NousResearch/Llama-3.2-1B is not a folder here; download it, and add --load-hf FOLDER",
-        "#   datasets: make .bin/.idx files with tools/preprocess_data.py",
+        "#   datasets[0].path: teknium/GPT4-LLM-Cleaned is not a file here; save it as JSON lines",
         "#   adapter: add --adapter-type lora with --load-hf FOLDER, and lora_* as flags (lora here)",
         "#   optimizer: adamw_8bit: optimizer states are in fp32",
         "#   num_epochs: lengths are in steps",
@@ -358,24 +363,49 @@ def test_axolotl_lists_templates_answers_checkpoints_and_plugins(tmp_path: Path)
     values = {
         "train_on_inputs": False,
         "datasets": [
-            {"path": "a", "type": "alpaca"},
             {"path": "b", "type": "completion"},
             {"path": "c"},
             {"path": "d", "type": {"format": "{instruction}"}},
         ],
+        "sample_packing": True,
         "pretraining_dataset": {"path": "e", "type": "pretrain"},
         "resume_from_checkpoint": "outputs/checkpoint-5",
         "plugins": ["axolotl.integrations.liger.LigerPlugin"],
     }
     found = from_axolotl(values, folder=tmp_path)
     assert "--dataset-type chat counts answers only" in found.left_out["train_on_inputs"]
-    assert found.left_out["datasets[0].type"].startswith("alpaca: a prompt template is not applied")
-    assert "datasets[3].type" in found.left_out
-    for key in ("datasets[1].type", "datasets[2].type", "pretraining_dataset[0].type"):
+    assert found.left_out["datasets[2].type"].startswith("written in the file: a prompt template is not applied")
+    for key in ("datasets[0].type", "datasets[1].type", "pretraining_dataset[0].type"):
         assert key not in found.left_out
+    assert found.settings["reset_attention_mask"] and "dataset_type" not in found.settings
     assert "load" not in found.settings
     assert "megatronish convert --from hf" in found.left_out["resume_from_checkpoint"]
     assert "given with --plugin" in found.left_out["plugins"]
+
+
+def chat_settings(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the importer says of chats."""
+    found = from_axolotl(values, folder=folder).settings
+    names = ("dataset_type", "data_path", "chat_template", "chat_format", "train_on", "pack_samples", "seq_length")
+    return {name: found[name] for name in names if name in found}
+
+
+def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("{}")
+    path = str(tmp_path / "chats.jsonl")
+    sets = [{"path": "chats.jsonl", "type": "chat_template"}]
+    values = {"datasets": sets, "sequence_len": 2048, "sample_packing": True, "chat_template": "phi_3"}
+    expected = {"dataset_type": "chat", "data_path": (path,), "train_on": "assistant", "pack_samples": True}
+    assert chat_settings(values, tmp_path) == {**expected, "chat_template": "phi3", "seq_length": 2048}
+    own = {"datasets": sets, "chat_template": "tokenizer_default", "train_on_inputs": True}
+    assert chat_settings(own, tmp_path) == {**expected, "train_on": "all", "pack_samples": False}
+    file = {"datasets": [{"path": "json", "data_files": "chats.jsonl", "type": "sharegpt"}]}
+    jinja = {"chat_template": "jinja", "chat_template_jinja": "mine.jinja"}
+    shown = chat_settings({**file, **jinja}, tmp_path)
+    assert (shown["chat_format"], shown["chat_template"], shown["data_path"]) == ("sharegpt", "mine.jinja", (path,))
+    other = from_axolotl({"datasets": sets, "chat_template": "exaone", "roles_to_train": ["human"]}, folder=tmp_path)
+    assert other.left_out["chat_template"].startswith("exaone is not there; name the model's own or a file")
+    assert "datasets" not in other.left_out and "roles_to_train" in other.left_out
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.fields import FIELDS
+from megatronish.config.importers.axolotl_data import data_sets
 from megatronish.config.importers.axolotl_keys import (
     CHECKPOINTS,
     DECAYS,
-    EVERY_TOKEN,
     LORA,
     OPTIMIZERS,
     QUANTISED_ALONE,
@@ -49,8 +49,11 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     _model(found, folder)
     _adapter(found, values)
     from_rl(found, values)
-    _templates(found, values)
+    has_chats = data_sets(found, values, folder)
     _batch(found, values, dp)
+    if not has_chats and values.get("sample_packing"):  # rows are always filled; documents do not see each other
+        found.set("reset_attention_mask", True)
+        found.set("reset_position_ids", True)
     _optimizer(found, values)
     _precision(found, values)
     _intervals(found, values)
@@ -111,22 +114,6 @@ def _quantised(found: Imported, options: Mapping[str, Any]) -> None:
             found.leave_out(f"bnb_config_kwargs.{name}", f"{value}: the base is quantised to NF4 and stored in bytes")
 
 
-def _templates(found: Imported, values: Mapping[str, Any]) -> None:
-    """Prompt templates of the data sets, and the part of a sample that is learned."""
-    if values.get("train_on_inputs") is False:
-        found.leave_out("train_on_inputs", EVERY_TOKEN)
-    for key in ("datasets", "test_datasets", "pretraining_dataset"):
-        plain = (None, "", "completion", "pretrain") if key == "pretraining_dataset" else (None, "", "completion")
-        sets = values.get(key)
-        for index, each in enumerate(sets if isinstance(sets, list) else [sets]):
-            kind = each.get("type") if isinstance(each, dict) else None
-            if kind not in plain:
-                name = kind if isinstance(kind, str) else "written in the file"
-                found.leave_out(
-                    f"{key}[{index}].type", f"{name}: a prompt template is not applied; text is trained on as it is"
-                )
-
-
 def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     micro, steps = found.settings.get("micro_batch_size"), number(values, "gradient_accumulation_steps") or 1
     if micro is not None and dp is not None:
@@ -136,9 +123,6 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
             "gradient_accumulation_steps",
             "--global-batch-size is --micro-batch-size times this times the data-parallel size (--dp)",
         )
-    if values.get("sample_packing"):  # samples are always filled; documents of a sample do not see each other
-        found.set("reset_attention_mask", True)
-        found.set("reset_position_ids", True)
     held_out = number(values, "val_set_size")
     if held_out is not None and 0 < held_out < 1:
         found.set("split", f"{1 - held_out:g},{held_out:g},0")
