@@ -28,9 +28,10 @@ from megatronish.model.gpt import GPT
 from megatronish.pipeline.stage import build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.sharding import Shard
-from megatronish.train.build import build_engine, nothing, with_adapters
+from megatronish.train.build import build_engine, with_adapters
 from megatronish.train.engine import Engine
 from megatronish.train.state import base_tensors_of, tensors_of
+from megatronish.train.trainable import nothing
 
 
 class LoadedModel(NamedTuple):

@@ -2,7 +2,7 @@
 
 build_stage         the modules of this rank's stage (pipeline/stage.py)
 with_adapters       adapters of its linear layers; with --quantize-base the layers themselves in 4 bits
-freeze              which parameters learn
+freeze              which parameters learn (trainable.py)
 make_data_parallel  initial values; parameters and gradients over the data ranks, as the ZeRO stage says
 split_backward      weight gradients deferred to W actions, where the schedule has them
 Optimizer           over the fp32 masters that this rank keeps
@@ -32,7 +32,7 @@ from megatronish.data_parallel.zero import Zero
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
-from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter
+from megatronish.model.adapters import DEFAULT, add_adapters
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock
 from megatronish.model.compiled import compile_layers, why_not_compiled
@@ -49,31 +49,14 @@ from megatronish.pipeline.replayed import Record, ReplayingExecutor, record_on_c
 from megatronish.pipeline.stage import ModelStage, build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
-from megatronish.sharding import Sharding, collect_shardings, initialize
+from megatronish.sharding import collect_shardings, initialize
 from megatronish.train.chunks import run_chunk
 from megatronish.train.engine import Engine
 from megatronish.train.preparation import PairPreparation, Scorer
+from megatronish.train.trainable import Trainable, adapters_alone, everything, freeze, nothing
 from megatronish.train.update_rule import UpdateRule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Trainable = Callable[[str, Sharding], bool]
-"""Whether a parameter learns, by its name and what it is."""
-
-
-def everything(_name: str, _sharding: Sharding) -> bool:
-    """Choice of an engine that trains the whole model."""
-    return True
-
-
-def adapters_alone(name: str, _sharding: Sharding) -> bool:
-    """Choice of an engine with adapters: the model itself is frozen."""
-    return is_adapter(name)
-
-
-def nothing(_name: str, _sharding: Sharding) -> bool:
-    """Choice of an engine that only evaluates: neither gradients nor masters nor optimizer states."""
-    return False
 
 
 def build_engine(
@@ -192,19 +175,6 @@ def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.dev
         if config.quantize_base is not None:
             quantise_base(stage.model, double=config.double_quantization)
     return replace(stage, shardings=collect_shardings(stage.model), is_adapted=True)
-
-
-def freeze(stage: ModelStage, trainable: Trainable) -> dict[str, Sharding]:
-    """Take what is not trainable out of autograd; the shardings of what is left to learn.
-
-    A module may have frozen parameters of its own at construction: they stay frozen.
-    """
-    learning = {}
-    for name, parameter in stage.model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and trainable(name, stage.shardings[name]))
-        if parameter.requires_grad:
-            learning[name] = stage.shardings[name]
-    return learning
 
 
 def make_data_parallel(

@@ -14,9 +14,10 @@ from megatronish.config.read import read_config
 from megatronish.data_parallel.zero import Zero
 from megatronish.launch.place import Place
 from megatronish.sharding import Sharding
-from megatronish.train.build import build_engine, nothing
+from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.run import start_mesh
+from megatronish.train.trainable import nothing
 
 LARGE = "--num-layers 6 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8 --dp 4 --zero-stage 3"
 

@@ -49,7 +49,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     _model(found, folder)
     _adapter(found, values)
     from_rl(found, values)
-    has_chats = data_sets(found, values, folder)
+    has_chats = "objective" in found.settings or data_sets(found, values, folder)
     _batch(found, values, dp)
     if not has_chats and values.get("sample_packing"):  # rows are always filled; documents do not see each other
         found.set("reset_attention_mask", True)
