@@ -53,11 +53,16 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], plans: Sequence[BucketPlan], settings: DataParallelSettings
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        plans: Sequence[BucketPlan],
+        settings: DataParallelSettings,
+        *,
+        gives_back: bool = False,
     ) -> None:
         self.overlap, self.reduce_dtype = settings.overlap_reduce, settings.reduce_dtype
         self.keeps_whole = settings.zero_stage < 2
-        self.gives_back = self.keeps_whole and settings.gives_back
+        self.gives_back = self.keeps_whole and gives_back
         self._parameters = parameters
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self._source: Source | None = None  # the action at work, if what it adds is final

@@ -14,7 +14,6 @@ class DataParallelSettings:
 
     `dtype` is that of the model, `reduce_dtype` that of gradients on their way. `bucket_size` counts elements.
     `offload` says what lives in the CPU's memory: masters and optimizer states, or the parameters with them (ZeRO-3).
-    With `gives_back`, gradients have no memory between the beginning of a step and its first backward.
     """
 
     zero_stage: int = 0
@@ -24,7 +23,6 @@ class DataParallelSettings:
     overlap_reduce: bool = True
     overlap_gather: bool = True
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    gives_back: bool = False
 
     @property
     def masters_on(self) -> torch.device | None:
@@ -37,7 +35,7 @@ class DataParallelSettings:
         return 16 // self.dtype.itemsize
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, dtype: torch.dtype, *, gives_back: bool = False) -> "DataParallelSettings":
+    def of(cls, parallel: ParallelConfig, dtype: torch.dtype) -> "DataParallelSettings":
         """As the flags say. Parameters that are offloaded take their masters along."""
         offload: Literal["none", "optimizer", "parameters"] = "none"
         if parallel.param_cpu_offload:
@@ -52,5 +50,4 @@ class DataParallelSettings:
             overlap_reduce=parallel.overlap_grad_reduce,
             overlap_gather=parallel.overlap_param_gather,
             offload=offload,
-            gives_back=gives_back,
         )

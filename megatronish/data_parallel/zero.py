@@ -31,6 +31,7 @@ class Zero:
         settings: DataParallelSettings,
         *,
         sources: Mapping[str, frozenset[Source]],
+        gives_back: bool = True,
     ) -> None:
         self.domains = domains
         learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -47,7 +48,7 @@ class Zero:
             for some in (learning, resting)
         )
         self.parameters = FlatParameters(parameters, shardings, plans, frozen, settings)
-        self.buckets = GradientBuckets(learning, plans, settings)
+        self.buckets = GradientBuckets(learning, plans, settings, gives_back=gives_back)
         self.shards: dict[str, Shard] = self.parameters.shards
         self._offloaded = OffloadedGradients(self.buckets.parts, settings.masters_on)
         self.gradients: dict[str, Tensor] = {

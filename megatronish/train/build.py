@@ -76,9 +76,7 @@ def build_engine(
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
     objective = objective or objective_of(config)
-    dtype = DTYPES[training.precision]
-    # A CUDA graph has fixed addresses.
-    settings = DataParallelSettings.of(config.parallel, dtype, gives_back=not training.cuda_graph)
+    settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole. Nor need what is quantised.
     is_later = settings.zero_stage == 3 or config.adapter.quantize_base is not None
@@ -100,7 +98,8 @@ def build_engine(
     if is_later and settings.zero_stage < 3:
         stage.model.to_empty(device=mesh.device)
     learning = freeze(stage, trainable)
-    data_parallel = make_data_parallel(stage, mesh, settings, seed=None if trainable is nothing else training.seed)
+    seed = None if trainable is nothing else training.seed
+    data_parallel = make_data_parallel(stage, mesh, settings, seed=seed, gives_back=not training.cuda_graph)
     weight_gradients = None
     if stages.schedule.has_weight_gradients:
         weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
@@ -115,12 +114,18 @@ def build_engine(
     replaying = with_graphs(config, executor, mesh)
     engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule)
     if isinstance(objective, PairObjective):
-        if config.reference == "model":
-            engine.reference = build_engine(
-                config_of_reference(config), mesh, vocab_size=vocab_size, trainable=nothing, objective=CausalLM()
-            )
-        engine.preparation = preparation_of(config, Scorer(stage, executor), engine.reference, mesh)
+        prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
     return engine
+
+
+def prepare_pairs(engine: Engine, scorer: Scorer, config: Config, *, vocab_size: int) -> None:
+    """Have the engine compute what its pairs are compared with, by a frozen model of its own if the config wants it."""
+    if config.reference == "model":
+        alike = config_of_reference(config)
+        engine.reference = build_engine(
+            alike, engine.mesh, vocab_size=vocab_size, trainable=nothing, objective=CausalLM()
+        )
+    engine.preparation = preparation_of(config, scorer, engine.reference, engine.mesh)
 
 
 def config_of_reference(config: Config) -> Config:
@@ -178,9 +183,12 @@ def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.dev
 
 
 def make_data_parallel(
-    stage: ModelStage, mesh: Mesh, settings: DataParallelSettings, *, seed: int | None
+    stage: ModelStage, mesh: Mesh, settings: DataParallelSettings, *, seed: int | None, gives_back: bool = True
 ) -> DataParallel:
-    """Fill in initial values (none where `seed` is None), and lay the stage out over the data ranks (ZeRO)."""
+    """Fill in initial values (none where `seed` is None), and lay the stage out over the data ranks (ZeRO).
+
+    With `gives_back` gradients have no memory during a step's first forward: not for CUDA graphs, of fixed addresses.
+    """
     model = stage.model
     data_parallel: DataParallel
     if settings.zero_stage == 3:
@@ -201,6 +209,7 @@ def make_data_parallel(
                 name: frozenset((user.chunk, deferred if user.is_linear else "B") for user in users)
                 for name, users in model.users().items()
             },
+            gives_back=gives_back,
         )
     for buffer in model.buffers():
         if buffer.is_floating_point():

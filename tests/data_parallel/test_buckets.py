@@ -64,7 +64,7 @@ def buckets_of(
 ) -> GradientBuckets:
     """Whole copies on all of `data`."""
     plans = plans_of(parameters, shardings, data=data, **settings)
-    return GradientBuckets(parameters, plans, DataParallelSettings(overlap_reduce=overlap, gives_back=gives_back))
+    return GradientBuckets(parameters, plans, DataParallelSettings(overlap_reduce=overlap), gives_back=gives_back)
 
 
 def views_of(buckets: GradientBuckets) -> dict[str, Tensor]:
