@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatronish.errors import UserError
 from megatronish.schedule.plan import Action, Kind
+from megatronish.schedule.schedules import SCHEDULES
+from megatronish.schedule.simulate import simulate
 from megatronish.schedule.timeline import Timed, TimedPlan, chunks_of, label, measure
 
 Row = tuple[Kind, int, int, float, float]
@@ -41,6 +44,28 @@ class Recorded:
                 ]
                 for row in self.rows
             ]
+        )
+
+    def simulated(self) -> TimedPlan | None:
+        """What the simulator makes of this step: each action takes the median of its kind, stage and chunk.
+
+        Transfers take no time, so the difference to `timed` is communication and what else held a stage up. None for a
+        schedule that is not in SCHEDULES.
+        """
+        schedule = SCHEDULES.get(self.schedule)
+        if schedule is None:
+            return None
+        plan = [[Action(*row[:3]) for row in rows] for rows in self.rows]
+        samples: dict[tuple[int, Kind, int], list[float]] = {}
+        for stage, rows in enumerate(self.rows):
+            for kind, chunk, _, start, end in rows:
+                samples.setdefault((stage, kind, chunk), []).append(end - start)
+        usual = {key: median(values) for key, values in samples.items()}
+        num_chunks = chunks_of(self.timed().timeline)
+        return simulate(
+            plan,
+            placement=schedule.place(num_stages=len(plan), num_chunks=num_chunks),
+            durations=lambda stage, action: usual[stage, action.kind, action.chunk],
         )
 
     def write(self, path: Path) -> None:

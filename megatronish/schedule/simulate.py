@@ -11,6 +11,7 @@ line. So a plan that passes the check cannot hang in the executor.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,20 +40,36 @@ class Costs(NamedTuple):
         return Costs(forward / num_chunks, backward / num_chunks, weight / num_chunks, transfer)
 
 
-def simulate(plan: Plan, *, costs: Costs | None = None, placement: Placement | None = None) -> TimedPlan:
+Durations = Callable[[int, Action], float]
+"""How long a stage is at work on an action, by its number and the action."""
+
+
+def simulate(
+    plan: Plan,
+    *,
+    costs: Costs | None = None,
+    placement: Placement | None = None,
+    durations: Durations | None = None,
+) -> TimedPlan:
     """Times of every action. ValueError for a plan that is incomplete or hangs; for a hang, with a picture.
 
-    `placement` is `looped` over the plan's chunks unless given.
+    `placement` is `looped` over the plan's chunks unless given. `durations`, where stages or chunks differ, replace all
+    costs except that of a transfer.
     """
     costs = costs or Costs()
     num_chunks = 1 + max((action.chunk for row in plan for action in row), default=0)
     placement = placement or looped(num_stages=len(plan), num_chunks=num_chunks)
     refuse_broken(plan, placement)
+    refuse_hang(plan, placement)
+    return measure(_times(plan, placement, durations or _alike(plan, costs), costs.transfer))
+
+
+def _alike(plan: Plan, costs: Costs) -> Durations:
+    """Durations of stages that are all alike."""
     has_weight = any(action.kind == "W" for row in plan for action in row)
     backward = costs.backward if has_weight else costs.backward + costs.weight
-    durations: dict[Kind, float] = {"F": costs.forward, "B": backward, "W": costs.weight}
-    refuse_hang(plan, placement)
-    return measure(_times(plan, placement, durations, costs.transfer))
+    of_kind: dict[Kind, float] = {"F": costs.forward, "B": backward, "W": costs.weight}
+    return lambda _stage, action: of_kind[action.kind]
 
 
 def refuse_broken(plan: Plan, placement: Placement) -> None:
@@ -86,7 +103,7 @@ def refuse_broken(plan: Plan, placement: Placement) -> None:
 def refuse_hang(plan: Plan, placement: Placement) -> None:
     """ValueError, with a picture that ends in the first column without actions, for a plan that hangs."""
     # 1. Execute the plan under the rules of the executor, with all actions one tick long.
-    timeline = _times(plan, placement, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, waiting_sends=True)
+    timeline = _times(plan, placement, lambda _stage, _action: 1.0, 0.0, waiting_sends=True)
     # 2. The actions that never started are missing from the timeline: the plan hangs after the last end.
     if sum(map(len, timeline)) < sum(map(len, plan)):
         tick = int(max((row[-1].end for row in timeline if row), default=0.0))
@@ -94,7 +111,7 @@ def refuse_hang(plan: Plan, placement: Placement) -> None:
 
 
 def _times(
-    plan: Plan, placement: Placement, durations: dict[Kind, float], transfer: float, *, waiting_sends: bool = False
+    plan: Plan, placement: Placement, duration: Durations, transfer: float, *, waiting_sends: bool = False
 ) -> Timeline:
     """Times of all actions that can start. If the plan hangs, rows are shorter than the plan's.
 
@@ -121,7 +138,7 @@ def _times(
                 if waiting_sends and not network.send(stage, action, timeline):
                     break
                 # 3. It can start: its end may be what other stages wait for.
-                end = ends[stage, action] = start + durations[action.kind]
+                end = ends[stage, action] = start + duration(stage, action)
                 done.append(Timed(action, start, end))
                 progress = True
     return timeline

@@ -79,3 +79,26 @@ def test_what_is_not_a_step_is_refused(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(UserError, match=r"step.json is not a recorded step .*; megatronish pretrain writes one"):
         Recorded.read(path)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_a_step_without_delays_takes_as_long_as_its_simulation(name: str, chunks: int) -> None:
+    schedule = SCHEDULES[name]
+    plan = schedule.plan(num_stages=2, num_microbatches=6, num_chunks=chunks)
+    placement = schedule.place(num_stages=2, num_chunks=chunks)
+    ran = simulate(plan, placement=placement, durations=lambda stage, action: 1.0 + stage + "FBW".index(action.kind))
+    rows = [[(*timed.action, timed.start + 100, timed.end + 100) for timed in row] for row in ran.timeline]
+    simulated = Recorded(name, rows).simulated()
+    assert simulated is not None
+    assert simulated.makespan == pytest.approx(ran.makespan)
+    # A last action that once took longer makes the step longer, and its simulation not.
+    last = max((row[-1] for row in rows), key=lambda row: row[4])
+    slow = [[(*row[:4], row[4] + 3.0) if row is last else row for row in each] for each in rows]
+    delayed = Recorded(name, slow)
+    simulated = delayed.simulated()
+    assert simulated is not None
+    assert delayed.timed().makespan == pytest.approx(simulated.makespan + 3.0)
+
+
+def test_a_schedule_of_a_plug_in_has_no_simulation() -> None:
+    assert Recorded("of my own", [[("F", 0, 0, 0.0, 1.0), ("B", 0, 0, 1.0, 2.0)]]).simulated() is None

@@ -100,7 +100,11 @@ class ProfileSchedule(Hook):
 
         timed = recorded.timed()
         draw_png(timed, self.folder / path(".png"), title=f"{recorded.schedule}, step {step} as it ran", time="seconds")
-        tqdm.write(f" step {step}: bubble rate {timed.bubble_rate:.1%}, drawn into {self.folder / path('.png')}")
+        simulated = recorded.simulated()
+        longer = "" if simulated is None else f", {timed.makespan / simulated.makespan - 1:+.1%} against its simulation"
+        tqdm.write(
+            f" step {step}: bubble rate {timed.bubble_rate:.1%}{longer}, drawn into {self.folder / path('.png')}"
+        )
 
 
 def _offset(pp: Axis, device: torch.device) -> float:
