@@ -144,6 +144,14 @@ def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size
     assert from_deepspeed(values, dp=2).settings["micro_batch_size"] == 4
 
 
+@pytest.mark.parametrize("key", ["enabled", "deepcompile"])
+def test_deepspeeds_compile_is_ours(key: str) -> None:
+    found = from_deepspeed({"compile": {key: True, "backend": "inductor"}})
+    assert found.settings["compile"] is True
+    assert list(found.left_out) == ["compile.backend"]
+    assert "compile" not in from_deepspeed({"compile": {key: False}}).settings
+
+
 def test_fp16_auto_and_other_schedules() -> None:
     warmup = {"warmup_min_lr": 1e-6, "warmup_max_lr": 1e-4, "warmup_num_steps": 5}
     values = {

@@ -24,7 +24,7 @@ from megatronish.errors import UserError
 def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Imported:
     """Settings of a ds_config.json; `dp` is the data-parallel size, where the batch follows from it."""
     found = Imported()
-    inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing")
+    inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "compile")
     others = (*inner, "bfloat16", "tensorboard", "wandb", "tensor_parallel", "gradient_accumulation_steps")
     apply(found, {key: value for key, value in values.items() if key not in others}, TOP)
     _batch(found, values, dp)
@@ -33,6 +33,7 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
     _precision(found, values)
     _zero(found, section(values, "zero_optimization"))
     _activations(found, section(values, "activation_checkpointing"))
+    _compile(found, section(values, "compile"))
     _records(found, values)
     if "context_parallel_size" in found.settings and found.settings["context_parallel_size"] > 1:
         found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
@@ -60,6 +61,14 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         found.set("global_batch_size", int(micro * steps * dp))
     elif batch is None or micro is None:
         found.leave_out(key, "--global-batch-size is --micro-batch-size times this times the data-parallel size (--dp)")
+
+
+def _compile(found: Imported, values: Mapping[str, Any]) -> None:
+    """torch.compile is on if one of two keys says so; everything else in there chooses how."""
+    if values.get("enabled") or values.get("deepcompile"):
+        found.set("compile", True)
+    for key in values.keys() - {"enabled", "deepcompile"}:
+        found.leave_out(f"compile.{key}", "layers are always compiled by inductor")
 
 
 def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:

@@ -25,7 +25,6 @@ TOP: dict[str, Rule] = {
     "disable_allgather": SPEED,
     "aio": SPEED,
     "autotuning": SPEED,
-    "compile": SPEED,
     "use_node_local_storage": SPEED,
     "zero_allow_untested_optimizer": dropped("every optimizer works with every stage"),
     "zero_force_ds_cpu_optimizer": dropped("there is one optimizer on the CPU"),
