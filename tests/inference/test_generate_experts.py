@@ -54,7 +54,7 @@ def arguments_of(load: Path, layout: str) -> GenerateArguments:
 
 def generated(place: Place, load: Path, layout: str) -> Seen:
     """What a rank of `megatronish generate` writes."""
-    mesh = start_mesh(prepare(arguments_of(load, layout)).config, place)
+    mesh = start_mesh(prepare(arguments_of(load, layout)).model.config, place)
     seen = seen_of(load_model(load, mesh=mesh).model, PROMPTS, num_tokens=6, seq_length=16, mesh=mesh)
     leave()
     return seen
@@ -63,7 +63,7 @@ def generated(place: Place, load: Path, layout: str) -> Seen:
 def test_every_layout_of_experts_writes_what_one_process_writes(load: Path) -> None:
     one = seen_of(load_model(load).model, PROMPTS, num_tokens=6, seq_length=16)
     for layout in LAYOUTS:
-        ranks = run_ranks(prepare(arguments_of(load, layout)).config.layout.world_size, generated, load, layout)
+        ranks = run_ranks(prepare(arguments_of(load, layout)).model.config.layout.world_size, generated, load, layout)
         assert all(rank.texts == one.texts for rank in ranks), layout
         (chooser,) = [rank for rank in ranks if rank.logits]
         torch.testing.assert_close(torch.stack(chooser.logits), torch.stack(one.logits), rtol=1e-5, atol=1e-5)
