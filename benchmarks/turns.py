@@ -75,6 +75,8 @@ class Runner:
     parameters: int = 0
     seconds: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    """What the first rank answered to each step."""
     peak: int = 0
     period: int = 1
     """It takes a turn in every so many rounds."""
@@ -108,6 +110,7 @@ class Runner:
         found = self.ask({"step": number}, timeout=timeout)
         losses = [answer["loss"] for answer in found if answer["loss"] is not None]
         self.losses.append(sum(losses) / len(losses) if losses else None)
+        self.facts.append(found[0])
         if measured:
             self.seconds.append(max(answer["seconds"] for answer in found))
 

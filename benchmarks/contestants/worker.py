@@ -11,9 +11,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,28 +38,41 @@ def peak_bytes() -> int:
         return peak if sys.platform == "darwin" else peak << 10
 
 
-def take_step(contestant: Contestant, case: Case, step: int) -> dict[str, Any]:
+class Built(NamedTuple):
+    """A contestant of any kind: its parameters, and its step of a number, whose answer has seconds and loss."""
+
+    num_parameters: int
+    take_step: Callable[[int], dict[str, Any]]
+
+
+def timed(step: Callable[[], float | None]) -> dict[str, Any]:
     """One step, timed from the batch in memory to the loss on the host."""
-    tokens, labels = case.batch(step)
     start = time.perf_counter()
-    loss = contestant.step(tokens, labels)
+    loss = step()
     return {"seconds": time.perf_counter() - start, "loss": loss}
 
 
-def build(words: Mapping[str, Any], path: str) -> tuple[Contestant, Case]:
+def build(words: Sequence[str]) -> Built:
     """The contestant that the parent asks for."""
-    job = Job(**{**words, "case": Case(**words["case"])})
+    told = json.loads(words[0])
+    job = Job(**{**told, "case": Case(**told["case"])})
     module = importlib.import_module(f"benchmarks.contestants.{job.module}")
-    state = torch.load(path, mmap=True, weights_only=True)
-    return module.build(job, state), job.case
+    state = torch.load(words[1], mmap=True, weights_only=True)
+    contestant: Contestant = module.build(job, state)
+
+    def take_step(step: int) -> dict[str, Any]:
+        tokens, labels = job.case.batch(step)
+        return timed(lambda: contestant.step(tokens, labels))
+
+    return Built(contestant.num_parameters, take_step)
 
 
-def serve(contestant: Contestant, case: Case, write: Any) -> None:
+def serve(contestant: Built, write: Any) -> None:
     """Answer requests until the parent closes the pipe."""
     for line in sys.stdin:
         request = json.loads(line)
         if "step" in request:
-            write(take_step(contestant, case, request["step"]))
+            write(contestant.take_step(request["step"]))
         elif "reset" in request:
             reset_peak()
             write({})
@@ -67,7 +80,7 @@ def serve(contestant: Contestant, case: Case, write: Any) -> None:
             write({"peak": peak_bytes()})
 
 
-def main() -> None:
+def answer(build: Callable[[], Built]) -> None:
     """Build, say how many parameters there are, and serve. An error is an answer, too."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -78,9 +91,9 @@ def main() -> None:
 
     try:
         torch.manual_seed(0)
-        contestant, case = build(json.loads(sys.argv[1]), sys.argv[2])
+        contestant = build()
         write({"parameters": contestant.num_parameters, "torch": torch.__version__})
-        serve(contestant, case, write)
+        serve(contestant, write)
     except UnavailableError as error:
         write({"unavailable": str(error)})
     except Exception as error:
@@ -92,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer(lambda: build(sys.argv[1:]))
