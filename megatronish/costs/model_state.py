@@ -47,10 +47,8 @@ def frozen_state(count: int, zero: ZeroSettings, *, element_bytes: int) -> Memor
 
     ZeRO-3 keeps rows of floating-point numbers in fp32, of what is frozen too; `element_bytes` is 1 for bytes.
     """
-    if zero.stage == 3:
-        size = (4 if element_bytes > 1 else 1) * -(-count // zero.ranks)
-    else:
-        size = element_bytes * count
+    in_rows = (4 if element_bytes > 1 else 1) * -(-count // zero.ranks)
+    size = in_rows if zero.stage == 3 else element_bytes * count
     return Memory(0, 0, 0, host=size) if zero.offloads_parameters else Memory(size, 0, 0)
 
 
