@@ -16,7 +16,19 @@ import pytest
 from comparison import assert_equal_to_serial, assert_near_in_half_precision
 from pairwise import Chosen, covered_pairs, possible_pairs
 from problem import CHUNKS
-from theorem_cases import CASES, CHOICES, DEALT, LAYOUTS, all_cases, choices, name_of, problem_of, spread_of
+from theorem_cases import (
+    ADAPTERS,
+    CASES,
+    CHOICES,
+    DEALT,
+    LAYOUTS,
+    adapted_problem_of,
+    all_cases,
+    choices,
+    name_of,
+    problem_of,
+    spread_of,
+)
 
 from megatronish.layout import Layout
 
@@ -29,7 +41,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_layout_trains_the_same_model_as_one_process(layout: Layout, chosen: Chosen) -> None:
-    assert_equal_to_serial(problem_of(layout, chosen), spread_of(layout, chosen))
+    spread = spread_of(layout, chosen)
+    assert_equal_to_serial(problem_of(layout, chosen), spread)
+    assert_equal_to_serial(adapted_problem_of(layout, chosen), spread)  # LoRA, IA3 or QLoRA alone
 
 
 POSITIONS_WITHOUT_LAYERS = [
@@ -60,6 +74,11 @@ def test_there_are_55_layouts_each_taken() -> None:
 
 def test_every_two_features_that_can_meet_do_so_in_some_layout() -> None:
     assert possible_pairs(CHOICES) - covered_pairs(DEALT) == set()
+
+
+def test_every_kind_of_adapter_meets_every_feature() -> None:
+    wanted = possible_pairs([chosen | {"adapter": tuple(ADAPTERS)} for chosen in CHOICES])
+    assert wanted - covered_pairs(DEALT) == set()
 
 
 BF16_CASES = [
