@@ -5,8 +5,8 @@ seeded pairwise array has dealt to it, and compared with one process that takes 
 micro-batch: initial values bit by bit, losses and gradient norms of three Adam or Muon steps, an evaluation, every
 element of the first gradient (clipped), the parameters after SGD steps, and matrices after Muon steps. Nothing after
 Adam steps: Adam turns the rounding noise of a gradient that is truly zero, a key bias's, into whole steps. The
-tolerance is the same for all: 1e-5 in fp32. Then the same ranks train adapters of it, in the same way: LoRA, IA3 or LoRA
-of a quantised base, dealt so that each of them meets every feature.
+tolerance is the same for all: 1e-5 in fp32. Then the same ranks train adapters of it, in the same way: LoRA, IA3 or
+LoRA of a quantised base, dealt so that each of them meets every feature.
 
 `pytest --all-layouts` takes the product of the features that meet in the maths, for every layout.
 """
