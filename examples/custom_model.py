@@ -24,7 +24,8 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.costs.flops import model_flops_per_token
-from megatronish.costs.memory import expected_memory, format_bytes
+from megatronish.costs.memory import expected_memory
+from megatronish.costs.memory_table import format_bytes
 from megatronish.costs.parameters import num_parameters
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches

@@ -5,7 +5,8 @@ seeded pairwise array has dealt to it, and compared with one process that takes 
 micro-batch: initial values bit by bit, losses and gradient norms of three Adam or Muon steps, an evaluation, every
 element of the first gradient (clipped), the parameters after SGD steps, and matrices after Muon steps. Nothing after
 Adam steps: Adam turns the rounding noise of a gradient that is truly zero, a key bias's, into whole steps. The
-tolerance is the same for all: 1e-5 in fp32.
+tolerance is the same for all: 1e-5 in fp32. Then the same ranks train adapters of it, in the same way: LoRA, IA3 or
+LoRA of a quantised base, dealt so that each of them meets every feature.
 
 `pytest --all-layouts` takes the product of the features that meet in the maths, for every layout.
 """
@@ -16,7 +17,19 @@ import pytest
 from comparison import assert_equal_to_serial, assert_near_in_half_precision
 from pairwise import Chosen, covered_pairs, possible_pairs
 from problem import CHUNKS
-from theorem_cases import CASES, CHOICES, DEALT, LAYOUTS, all_cases, choices, name_of, problem_of, spread_of
+from theorem_cases import (
+    ADAPTERS,
+    CASES,
+    CHOICES,
+    DEALT,
+    LAYOUTS,
+    adapted_problem_of,
+    all_cases,
+    choices,
+    name_of,
+    problem_of,
+    spread_of,
+)
 
 from megatronish.layout import Layout
 
@@ -29,7 +42,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_layout_trains_the_same_model_as_one_process(layout: Layout, chosen: Chosen) -> None:
-    assert_equal_to_serial(problem_of(layout, chosen), spread_of(layout, chosen))
+    spread = spread_of(layout, chosen)
+    assert_equal_to_serial(problem_of(layout, chosen), spread)
+    assert_equal_to_serial(adapted_problem_of(layout, chosen), spread)  # LoRA, IA3 or QLoRA alone
 
 
 POSITIONS_WITHOUT_LAYERS = [
@@ -60,6 +75,11 @@ def test_there_are_55_layouts_each_taken() -> None:
 
 def test_every_two_features_that_can_meet_do_so_in_some_layout() -> None:
     assert possible_pairs(CHOICES) - covered_pairs(DEALT) == set()
+
+
+def test_every_kind_of_adapter_meets_every_feature() -> None:
+    wanted = possible_pairs([chosen | {"adapter": tuple(ADAPTERS)} for chosen in CHOICES])
+    assert wanted - covered_pairs(DEALT) == set()
 
 
 BF16_CASES = [

@@ -10,7 +10,8 @@ import torch
 from megatronish.config.config import Config
 from megatronish.costs.adapters import adapter_table
 from megatronish.costs.flops import model_flops_per_token
-from megatronish.costs.memory import bytes_of_uneven_load, expected_memory, format_bytes, memory_table
+from megatronish.costs.memory import bytes_of_uneven_load, expected_memory
+from megatronish.costs.memory_table import format_bytes, memory_table
 from megatronish.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
 from megatronish.formats.fill import open_hf
 from megatronish.launch.device import choose_device

@@ -14,7 +14,9 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.config.training import AttentionBackend, TrainingConfig
 from megatronish.costs.activations import bytes_per_score
-from megatronish.costs.memory import Memory, ZeroSettings, expected_memory, format_bytes, memory_table
+from megatronish.costs.memory import expected_memory
+from megatronish.costs.memory_table import Memory, format_bytes, memory_table
+from megatronish.costs.model_state import ZeroSettings
 from megatronish.costs.parameters import num_parameters
 from megatronish.layer_specs import MixedModelConfig, layer_specs
 from megatronish.layout import Layout

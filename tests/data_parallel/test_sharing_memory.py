@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatronish.config.read import read_config
-from megatronish.costs.memory import BUCKETS_AT_ONCE, ZeroSettings, format_bytes, model_state
+from megatronish.costs.memory_table import format_bytes
+from megatronish.costs.model_state import BUCKETS_AT_ONCE, ZeroSettings, model_state
 from megatronish.data_parallel.gradients import MAX_PENDING
 from megatronish.data_parallel.zero import Zero
 from megatronish.launch.place import Place

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from problem import CLIP, Problem, Spread
+from problem import Problem, Spread
 from ranks import run_ranks
 from theorem import Parts, Record, train
 from torch import Tensor
@@ -70,7 +70,7 @@ def assert_equal_to_serial(problem: Problem, spread: Spread) -> None:
     """One process and the ranks of a layout train the same model."""
     problem = with_margin(problem)
     reference = serial(problem)
-    assert min(reference.grad_norms) > CLIP
+    assert min(reference.grad_norms) > problem.clip
     assert_same_training(run_layout(problem, spread), reference)
 
 

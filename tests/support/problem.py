@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatronish.config.adapter import AdapterConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
@@ -17,6 +18,7 @@ NUM_STEPS = 3
 SGD_STEPS = 2
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 CLIP = 0.5  # below every gradient norm here, so that clipping acts
+CLIP_OF_ADAPTERS = 0.01
 # Large steps for matrices alone: Adam makes whole steps of noise in embeddings, which at 20 times this rate shows.
 OPTIMIZERS = {
     "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
@@ -41,6 +43,13 @@ class Problem:
     bf16: bool = False
     fp16: bool = False
     seed: int = SEED
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """With adapters they alone learn."""
+
+    @property
+    def clip(self) -> float:
+        """Below every gradient norm, so that clipping acts."""
+        return CLIP_OF_ADAPTERS if self.adapter.is_used else CLIP
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from adapted import draw_adapters
 from clamps import watched_clamps
 from engines import evaluated
 from problem import DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS, VOCABULARY, Problem, Spread
@@ -23,6 +24,7 @@ from megatronish.launch.place import Place
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.streams import numpy_stream
+from megatronish.train.base import draw_base
 from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.routing_trace import Choices, RoutingRecorder
@@ -180,12 +182,17 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
             attention_backend=spread.attention_backend,
             compile=spread.compile is not None,
         ),
-        optimizer=optimizer,
+        optimizer=replace(optimizer, clip_grad=problem.clip),
+        adapter=problem.adapter,
     )
     with pytest.MonkeyPatch.context() as patch:
         if spread.compile is not None:
             patch.setattr(torch, "compile", partial(torch.compile, backend=spread.compile))
-        return build_engine(config, mesh, vocab_size=VOCABULARY)
+        engine = build_engine(config, mesh, vocab_size=VOCABULARY)
+    if problem.adapter.is_used:
+        draw_base(engine, seed=problem.seed)
+        draw_adapters(engine)
+    return engine
 
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:
@@ -196,6 +203,8 @@ def parts(engine: Engine, tensors: dict[str, Tensor]) -> Parts:
     """Copies of the rectangles that this rank holds; what is left over is padding, which stays zero."""
     found: Parts = {}
     for name, shard in engine.data_parallel.shards.items():
+        if name not in tensors:  # it is frozen, and has no gradient
+            continue
         local = tensors[name].detach()
         found[name] = [Held(piece.global_offset, piece.view(local).clone()) for piece in shard.pieces]
         assert sum(int(held.values.count_nonzero()) for held in found[name]) == int(local.count_nonzero()), name

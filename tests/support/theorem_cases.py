@@ -1,5 +1,6 @@
 """Cases of the theorem: every layout of at most eight ranks, and the features that are dealt to it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import lcm
@@ -8,6 +9,7 @@ from typing import Any
 from pairwise import Chosen, pairwise
 from problem import CHUNKS, Problem, Spread
 
+from megatronish.config.adapter import AdapterConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.recompute import RecomputeConfig
 from megatronish.layout import Layout
@@ -67,7 +69,26 @@ CASES = [
     *[Layout(dp=4, pp=2)] * 3,
 ]
 CHOICES = [choices(layout) for layout in CASES]
-DEALT = pairwise(CHOICES, seed=34)
+ADAPTERS = {
+    "lora": AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0),
+    "ia3": AdapterConfig(adapter_type="ia3", adapter_targets=("q", "k", "v", "o", "down")),
+    "qlora": AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0, quantize_base="nf4"),
+}
+
+
+def with_adapters(dealt: Sequence[Chosen]) -> list[Chosen]:
+    """The cases, each with adapters that are trained after the model, on the same ranks: they meet every feature.
+
+    A second deal, over what the first one gave: so all weights learn in every case, with or without adapters.
+    """
+    choices_of_adapters = [
+        {feature: (value,) for feature, value in chosen.items()} | {"adapter": tuple(ADAPTERS)} for chosen in dealt
+    ]
+    return pairwise(choices_of_adapters, seed=ADAPTER_SEED)
+
+
+ADAPTER_SEED = 0
+DEALT = with_adapters(pairwise(CHOICES, seed=34))
 
 
 def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
@@ -127,6 +148,17 @@ def problem_of(layout: Layout, chosen: Chosen) -> Problem:
     )
 
 
+def adapted_problem_of(layout: Layout, chosen: Chosen) -> Problem:
+    """The same with adapters, which alone learn; a quantised base has whole blocks of 64 inputs on every rank."""
+    problem, adapter = problem_of(layout, chosen), ADAPTERS[chosen["adapter"]]
+    if adapter.adapter_type == "lora":
+        adapter = replace(adapter, lora_dropout=chosen["dropout"])
+    model = problem.model
+    if adapter.quantize_base is not None:
+        model = replace(model, hidden_size=64, kv_channels=64, ffn_hidden_size=64 * layout.tp, init_method_std=0.1)
+    return replace(problem, model=model, adapter=adapter)
+
+
 def offload_of(zero: int, asked: str) -> str:
     """What of it the stage can have."""
     if zero == 0:
@@ -175,7 +207,7 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
         "overlap": {True: "", False: "no_overlap", None: ""},
         "decoupled": {True: "decoupled", False: ""},
     }
-    words = [chosen["family"], *(said[feature][chosen[feature]] for feature in said)]
+    words = [chosen["family"], chosen.get("adapter", ""), *(said[feature][chosen[feature]] for feature in said)]
     words += [chosen["optimizer"]] if chosen["optimizer"] != "adam" else []
     words += [f"recompute_{chosen['recompute']}"] if chosen["recompute"] != "none" else []
     if layout.cp > 1:

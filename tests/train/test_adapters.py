@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from adapted import draw_adapters
 from engines import world_size_of
 from jobs import tiny
 from ranks import run_ranks
@@ -15,10 +16,8 @@ from megatronish.config.config import Config
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.model.adapters import is_adapter
-from megatronish.streams import normal_rectangle
 from megatronish.train.base import draw_base
 from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
 from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
 
@@ -38,21 +37,6 @@ def open_config(flags: str, adapter: AdapterConfig) -> Config:
     return replace(config, adapter=adapter)
 
 
-def draw_b(engine: Engine) -> None:
-    """Fill what begins at zero: with B = 0 the gradient of A is zero in the first step.
-
-    The values are small. With 0.1 in the place of 0.02, a change of all weights by 1e-7 changes the gradients of the
-    gated model by 1e-4, and no layout could be told from another one.
-    """
-    for name, shard in engine.data_parallel.shards.items():
-        if is_adapter(name) and not name.endswith(".A"):
-            for piece in shard.pieces:
-                shape = engine.stage.shardings[name].shape
-                values = normal_rectangle(shape, piece.global_offset, piece.sizes, names=("test", name))
-                piece.view(shard.master).data.add_(0.02 * values)
-    engine.data_parallel.gather_parameters()
-
-
 def train(place: Place, flags: str, adapter: AdapterConfig) -> Trained:
     """Two steps with SGD, whose updates multiply no rounding."""
     config = open_config(flags, adapter)
@@ -60,7 +44,7 @@ def train(place: Place, flags: str, adapter: AdapterConfig) -> Trained:
     job = TrainingJob.open(config, mesh)
     engine = build_engine(config, mesh, vocab_size=job.vocab_size)
     draw_base(engine, seed=config.training.seed)
-    draw_b(engine)
+    draw_adapters(engine)
     batches, numbers, without = job.batches_of(job.datasets.train), [], []
     for step in range(STEPS):
         result = engine.step(batches(8 * step, 8), num_steps_done=step, learning_rate=0.1, weight_decay=0.1)

@@ -1,6 +1,5 @@
 """A base in NF4: its codes are those of the whole tensor in every layout; memory, loading, checkpoints and refusals."""
 
-import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 from conversions import logits_of
 from engines import world_size_of
+from held_bytes import bytes_held
 from jobs import call_main, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import read_whole
@@ -143,15 +143,7 @@ def bytes_of(place: Place, flags: str, adapter: AdapterConfig) -> tuple[float, f
     assert len(names) == len(sizes) * (2 if adapter.quantize_base and adapter.double_quantization else 1)
     of_linears = sum(parameters[name].numel() * parameters[name].element_size() for name in names)
     del parameters
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _all_tensors()}
-    return of_linears / sum(sizes.values()), sum(storages.values())
-
-
-def _all_tensors() -> list[torch.Tensor]:
-    """Every tensor of this process that has memory."""
-    gc.collect()
-    found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    return [each for each in found if each.device.type == "cpu" and each.layout == torch.strided]
+    return of_linears / sum(sizes.values()), bytes_held()
 
 
 @pytest.mark.parametrize(
