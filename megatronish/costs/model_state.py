@@ -43,12 +43,8 @@ class ZeroSettings(NamedTuple):
 
 
 def frozen_state(count: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
-    """Frozen parameters of a rank, in the dtype that is computed in: they have no masters.
-
-    ZeRO-3 keeps rows of floating-point numbers in fp32, of what is frozen too; `element_bytes` is 1 for bytes.
-    """
-    in_rows = (4 if element_bytes > 1 else 1) * -(-count // zero.ranks)
-    size = in_rows if zero.stage == 3 else element_bytes * count
+    """Frozen parameters of a rank, in the dtype that is computed in (`element_bytes` is 1 for bytes); no masters."""
+    size = element_bytes * (-(-count // zero.ranks) if zero.stage == 3 else count)
     return Memory(0, 0, 0, host=size) if zero.offloads_parameters else Memory(size, 0, 0)
 
 

@@ -1,6 +1,7 @@
 """ZeRO-3 on torch's `fully_shard`: the data ranks shard parameters, gradients and optimizer states.
 
-Each rank keeps some rows of every parameter, in fp32: they are the optimizer's masters. A layer's parameters are
+Each rank keeps some rows of every parameter, in fp32: they are the optimizer's masters. Rows of what is frozen are in
+the precision of the run. A layer's parameters are
 all-gathered, in the precision of the run, when its forward or its backward begins, and freed when it ends; what is left
 of the stage (embedding, final norm, head) is one more such unit around them. After the backward of each micro-batch the
 gradients are reduce-scattered, as ZeRO-2's are, and add up in fp32 where the optimizer reads them.
@@ -52,6 +53,9 @@ class FullySharded:
         seed: int | None,
     ) -> None:
         self.domains, self.reduce_dtype = domains, settings.reduce_dtype
+        for parameter in stage.parameters():
+            if parameter.is_floating_point() and not parameter.requires_grad:  # it needs no master
+                parameter.data = parameter.data.to(settings.dtype)
         domain_of = {name: domains[sharding.domain] for name, sharding in shardings.items()}
         # Units: what has data ranks of its own (experts), every layer, and what is left of the stage around them.
         for module, domain in _of_other_domains(stage, domain_of):
