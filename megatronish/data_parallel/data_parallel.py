@@ -1,6 +1,6 @@
 """Data parallelism as the engine sees it: what every stage of ZeRO has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -26,6 +26,11 @@ class DataParallel(Protocol):
     @property
     def sums(self) -> dict[nn.Parameter, Tensor]:
         """Buffer in which the gradient of each parameter adds up, where it is kept whole (stages 0 and 1)."""
+        ...
+
+    @property
+    def sum_of(self) -> Callable[[nn.Parameter], Tensor] | None:
+        """Where a layer may add the gradient of a parameter itself, from stage 2 on None."""
         ...
 
     def zero(self) -> None:

@@ -122,6 +122,9 @@ class FullySharded:
         pairs = zip(self._plans, flats, strict=True)
         return {name: view for plan, flat in pairs for name, view in plan.views(flat, self._rows).items()}
 
+    sum_of = None
+    """Nowhere: gradients are reduced as autograd hands them on."""
+
     def zero(self) -> None:
         """Forget the gradients of the step before."""
         for total in self._sums:

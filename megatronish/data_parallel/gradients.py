@@ -118,6 +118,11 @@ class GradientBuckets:
         """Where the gradient of each parameter adds up, if it is kept whole."""
         return {self._parameters[name]: view for bucket in self.buckets for name, view in bucket.views.items()}
 
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """Where the gradient of a parameter adds up, if it is kept whole, with memory for it."""
+        name = self._name_of[parameter]
+        return self._whole(self._bucket_of[name]).views[name]
+
     @property
     def parts(self) -> list[Tensor]:
         """What this rank keeps of each bucket."""

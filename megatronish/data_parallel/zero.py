@@ -4,7 +4,7 @@ Rajbhandari et al. 2020 (arXiv:1910.02054). All three are one thing with two num
 sharded, and over how many these are replicated. Plain data parallelism shards over one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -60,6 +60,9 @@ class Zero:
         self.counted = {name for name in counted & self.shards.keys() if parameters[name].is_floating_point()}
         self.zero, self.begin_action = self.buckets.zero, self.buckets.begin_action
         self.weight_gradient_ready = self.buckets.weight_gradient_ready
+        self.sum_of: Callable[[nn.Parameter], Tensor] | None = None
+        if self.buckets.keeps_whole:
+            self.sum_of = self.buckets.sum_of
         self.gather_parameters, self.gather_before = self.parameters.gather, self.parameters.gather_before
 
     @property

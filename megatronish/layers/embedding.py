@@ -1,10 +1,14 @@
 """Embeddings of tokens (vocabulary cut over tensor-parallel ranks) and of learned positions."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatronish import comm
+from megatronish.layers.weight_gradients import SumOf
 from megatronish.mesh import TensorParallel
 from megatronish.sharding import Cut, Init, Sharding
 
@@ -13,7 +17,10 @@ class VocabParallelEmbedding(nn.Module):
     """Token embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
 
     Each rank holds padded_vocab_size / tp rows of the table. `tied`: the output layer multiplies by the same table.
+    With `sum_of` the backward adds to the sum of gradients itself.
     """
+
+    sum_of: SumOf | None = None
 
     def __init__(
         self,
@@ -47,15 +54,39 @@ class VocabParallelEmbedding(nn.Module):
         """Look up the tokens whose rows this rank holds, zero elsewhere; the sum over tp completes the result."""
         tokens = tokens.t().contiguous()
         if self.tp.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._rows(tokens)
         rows = self.weight.shape[0]
         local = tokens - self.tp.axis.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        embedded = self._rows(local.masked_fill(elsewhere, 0))
         embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.tp.cuts_sequence:
             return comm.reduce_scatter_to_sequence(embedded, self.tp.axis)
         return comm.reduce_from(embedded, self.tp.axis)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]. On a GPU rows added by index come in any order, so autograd's own gradient is taken."""
+        if self.sum_of is None or self.weight.is_cuda or not self.weight.requires_grad:
+            return F.embedding(tokens, self.weight)
+        return _Rows.apply(tokens, self.weight, self.sum_of)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table, [...], [V, D] -> [..., D], whose gradients are added to the rows of the table's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, sum_of: SumOf) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.parameter, ctx.sum_of = weight, sum_of
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (tokens,) = ctx.saved_tensors
+        total = ctx.sum_of(ctx.parameter)
+        total.index_add_(0, tokens.flatten(), grads[0].flatten(0, -2).to(total.dtype))
+        return None, None, None
 
 
 class PositionEmbedding(nn.Module):

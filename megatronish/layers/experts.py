@@ -116,7 +116,8 @@ class StackedLinear(LinearLayer):
         adapter = self.adapter
         rows = rows if adapter is None else adapter.scaled_input(rows, groups)
         product = self.grouped.of(groups, self.weight.shape)
-        y = linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=self.weight_gradients)
+        queue, sum_of = self.weight_gradients, self.sum_of
+        y = linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=queue, sum_of=sum_of)
         return y if adapter is None else adapter(rows, y, groups)
 
 

@@ -8,7 +8,7 @@ move as many bytes as the all-reduce did.
 
 A layer owns its weight, its collectives and their overlap; the arithmetic is that of its `product` (product.py). Where
 a layer's `weight_gradients` is set, its backward computes the gradient of its input alone and defers that of the weight
-(weight_gradients.py).
+(weight_gradients.py). Where it is given `sum_of`, its backward adds the weight's gradient there.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from megatronish import comm
 from megatronish.layers.adapter import Adaptable, InputDropout
+from megatronish.layers.embedding import VocabParallelEmbedding
 from megatronish.layers.product import DENSE, Product
-from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.layers.weight_gradients import SumOf, WeightGradients
 from megatronish.mesh import Axis, TensorParallel
 from megatronish.sharding import Cut, Init, Sharding
 
@@ -33,14 +34,16 @@ class LinearLayer(Adaptable):
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None = None
+    sum_of: SumOf | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.product: Product = DENSE
 
     def multiply(self, x: Tensor, bias: Tensor | None, *, tp: TensorParallel) -> Tensor:
-        """`linear` with the layer's own weight, product and queue of weight gradients."""
-        return linear(x, self.weight, bias, product=self.product, tp=tp, weight_gradients=self.weight_gradients)
+        """`linear` with the layer's own weight and product, and with its places for weight gradients."""
+        queue, sum_of = self.weight_gradients, self.sum_of
+        return linear(x, self.weight, bias, product=self.product, tp=tp, weight_gradients=queue, sum_of=sum_of)
 
 
 class ColumnParallelLinear(LinearLayer):
@@ -152,6 +155,13 @@ def split_backward(model: nn.Module, weight_gradients: WeightGradients | None) -
             layer.weight_gradients = weight_gradients
 
 
+def add_in_place(model: nn.Module, sum_of: SumOf) -> None:
+    """From now on the model's linear layers and token embedding add their weight gradients to the sums themselves."""
+    for layer in model.modules():
+        if isinstance(layer, LinearLayer | VocabParallelEmbedding):
+            layer.sum_of = sum_of
+
+
 def deferrable_weights(model: nn.Module) -> set[nn.Parameter]:
     """Weights of the model's linear layers: once the backward is split their gradients arrive in W actions."""
     return {layer.weight for layer in model.modules() if isinstance(layer, LinearLayer)}
@@ -165,15 +175,17 @@ def linear(
     product: Product,
     tp: TensorParallel,
     weight_gradients: WeightGradients | None = None,
+    sum_of: SumOf | None = None,
 ) -> Tensor:
     """[S, B, in] (sequence parallel: [S/tp, B, in]), [out/tp, in], [out/tp] -> [S, B, out/tp].
 
     The matrix product of a column-parallel layer; with a `tp` of one rank, of any layer. Autograd's own `F.linear` is
     the fast path where there is nothing to overlap, to defer or to exchange.
     """
-    if product is DENSE and tp.size == 1 and weight_gradients is None:
+    gives_to_autograd = (weight_gradients is None and sum_of is None) or not weight.requires_grad
+    if product is DENSE and tp.size == 1 and gives_to_autograd:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, product, tp, weight_gradients)
+    return _Linear.apply(x, weight, bias, product, tp, weight_gradients, sum_of)
 
 
 class _Linear(torch.autograd.Function):
@@ -192,12 +204,14 @@ class _Linear(torch.autograd.Function):
         product: Product,
         tp: TensorParallel,
         weight_gradients: WeightGradients | None,
+        sum_of: SumOf | None,
     ) -> Tensor:
         # x is needed for the weight's gradient alone: a frozen weight keeps no activation.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.product, ctx.tp, ctx.has_bias = product, tp, bias is not None
         # The sum of gradients is found by the Parameter itself, which under checkpointing the saved tensor is not.
-        ctx.weight_gradients, ctx.parameter = weight_gradients, None if weight_gradients is None else weight
+        ctx.weight_gradients, ctx.sum_of = weight_gradients, sum_of
+        ctx.parameter = None if weight_gradients is None and sum_of is None else weight
         # Sequence parallel: [S/tp, B, in] -> [S, B, in].
         whole = comm.start_all_gather(x, tp.sequence_axis).wait()
         return product.forward(whole, weight, bias)
@@ -217,8 +231,12 @@ class _Linear(torch.autograd.Function):
         # The terms are summed over tp, to [S, B, in] or to [S/tp, B, in], while the weight's gradient is computed.
         start_reduction = comm.start_reduce_scatter if tp.cuts_sequence else comm.start_all_reduce
         reducing = start_reduction(dx, tp.axis)
-        dweight = None if whole is None else product.weight_gradient(dy, whole)  # [out/tp, in]
+        dweight = None
+        if whole is not None and ctx.sum_of is None:
+            dweight = product.weight_gradient(dy, whole)  # [out/tp, in]
+        elif whole is not None:
+            product.add_weight_gradient(ctx.sum_of(ctx.parameter), dy, whole)
         dbias = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
         if learns and not at_once:
             ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=tp.sequence_axis, product=product)
-        return reducing.wait(), dweight, dbias, None, None, None
+        return reducing.wait(), dweight, dbias, None, None, None, None

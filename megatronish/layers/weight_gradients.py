@@ -1,10 +1,14 @@
-"""Deferred weight gradients: a queue between the backward of linear layers and the W actions of a pipeline schedule.
+"""Weight gradients that layers add to the sums of a step themselves: at once (`SumOf`), or deferred to W actions.
 
-The backward of a matrix product has two halves. The stage before waits for the gradient of the input. No stage needs
-the gradient of the weight until the step ends. Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) move this
-second half to where a stage would idle: the backward of a linear layer that was given a `WeightGradients` appends the
-operands of its weight gradient to the queue, and the W action of the same chunk and micro-batch computes it. The
-gradients of biases, norms and embeddings are cheap and are computed in the backward, by autograd.
+At once: a layer that is given a `SumOf` adds its weight gradient to the sum in its backward, and hands autograd none.
+The product accumulates where it writes, so no second tensor as large as the weight is made, written and read again; of
+a token embedding only the rows of the batch are touched, where autograd makes a gradient of the whole table.
+
+Deferred: the backward of a matrix product has two halves. The stage before waits for the gradient of the input. No
+stage needs the gradient of the weight until the step ends. Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241)
+move this second half to where a stage would idle: the backward of a linear layer that was given a `WeightGradients`
+appends the operands of its weight gradient to the queue, and the W action of the same chunk and micro-batch computes
+it. The gradients of biases, norms and embeddings are cheap and are computed in the backward, by autograd.
 
 Until then the queue holds dy and x of every linear layer: about as much memory as the activations took.
 """
@@ -19,6 +23,9 @@ from torch import Tensor, nn
 from megatronish import comm
 from megatronish.layers.product import Product
 from megatronish.mesh import Axis
+
+SumOf = Callable[[nn.Parameter], Tensor]
+"""Where the gradient of a parameter adds up over the micro-batches of a step, fp32: it gives the memory for it, too."""
 
 
 class DeferredProduct(NamedTuple):

@@ -71,6 +71,8 @@ def _keep_out(module: nn.Module) -> None:
         module.core = torch.compiler.disable(module.core)
     if isinstance(module, MixtureOfExperts) or not _is_local(module):
         module.forward = torch.compiler.disable(module.forward)
+    elif isinstance(module, LinearLayer):
+        module.sum_of = None  # in a graph the weight gradient is autograd's
 
 
 def _is_local(module: nn.Module) -> bool:

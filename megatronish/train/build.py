@@ -5,6 +5,7 @@ with_adapters       adapters of its linear layers; with --quantize-base the laye
 freeze              which parameters learn (trainable.py)
 make_data_parallel  initial values; parameters and gradients over the data ranks, as the ZeRO stage says
 split_backward      weight gradients deferred to W actions, where the schedule has them
+add_in_place        weight gradients added to the sums of a step by the layers themselves
 Optimizer           over the fp32 masters that this rank keeps
 build_executor      the loop over the actions of a plan
 with_graphs         with --cuda-graph, the replay of micro-batches around it
@@ -29,7 +30,7 @@ from megatronish.data_parallel.data_parallel import DataParallel
 from megatronish.data_parallel.fully_sharded import FullySharded
 from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.data_parallel.zero import Zero
-from megatronish.layers.linear import split_backward
+from megatronish.layers.linear import add_in_place, split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.mesh import Axis, Mesh
 from megatronish.model.adapters import DEFAULT, add_adapters
@@ -104,6 +105,9 @@ def build_engine(
     if stages.schedule.has_weight_gradients:
         weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
         split_backward(stage.model, weight_gradients)
+    if data_parallel.sum_of is not None and settings.dtype == torch.float32:
+        # In 16 bits every micro-batch's gradient is rounded once, in every stage of ZeRO alike.
+        add_in_place(stage.model, data_parallel.sum_of)
     if config.training.compile and why_not_compiled(mesh.device.type) is None:
         compile_layers(stage.model.layers.values())
     optimizer = Optimizer(

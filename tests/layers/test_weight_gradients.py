@@ -1,4 +1,4 @@
-"""Tests of deferred weight gradients: the same sums as autograd's, final after the last W action."""
+"""Tests of weight gradients that layers add themselves, at once or after the last W action: autograd's sums."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,13 @@ from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.launch.place import Place
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import VocabParallelEmbedding
-from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, deferrable_weights, split_backward
+from megatronish.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    add_in_place,
+    deferrable_weights,
+    split_backward,
+)
 from megatronish.layers.output import TiedOutputLayer
 from megatronish.layers.product import Product
 from megatronish.layers.weight_gradients import WeightGradients
@@ -40,6 +46,7 @@ class Case(NamedTuple):
     sequence_parallel: bool = False
     bf16: bool = False
     checkpointed: bool = False
+    in_place: bool = False
 
 
 class Net(nn.Module):
@@ -143,6 +150,8 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     views = {name: buckets.sums[parameter] for name, parameter in parameters.items()}
     queue = Noted(buckets.sums, buckets)
     split_backward(net, queue if schedule.has_weight_gradients else None)
+    if case.in_place:
+        add_in_place(net, buckets.sum_of)
     executor = Executor(
         [net.whole] if case.num_chunks == 1 else [net.start, net.end],
         schedule.place(num_stages=1, num_chunks=case.num_chunks),
@@ -183,9 +192,11 @@ def test_deferred_weight_gradients_are_those_of_an_undivided_backward(kind: str,
         Case(schedule, num_chunks, sequence_parallel=cut, bf16=bf16, checkpointed=variant == "checkpointed")
         for schedule, num_chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
     ]
+    cases += [] if bf16 else [cases[0]._replace(in_place=True), cases[-1]._replace(in_place=True)]
     for whole, *others in run_ranks(layout.world_size, train, layout, cases):
         for case, seen in zip(cases[1:], others, strict=True):
             assert seen.loss == whole.loss
+            assert not (case.in_place and case.schedule == "1f1b") or seen.launched == whole.launched
             if SCHEDULES[case.schedule].has_weight_gradients:
                 # A row-parallel layer's input is cut along its features, not along the sequence.
                 assert seen.lengths == ({S // layout.tp, S} if cut else {S})
