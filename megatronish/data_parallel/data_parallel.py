@@ -65,6 +65,10 @@ class DataParallel(Protocol):
         """Round the masters into the model, on every rank; where they were loaded, the `frozen` ones too."""
         ...
 
+    def wait_for_parameters(self) -> None:
+        """Returns once the parameters that `gather_parameters` has rounded are there, for who reads them outside."""
+        ...
+
     def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
         """From now on the module's forward begins by waiting for these parameters."""
         ...

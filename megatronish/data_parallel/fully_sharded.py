@@ -184,6 +184,9 @@ class FullySharded:
         for name, master in self._masters.items():
             self._rows[name].copy_(master, non_blocking=True)
 
+    def wait_for_parameters(self) -> None:
+        """Nothing to wait for: what a rank keeps is the masters."""
+
     def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
         """A forward waits for what it gathers in any case."""
 

@@ -75,7 +75,11 @@ class FlatParameters:
         # Masters that are parts of the buffers may be written next, as by the load of adapters after that of the base:
         # what is still on its way would bring back their old values.
         if frozen or not self.overlap:
-            self.wait_for(self._bucket_of)
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns once every parameter is gathered."""
+        self.wait_for(self._bucket_of)
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Returns once these parameters are gathered."""

@@ -64,6 +64,7 @@ class Zero:
         if self.buckets.keeps_whole:
             self.sum_of = self.buckets.sum_of
         self.gather_parameters, self.gather_before = self.parameters.gather, self.parameters.gather_before
+        self.wait_for_parameters = self.parameters.wait
 
     @property
     def sums(self) -> dict[nn.Parameter, Tensor]:

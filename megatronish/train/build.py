@@ -44,6 +44,7 @@ from megatronish.objectives.causal_lm import CausalLM
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import loss_scale_of
+from megatronish.optim.loss_spikes import LossSpikes
 from megatronish.optim.optimizer import Optimizer
 from megatronish.pipeline.executor import Executor
 from megatronish.pipeline.replayed import Record, ReplayingExecutor, record_on_cuda
@@ -114,7 +115,12 @@ def build_engine(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )
     executor = build_executor(config, stage, mesh, objective, weight_gradients)
-    rule = UpdateRule(loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad)
+    rule = UpdateRule(
+        loss_scale_of(training),
+        config.optimizer.clip_grad,
+        training.check_for_nan_in_loss_and_grad,
+        LossSpikes(training.skip_loss_spikes),
+    )
     replaying = with_graphs(config, executor, mesh)
     engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule)
     if isinstance(objective, PairObjective):

@@ -121,6 +121,7 @@ def resume(
     if with_optimizer:
         optimizer.num_steps = state["optimizer_steps"]
     engine.rule.loss_scale.load(state.get("loss_scale", {}))
+    engine.rule.spikes.load(state.get("loss_spikes", {}))
     return Progress(
         state["step"], state["consumed_samples"], state.get("skipped_steps", 0), state.get("skipped_samples", 0)
     )

@@ -33,6 +33,7 @@ from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
 from megatronish.train.hooks.profiler import MeetStages, step_profiler
+from megatronish.train.hooks.replicas import CheckReplicas
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.table import hooks_of
@@ -215,7 +216,11 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
                 console=console,
             )
         )
-    return [*hooks, *hooks_of(log, job), save]
+    hooks += hooks_of(log, job)
+    if training.check_replicas_interval:
+        every, saves = training.check_replicas_interval, config.checkpoint.save_interval
+        hooks.append(CheckReplicas(interval=every, save_interval=saves, stopper=stopper))
+    return [*hooks, save]
 
 
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:

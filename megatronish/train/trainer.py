@@ -15,7 +15,9 @@ from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.ranges import DATA, UPDATE, marked
-from megatronish.train.engine import Engine, StepResult
+from megatronish.train.engine import Engine
+from megatronish.train.origin import find_origin
+from megatronish.train.results import NotFiniteError, StepResult
 
 
 @dataclass
@@ -157,14 +159,18 @@ class Trainer:
         )
         start = time.perf_counter()
         with marked(UPDATE):
-            result = self.engine.step(
-                micro_batches,
-                num_steps_done=before.step,
-                learning_rate=rates.base,
-                weight_decay=schedule.learning_rate.weight_decay(learned_from),
-                decoupled_learning_rate=rates.decoupled,
-                votes=self._votes,
-            )
+            try:
+                result = self.engine.step(
+                    micro_batches,
+                    num_steps_done=before.step,
+                    learning_rate=rates.base,
+                    weight_decay=schedule.learning_rate.weight_decay(learned_from),
+                    decoupled_learning_rate=rates.decoupled,
+                    votes=self._votes,
+                )
+            except NotFiniteError as error:  # on all ranks at once, for they have the same loss and norm
+                origin = find_origin(self.engine, micro_batches, num_steps_done=before.step)
+                raise NotFiniteError(f"{error}. Computed again, {origin}") from None
         seconds = time.perf_counter() - start
         size = schedule.batch_size.at(before.consumed_samples)
         self.progress = Progress(

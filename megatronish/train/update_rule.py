@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from megatronish.optim.loss_scale import LossScale
+from megatronish.optim.loss_spikes import LossSpikes
 from megatronish.train.results import NotFiniteError
 
 
@@ -13,6 +14,7 @@ class UpdateRule(NamedTuple):
     loss_scale: LossScale
     clip_grad: float
     check_finite: bool
+    spikes: LossSpikes
 
     def factor(self, grad_norm: float) -> float:
         """What the gradient is multiplied by: it takes the loss scale out, and shortens what is above `clip_grad`."""
@@ -21,9 +23,11 @@ class UpdateRule(NamedTuple):
             factor *= self.clip_grad / (grad_norm + 1e-6)
         return factor
 
-    def skips(self, grad_norm: float) -> bool:
-        """Whether a step is left out: its gradient overflowed in fp16."""
-        return not math.isfinite(grad_norm) and self.loss_scale.skips_overflow
+    def skips(self, grad_norm: float, *, step: int) -> bool:
+        """Whether a step is left out: its gradient overflowed in fp16, or is far longer than usual."""
+        if not math.isfinite(grad_norm):
+            return self.loss_scale.skips_overflow
+        return self.spikes.skips(grad_norm, step=step)
 
     def refuse_not_finite(self, loss: float, grad_norm: float, *, step: int, origin: str | None = None) -> None:
         """NotFiniteError, unless a smaller loss scale may help: then the step is left out and the run continues.

@@ -170,6 +170,7 @@ class Save(Hook):
             "skipped_steps": progress.skipped_steps,
             "skipped_samples": progress.skipped_samples,
             "loss_scale": engine.rule.loss_scale.state(),
+            "loss_spikes": engine.rule.spikes.state(),
             "hooks": trainer.hook_states(),
         }
 

@@ -1,0 +1,142 @@
+"""The CheckReplicas hook: do ranks that should hold the same parameters hold the same bits?
+
+Copies are computed, not sent: each data rank makes the same update from the same gradient, each tp rank that of what no
+rank cuts. A bit that flips in one of them (memory, a bad core, a wrong kernel) stays, as nothing compares; the copies
+drift apart, and checkpoints, for which copies take turns, mix them. So every few steps, and before each checkpoint, a
+hash of every parameter is compared over its copies: one pass over the memory, and two small all-reduces an axis.
+
+`torch.hash_tensor` is the XOR of the elements' bits: any single flipped bit changes it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatronish import comm
+from megatronish.checkpoint.all_or_none import from_all
+from megatronish.errors import RunError
+from megatronish.mesh import Axis
+from megatronish.train.engine import Engine
+from megatronish.train.hooks.stop import Stopper
+from megatronish.train.trainer import Hook, StepRecord, Trainer
+
+NAMED = 3
+"""Parameters that the error names."""
+
+
+class Copies(NamedTuple):
+    """Tensors of this rank, by name, of which every rank of the axis holds a copy."""
+
+    axis: Axis
+    tensors: dict[str, Tensor]
+
+
+class CheckReplicas(Hook):
+    """RunError if copies differ: checked every `interval` steps, and wherever a checkpoint is due."""
+
+    def __init__(self, *, interval: int, save_interval: int | None, stopper: Stopper) -> None:
+        self.interval, self.save_interval, self.stopper = interval, save_interval, stopper
+        self._sound_step = 0
+
+    def start(self, trainer: Trainer) -> None:
+        """Take what was loaded as sound: its checksums were compared."""
+        self._sound_step = trainer.progress.step
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """Compare, at the interval or because a checkpoint follows."""
+        intervals = [each for each in (self.interval, self.save_interval) if each is not None]
+        if self.stopper.save_now or any(record.step % each == 0 for each in intervals):
+            self._check(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """Compare what the last checkpoint will hold."""
+        if trainer.progress.step != self._sound_step:
+            self._check(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        step = trainer.progress.step
+        found = differences(trainer.engine)
+        if found:
+            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            told = "; ".join(found[:NAMED]) + more
+            raise RunError(
+                f"ranks that should hold the same parameters do not after step {step}: {told}. They were the same "
+                f"after step {self._sound_step}. Nothing was saved; start again from the newest checkpoint, and if the "
+                "same ranks differ again, leave their machine out: its memory or its device is at fault"
+            )
+        self._sound_step = step
+
+
+def differences(engine: Engine) -> list[str]:
+    """What differs, a phrase for each parameter, the same on every rank. Collective."""
+    engine.data_parallel.wait_for_parameters()
+    mine = [phrase for copies in copies_of(engine) for phrase in _compare(copies)]
+    own = comm.all_reduce(torch.tensor(len(mine)), engine.mesh.world, "max")
+    if not int(own):
+        return []
+    return list(dict.fromkeys(phrase for phrases in from_all(engine.mesh.world, lambda: mine) for phrase in phrases))
+
+
+def copies_of(engine: Engine) -> Iterator[Copies]:
+    """What this rank holds that others should hold, too, by the axis of these ranks, in one order on all ranks.
+
+    Parameters are copied over the data ranks, and over every model axis that does not cut them; those that lie sharded
+    (ZeRO-3) over `replicate` alone. Masters are copied over `replicate`.
+    """
+    mesh, shardings = engine.mesh, engine.stage.shardings
+    parameters = dict(engine.stage.model.named_parameters())
+    for name, domain in mesh.domains.items():
+        own = {key: each.detach() for key, each in parameters.items() if shardings[key].domain == name}
+        whole = {key: each for key, each in own.items() if not isinstance(each, DTensor)}
+        sharded = {key: each.to_local() for key, each in own.items() if isinstance(each, DTensor)}
+        masters = {
+            f"master of {key}": shard.master.detach()
+            for key, shard in engine.data_parallel.shards.items()
+            if shardings[key].domain == name and shard.master.numel() and shard.master.is_floating_point()
+        }
+        yield Copies(domain.replicate, whole | sharded | masters)
+        yield Copies(domain.shard, whole)
+        for axis in domain.model.values():
+            yield Copies(axis, {key: each for key, each in own.items() if axis.name not in shardings[key].cut_axes})
+        yield Copies(domain.embedding, {key: each for key, each in whole.items() if shardings[key].tied})
+
+
+def _compare(copies: Copies) -> list[str]:
+    """Which of these tensors differ over the axis, and on which ranks."""
+    axis, tensors = copies
+    if axis.size == 1 or not tensors:
+        return []
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors.values()]
+    hashes = torch.stack([_hash(each) for each in local])
+    # The largest and, of the complements, the smallest: equal on all ranks if the two are complements.
+    extremes = comm.all_reduce(torch.stack((hashes, ~hashes)), axis, "max")
+    differ = (extremes[0] != ~extremes[1]).cpu()
+    if not bool(differ.any()):
+        return []
+    everybody = comm.start_all_gather(hashes.view(1, -1), axis).wait().cpu()  # [ranks, tensors]
+    names = [name for name, is_other in zip(tensors, differ.tolist(), strict=True) if is_other]
+    columns = everybody[:, differ].t().tolist()
+    return [_told(name, column, axis) for name, column in zip(names, columns, strict=True)]
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    """A number of 64 bits, in which any one flipped bit shows."""
+    bits = tensor.contiguous().view(-1).view(torch.uint8)
+    sizes = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    width = next((each for each in sizes if bits.numel() % each == 0), 1)
+    return torch.hash_tensor(bits if width == 1 else bits.view(sizes[width])).view(torch.int64)
+
+
+def _told(name: str, hashes: Sequence[int], axis: Axis) -> str:
+    """`norm.weight on rank 3 (of ranks 0, 1, 2, 3 of data)`: those in the minority, or all if there is none."""
+    counts = {value: hashes.count(value) for value in hashes}
+    most = max(counts, key=lambda value: counts[value])
+    others = [rank for rank, value in zip(axis.ranks, hashes, strict=True) if value != most]
+    everyone = ", ".join(map(str, axis.ranks))
+    if 2 * counts[most] <= len(hashes):
+        return f"{name} differs between the ranks {everyone} of {axis.name}"
+    where = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+    return f"{name} differs on {where} from what most of the ranks {everyone} of {axis.name} hold"

@@ -1,0 +1,182 @@
+"""Tests of faults in numbers: flipped bits in copies, the origin of what is not finite, spikes of the gradient."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from engines import open_job, take_step, world_size_of
+from jobs import checkpoints_of, run_job, tiny
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatronish.errors import RunError
+from megatronish.launch.place import Place
+from megatronish.optim.loss_spikes import FEWEST, LossSpikes
+from megatronish.optim.optimizer import Optimizer
+from megatronish.train.hooks.replicas import differences
+from megatronish.train.origin import find_origin
+from megatronish.train.results import NotFiniteError
+
+SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --global-batch-size 4"
+
+
+class Flip(NamedTuple):
+    """One bit of an element of a parameter, and the ranks that must be told to differ."""
+
+    flags: str
+    rank: int
+    parameter: str
+    told: str
+
+
+FLIPS = [
+    Flip("--dp 2", 1, "layers.0.mlp.fc1.weight", "differs between the ranks 0, 1 of replicate"),
+    Flip("--dp 4 --zero-stage 1", 2, "layers.1.attention.qkv.weight", "differs on rank 2 from"),
+    Flip("--dp 4 --dp-replicate 2 --zero-stage 3", 3, "layers.0.mlp.fc2.weight", "of replicate"),
+    Flip("--tp 4", 1, "layers.0.attention_norm.weight", "differs on rank 1 from"),
+    Flip("--pp 2", 0, "embedding.tokens.weight", "of embedding"),
+]
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def flip_and_compare(place: Place, flip: Flip) -> tuple[list[str], list[str], list[str]]:
+    """What differs before, with the bit flipped, and with it flipped back."""
+    job = open_job(place, f"{SMALL} {flip.flags}")
+    engine = job.build_engine()
+    take_step(job, engine, 0)
+    found = [differences(engine)]
+    parameters = {
+        name.replace("input_norm", "attention_norm"): each for name, each in engine.stage.model.named_parameters()
+    }
+    for _ in range(2):
+        if place.rank == flip.rank:
+            bits = local_of(parameters[flip.parameter].detach()).view(-1)[-1:].view(torch.int32)
+            bits.bitwise_xor_(torch.tensor(1 << 3, dtype=torch.int32))
+        found.append(differences(engine))
+    return tuple(found)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("flip", FLIPS, ids=[flip.flags for flip in FLIPS])
+def test_a_flipped_bit_is_found_and_its_parameter_and_ranks_are_named(flip: Flip) -> None:
+    for before, flipped, after in run_ranks(world_size_of(flip.flags), flip_and_compare, flip):
+        assert before == after == []
+        assert any(flip.told in phrase for phrase in flipped), flipped
+        assert any(flip.parameter.split(".")[-2] in phrase for phrase in flipped), flipped
+
+
+def plant_flip(after_step: int) -> None:
+    """Planted in a job: after that step one bit is flipped in rank 1's copy of a bias."""
+    step = Optimizer.step
+
+    def stepped(self: Optimizer, **options: object) -> None:
+        step(self, **options)  # type: ignore[arg-type]
+        if self.num_steps == after_step and torch.distributed.get_rank() == 1:
+            shard = next(iter(self.shards.values()))
+            shard.master.view(-1)[:1].view(torch.int32).bitwise_xor_(torch.tensor(2, dtype=torch.int32))
+
+    Optimizer.step = stepped  # type: ignore[method-assign]
+
+
+def test_a_run_stops_before_a_checkpoint_mixes_copies(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = tiny(run_dir, "--dp 2 --save-interval 2 --check-replicas-interval 1000")
+    ended = run_job(argv, tmp_path, plant=plant_flip, plant_args=(3,))
+    assert ended.status == 1 and "Traceback" not in ended.errors
+    assert "ranks that should hold the same parameters do not after step 4" in ended.errors
+    assert "They were the same after step 2. Nothing was saved" in ended.errors
+    assert checkpoints_of(run_dir) == ["latest", "step_00000002"]
+
+
+class Fault(NamedTuple):
+    """A number that is not finite, planted into a module of one rank's stage."""
+
+    flags: str
+    rank: int
+    module: str
+    kind: str
+    told: str
+
+
+FAULTS = [
+    Fault(
+        "--tp 2 --pp 2", 3, "layers.1.mlp.fc1", "weight", "it begins on rank 3 with the weight layers.1.mlp.fc1.weight"
+    ),
+    Fault("--dp 2", 1, "layers.0.mlp.fc1", "output", "it begins on rank 1 with the output of layers.0.mlp.fc1 "),
+    Fault("--pp 2 --pipeline-schedule zb-h1", 0, "layers.0.attention", "output", "output of layers.0.attention"),
+    Fault(
+        "--dp 2 --zero-stage 3", 1, "layers.1.mlp.fc2", "gradient", "of layers.1.mlp.fc1, where that of layers.1.mlp"
+    ),
+    Fault(
+        "--recompute-granularity full",
+        0,
+        "layers.0.mlp.fc2",
+        "gradient",
+        "of layers.0.mlp.fc1, where that of layers.0.mlp",
+    ),
+    Fault("--dp 2", 0, "", "once", "every weight, output and gradient of a micro-batch is finite"),
+]
+
+
+def spoil_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    spoiled = output.clone()
+    spoiled[1, 0, 2] = torch.inf
+    return spoiled
+
+
+class _SpoiledBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0] * torch.nan
+
+
+def spoil_gradient(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    return _SpoiledBackward.apply(output)  # type: ignore[no-untyped-call]
+
+
+def fail(place: Place, fault: Fault) -> str:
+    """The origin that is found for a planted fault."""
+    job = open_job(place, f"{SMALL} {fault.flags}")
+    engine = job.build_engine()
+    take_step(job, engine, 0)
+    if place.rank == fault.rank and fault.kind != "once":
+        module = engine.stage.model.get_submodule(fault.module)
+        if fault.kind == "weight":
+            local_of(module.weight.detach()).view(-1)[1] = torch.nan  # type: ignore[operator, union-attr]
+        else:
+            module.register_forward_hook(spoil_output if fault.kind == "output" else spoil_gradient)
+    batches = job.batches_of(job.datasets.train)(4, 4)
+    if fault.kind != "once":
+        with pytest.raises(NotFiniteError):
+            engine.step(batches, num_steps_done=1, learning_rate=1e-3, weight_decay=0.0)
+    return find_origin(engine, batches, num_steps_done=1)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.kind} {fault.flags}" for fault in FAULTS])
+def test_the_first_module_that_makes_a_number_not_finite_is_named(fault: Fault) -> None:
+    found = run_ranks(world_size_of(fault.flags), fail, fault)
+    assert len(set(found)) == 1
+    assert fault.told in found[0]
+    if fault.kind == "output":
+        assert re.search(r"in the forward of micro-batch 0, sample \d+", found[0])
+
+
+def test_a_gradient_far_longer_than_usual_is_left_out_but_not_four_times() -> None:
+    rule, resumed = LossSpikes(5.0), LossSpikes(5.0)
+    assert not any(rule.skips(norm, step=1) for norm in (100.0, *[1.0] * FEWEST))  # too few to know the usual
+    assert not rule.skips(4.9, step=2) and rule.skips(5.1, step=3)
+    resumed.load(rule.state())
+    for each in (rule, resumed):
+        assert each.skips(1e9, step=4) and each.skips(6.0, step=5)
+        with pytest.raises(RunError, match="above 5 times the median 1, as it was in the 3 steps before"):
+            each.skips(7.0, step=6)
+    assert LossSpikes(None).state() == {} and not LossSpikes(None).skips(1e30, step=1)
