@@ -226,6 +226,11 @@ def _sharded(stage: nn.Module) -> Iterator[tuple[str, DTensor]]:
         yield name, parameter
 
 
+def held(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter: its rows if it is sharded, else the parameter itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def _local(parameter: DTensor) -> Tensor:
     with torch.no_grad():
         return parameter.to_local()

@@ -115,17 +115,20 @@ def build_engine(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )
     executor = build_executor(config, stage, mesh, objective, weight_gradients)
-    rule = UpdateRule(
-        loss_scale_of(training),
-        config.optimizer.clip_grad,
-        training.check_for_nan_in_loss_and_grad,
-        LossSpikes(training.skip_loss_spikes),
-    )
     replaying = with_graphs(config, executor, mesh)
-    engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule)
+    engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule_of(config))
     if isinstance(objective, PairObjective):
         prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
     return engine
+
+
+def rule_of(config: Config) -> UpdateRule:
+    """What becomes of a gradient before the optimizer."""
+    training = config.training
+    spikes = LossSpikes(training.skip_loss_spikes)
+    return UpdateRule(
+        loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad, spikes
+    )
 
 
 def prepare_pairs(engine: Engine, scorer: Scorer, config: Config, *, vocab_size: int) -> None:

@@ -5,7 +5,7 @@ reduces, clips and updates. build.py puts one together; the trainer, the tests a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -124,28 +124,6 @@ class Engine:
         skipped = self.rule.skips(grad_norm, step=num_steps_done + 1)
         load = self.balancing.load(totals.model)
         return StepResult(metrics, grad_norm, weight, scale, skipped, totals.votes, load)
-
-    def compute_again(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        num_steps_done: int,
-        begin_action: Callable[[Action, MicroBatch], None],
-    ) -> None:
-        """Forward and backward of a step whose `gradients` failed, as before, and nothing of what they lead to."""
-        local, scale = self._local(micro_batches), self.rule.loss_scale.scale
-        weight = weight_of(micro_batches, self.objective, self.mesh)
-
-        def begin(action: Action, is_last: bool) -> None:
-            begin_action(action, local[action.micro_batch])
-            self.data_parallel.begin_action(action, is_last)
-
-        self.data_parallel.zero()
-        num_sequences = self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
-        with self.balancing.of_step(num_sequences, seq_length=micro_batches[0].tokens.shape[1], loss_scale=scale):
-            actions, scale = self._actions(len(micro_batches)), scale / max(weight, 1)
-            self.executor.run(actions, local, step=num_steps_done, loss_scale=scale, begin_action=begin)
-        self.data_parallel.finish_reduction()
 
     def clip(self, grad_norm: float) -> None:
         """Take the loss scale out of the gradient, and shorten it if it is too long."""

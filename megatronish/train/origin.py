@@ -12,21 +12,22 @@ it is needed.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from megatronish.checkpoint.all_or_none import from_all
+from megatronish.data_parallel.fully_sharded import held
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.executor import Executor
 from megatronish.schedule.plan import Action
 from megatronish.train.engine import Engine
+from megatronish.train.results import NotFiniteError
 
 KINDS = ("weight", "output", "gradient")
 """What is found, the surest first."""
@@ -37,36 +38,40 @@ OVERFLOW = (
 
 
 class Found(NamedTuple):
-    """Where a rank first met a number that is not finite."""
+    """What a rank first met of a kind: `samples` are places in the micro-batch, of a tensor [s, B, ...]."""
 
-    kind: str
     phrase: str
+    samples: tuple[int, ...] = ()
 
 
 @dataclass
 class Watch:
-    """Watch of a rank's modules during a step; `found` is the first thing of each kind."""
+    """Watch of a rank's modules during a step: the first thing of each kind, once the action it fell in has ended."""
 
-    found: dict[str, Found] = field(default_factory=dict)
-    action: Action | None = None
-    batch: MicroBatch | None = None
+    micro_batches: Sequence[MicroBatch]
+    told: dict[str, str] = field(default_factory=dict)
     last_finite: str = ""
     """The module whose output had a finite gradient last."""
+    _found: dict[str, Found] = field(default_factory=dict)
 
-    def note(self, kind: str, phrase: str) -> None:
-        """Keep the first of its kind."""
-        self.found.setdefault(kind, Found(kind, phrase))
+    def is_done(self, kind: str) -> bool:
+        """Whether something of this kind was found."""
+        return kind in self.told or kind in self._found
 
-    def where(self, tensor: Tensor) -> str:
-        """The micro-batch at work and, of a tensor [s, B, ...], the samples."""
-        assert self.action is not None
-        place = f"in the {_NAMES[self.action.kind]} of micro-batch {self.action.micro_batch}"
-        batch = self.batch
-        if batch is None or tensor.dim() < 3 or tensor.shape[1] != len(batch.tokens):
-            return place
-        bad = [i for i in range(tensor.shape[1]) if not _is_finite(tensor[:, i])]
-        samples = ", ".join(str(int(batch.sample_ids[i])) for i in bad[:4])
-        return f"{place}, sample{'s' if len(bad) > 1 else ''} {samples}" if bad else place
+    def note(self, kind: str, phrase: str, tensor: Tensor) -> None:
+        """Keep what was found, with the samples of a tensor [s, B, ...] that it is in."""
+        batch = self.micro_batches[0].tokens.shape[0]
+        has_samples = tensor.dim() >= 3 and tensor.shape[1] == batch
+        bad = [i for i in range(batch) if not _is_finite(tensor[:, i])] if has_samples else []
+        self._found[kind] = Found(phrase, tuple(bad[:4]))
+
+    def after_action(self, action: Action, _start: float, _end: float) -> None:
+        """Say of what was found in which action it was."""
+        for kind, (phrase, samples) in self._found.items():
+            ids = [str(int(self.micro_batches[action.micro_batch].sample_ids[i])) for i in samples]
+            named = f", sample{'s' if len(ids) > 1 else ''} {', '.join(ids)}" if ids else ""
+            self.told[kind] = f"{phrase} in the {_NAMES[action.kind]} of micro-batch {action.micro_batch}{named}"
+        self._found.clear()
 
 
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -74,24 +79,26 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 def find_origin(engine: Engine, micro_batches: Sequence[MicroBatch], *, num_steps_done: int) -> str:
     """One sentence: the rank and the module where it begins. Collective; every rank returns the same."""
-    watch = Watch()
+    watch = Watch(micro_batches)
     for name, parameter in engine.stage.model.named_parameters():
         if not _is_finite(parameter.detach()):
-            watch.note("weight", f"the weight {name}")
-    if isinstance(engine.executor, Executor):
-        with watched(engine.stage.model, watch), torch.compiler.set_stance("force_eager"):
-            engine.compute_again(micro_batches, num_steps_done=num_steps_done, begin_action=partial(_begin, watch))
-    everybody = from_all(engine.mesh.world, lambda: watch.found)
+            watch.told.setdefault("weight", f"the weight {name}")
+    if isinstance(engine.executor, Executor):  # the actions of a replayed graph call no modules
+        engine.observers.append(watch.after_action)
+        with (
+            watched(engine.stage.model, watch),
+            torch.compiler.set_stance("force_eager"),
+            suppress(NotFiniteError),
+        ):
+            engine.gradients(micro_batches, num_steps_done=num_steps_done)
+        engine.observers.remove(watch.after_action)
+    everybody = from_all(engine.mesh.world, lambda: watch.told)
     for kind in KINDS:
-        ranks = [rank for rank, found in enumerate(everybody) if kind in found]
+        ranks = [rank for rank, told in enumerate(everybody) if kind in told]
         if ranks:
             others = f" (and on {_ranks(ranks[1:])} too)" if len(ranks) > 1 else ""
-            return f"it begins on rank {ranks[0]} with {everybody[ranks[0]][kind].phrase}{others}"
+            return f"it begins on rank {ranks[0]} with {everybody[ranks[0]][kind]}{others}"
     return OVERFLOW
-
-
-def _begin(watch: Watch, action: Action, batch: MicroBatch) -> None:
-    watch.action, watch.batch = action, batch
 
 
 @contextmanager
@@ -110,23 +117,23 @@ def watched(model: nn.Module, watch: Watch) -> Iterator[None]:
 
 def _after_forward(watch: Watch, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     outputs = [each for each in _tensors(output) if each.is_floating_point()]
-    if all(map(_is_finite, _tensors((args, kwargs)))):
-        for each in outputs:
-            if not _is_finite(each) and "output" not in watch.found:
-                watch.note("output", f"the output of {name} ({type(module).__name__}) {watch.where(each)}")
+    if not watch.is_done("output") and all(map(_is_finite, _tensors((args, kwargs)))):
+        bad = next((each for each in outputs if not _is_finite(each)), None)
+        if bad is not None:
+            watch.note("output", f"the output of {name} ({type(module).__name__})", bad)
     for each in outputs:
         if each.requires_grad and not each.is_leaf:
             each.register_hook(partial(_on_gradient, watch, name))
 
 
 def _on_gradient(watch: Watch, name: str, gradient: Tensor) -> None:
-    if "gradient" in watch.found:
+    if watch.is_done("gradient"):
         return
     if _is_finite(gradient):
         watch.last_finite = name
         return
-    after = f", where that of {watch.last_finite} was finite" if watch.last_finite else ""
-    watch.note("gradient", f"the gradient of the output of {name}{after}, {watch.where(gradient)}")
+    after = f", where that of {watch.last_finite} was finite," if watch.last_finite else ""
+    watch.note("gradient", f"the gradient of the output of {name}{after}", gradient)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -141,10 +148,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = held(tensor.detach())
     if not local.is_floating_point() or local.numel() == 0:
         return True
-    low, high = torch.aminmax(local.detach())  # NaN goes through both
+    low, high = torch.aminmax(local)  # NaN goes through both
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 

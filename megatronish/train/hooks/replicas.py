@@ -1,4 +1,4 @@
-"""The CheckReplicas hook: do ranks that should hold the same parameters hold the same bits?
+"""The CheckReplicas hook: comparison of the parameters that several ranks hold alike, bit by bit.
 
 Copies are computed, not sent: each data rank makes the same update from the same gradient, each tp rank that of what no
 rank cuts. A bit that flips in one of them (memory, a bad core, a wrong kernel) stays, as nothing compares; the copies
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatronish import comm
 from megatronish.checkpoint.all_or_none import from_all
+from megatronish.data_parallel.fully_sharded import held
 from megatronish.errors import RunError
 from megatronish.mesh import Axis
 from megatronish.train.engine import Engine
@@ -90,17 +90,17 @@ def copies_of(engine: Engine) -> Iterator[Copies]:
     parameters = dict(engine.stage.model.named_parameters())
     for name, domain in mesh.domains.items():
         own = {key: each.detach() for key, each in parameters.items() if shardings[key].domain == name}
-        whole = {key: each for key, each in own.items() if not isinstance(each, DTensor)}
-        sharded = {key: each.to_local() for key, each in own.items() if isinstance(each, DTensor)}
+        whole = {key: each for key, each in own.items() if held(each) is each}
+        here = {key: held(each) for key, each in own.items()}
         masters = {
             f"master of {key}": shard.master.detach()
             for key, shard in engine.data_parallel.shards.items()
             if shardings[key].domain == name and shard.master.numel() and shard.master.is_floating_point()
         }
-        yield Copies(domain.replicate, whole | sharded | masters)
+        yield Copies(domain.replicate, here | masters)
         yield Copies(domain.shard, whole)
         for axis in domain.model.values():
-            yield Copies(axis, {key: each for key, each in own.items() if axis.name not in shardings[key].cut_axes})
+            yield Copies(axis, {key: each for key, each in here.items() if axis.name not in shardings[key].cut_axes})
         yield Copies(domain.embedding, {key: each for key, each in whole.items() if shardings[key].tied})
 
 
@@ -109,8 +109,7 @@ def _compare(copies: Copies) -> list[str]:
     axis, tensors = copies
     if axis.size == 1 or not tensors:
         return []
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors.values()]
-    hashes = torch.stack([_hash(each) for each in local])
+    hashes = torch.stack([_hash(each) for each in tensors.values()])
     # The largest and, of the complements, the smallest: equal on all ranks if the two are complements.
     extremes = comm.all_reduce(torch.stack((hashes, ~hashes)), axis, "max")
     differ = (extremes[0] != ~extremes[1]).cpu()
