@@ -106,7 +106,8 @@ def _saved_at(folder: Path) -> float:
     with suppress(OSError):
         guesses.append((state if state.exists() else folder).stat().st_mtime)
     with suppress(OSError, TypeError, ValueError, LookupError, OverflowError, RecursionError):
-        guesses.append(_time(json.loads(state.read_text())))
+        if state.is_file():  # a pipe or a device would never end
+            guesses.append(_time(json.loads(state.read_text())))
     return max(guesses)
 
 

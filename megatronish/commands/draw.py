@@ -31,6 +31,8 @@ COLUMNS_AN_ACTION = 3  # on average, of a recorded step
 _SPLIT = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.has_weight_gradients)
 _WEIGHT_HELP = f"Time of a weight gradient: a part of the backward except in {_SPLIT}."
 
+MOST_ACTIONS = 200_000
+
 
 @dataclass(frozen=True)
 class DrawArguments:
@@ -67,6 +69,11 @@ def refuse_arguments(arguments: DrawArguments) -> None:
     for name in ("stages", "microbatches"):
         if getattr(arguments, name) < 1:
             raise UserError(f"{name}={getattr(arguments, name)} must be at least 1")
+    if arguments.stages * arguments.microbatches * (arguments.chunks or 1) > MOST_ACTIONS:
+        raise UserError(
+            f"stages={arguments.stages} x microbatches={arguments.microbatches} is more than {MOST_ACTIONS:,}, "
+            "forwards, and nobody could look at them; draw fewer"
+        )
     for name in ("forward", "backward", "weight", "transfer"):
         if not 0 <= getattr(arguments, name) < float("inf"):
             raise UserError(f"{name}={getattr(arguments, name)} must not be negative or infinite; it is a time")

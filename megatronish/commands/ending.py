@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatronish.config.plugins import naming_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.launch.elastic import report_to_torchrun
+from megatronish.launch.mishaps import mishap
 from megatronish.launch.place import Place, place_from_environment
 
 SECONDS_OF_MAIN = 3.0
@@ -53,6 +54,11 @@ def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
         if not is_main(place):
             time.sleep(SECONDS_OF_MAIN)
         return 2
+    except OSError as error:
+        if (sentence := mishap(error)) is None:
+            raise
+        print(sentence, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -6,6 +6,9 @@ from pathlib import Path
 from megatronish.config.data import DataConfig, parse_blend, split_part
 from megatronish.config.shipped import HOW_TO_MAKE
 
+LONGEST, LONGEST_NAME = 4000, 240
+"""Characters of a path and of a name in it: Linux takes 4096 and 255, and an ending comes after them."""
+
 
 def missing_files(data: DataConfig) -> list[str]:
     """Complaints about data prefixes and tokenizer files that do not exist; none with --mock-data."""
@@ -23,8 +26,14 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:
+            if len(prefix) > LONGEST or max(map(len, Path(prefix).parts)) > LONGEST_NAME:
+                yield f"{name}={prefix[:60]}...: a path of {len(prefix)} characters is too long; name files elsewhere"
+                continue
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
-            if missing:
+            odd = [path for path in missing if Path(path).exists()]
+            if odd:
+                yield f"{name}={prefix}: {odd[0]} is no file but a folder, a pipe or a device; name the prefix of files"
+            elif missing:
                 are = "does not exist" if len(missing) == 1 else "do not exist"
                 yield f"{name}={prefix}: {' and '.join(missing)} {are}; {_data_remedy(prefix)}"
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TextIO, cast
 from megatronish.config.plugins import naming_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.launch.elastic import report_to_torchrun
+from megatronish.launch.mishaps import mishap
 from megatronish.launch.place import Place
 
 
@@ -95,7 +96,7 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0, f"sys.exit({error.code}) was called" if error.code else None
         return 1, str(error.code)
-    return 1, "".join(traceback.format_exception(error)).rstrip()
+    return 1, mishap(error) or "".join(traceback.format_exception(error)).rstrip()
 
 
 @contextlib.contextmanager

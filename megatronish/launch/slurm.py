@@ -9,6 +9,8 @@ from megatronish.launch.launcher import LOWEST_PORT, NUM_PORTS, Launcher, intege
 
 NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
+MOST_HOSTS = 1_000_000
+
 
 class Slurm(Launcher):
     """Launcher srun: the nodes of the step say where the ranks meet, and how many of them are on each node."""
@@ -107,12 +109,25 @@ def expand_hosts(nodelist: str) -> list[str]:
     if not re.fullmatch(f"{host}(?:,{host})*", nodelist):
         raise UserError(f"cannot read the SLURM node list {nodelist!r}; set MASTER_ADDR to the first host")
     hosts: list[str] = []
+    if _num_hosts(nodelist) > MOST_HOSTS:
+        raise UserError(
+            f"the SLURM node list {nodelist!r} names more than {MOST_HOSTS:,} hosts; set MASTER_ADDR to the first host"
+        )
     for pattern in re.findall(host, nodelist):
         # Splitting at brackets leaves plain text at even places and numbers at odd ones.
         parts = re.split(r"\[([^\]]*)\]", pattern)
         choices = [_expand_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
         hosts += ["".join(choice) for choice in product(*choices)]
     return hosts
+
+
+def _num_hosts(nodelist: str) -> int:
+    """An upper bound of the number of hosts in a list, without writing them out."""
+    total = 1
+    for numbers in re.findall(r"\[([^\]]*)\]", nodelist):
+        ends = [piece.partition("-") for piece in numbers.split(",")]
+        total *= sum(max(int(last or first) - int(first) + 1, 0) for first, _, last in ends)
+    return total
 
 
 def _expand_numbers(numbers: str) -> list[str]:

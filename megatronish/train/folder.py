@@ -42,6 +42,16 @@ NAMES_OF_DATA = (
     *("data.data_path", "data.train_data_path", "data.split", "data.mock_data", "data.dataset_type"),
     *("chat.chat_format", "chat.chat_template", "chat.chat_date", "chat.train_on", "chat.pack_samples"),
 )
+FILES = (
+    ".lock",
+    "config.toml",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "experts.jsonl",
+    "loss.png",
+    "latest",
+)
+"""Files of a run folder or of its checkpoints that a run writes under one name."""
 
 
 def make_writable(folder: Path, *, flag: str) -> None:
@@ -55,6 +65,16 @@ def make_writable(folder: Path, *, flag: str) -> None:
         raise UserError(f"{flag} {folder} cannot be written: {problem}; choose another")
 
 
+def refuse_odd_files(folder: Path) -> None:
+    """UserError if something other than a file that can be written has the name of a file of the run."""
+    for name in FILES:
+        path = folder / name
+        if not os.path.lexists(path) or (path.is_file() and os.access(path, os.W_OK)):
+            continue
+        what = "cannot be written" if path.is_file() else "is a folder" if path.is_dir() else "is no ordinary file"
+        raise UserError(f"{path} {what}, and the run writes its {name} there; move it away, or choose another folder")
+
+
 @contextmanager
 def locked(folder: Path, *, flag: str) -> Iterator[None]:
     """Lock of a folder for the time of a run, which the system releases however the process ends.
@@ -62,6 +82,7 @@ def locked(folder: Path, *, flag: str) -> Iterator[None]:
     UserError if another run has the lock.
     """
     make_writable(folder, flag=flag)
+    refuse_odd_files(folder)
     with (folder / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,9 +16,11 @@ from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
+from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, meeting_store
 from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.mishaps import mishap
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.pipeline.replayed import own_stream
@@ -72,6 +74,8 @@ def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] =
     import_plugins(config.plugins.plugin)  # where ranks are spawned and not forked, each for itself
     parallel = config.parallel
     set_determinism(config.training)  # before the device is used
+    if place.world_size > 1:
+        refuse_addresses()
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
@@ -137,15 +141,23 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     trainer.run()
     trackers.ending = "finished" if trainer.progress.step >= num_steps else f"stopped: {trainer.stop_reason}"
     if mesh.is_main:
-        # matplotlib takes a second to import: the others, and the start, need not wait for it.
-        from megatronish.train.plot import plot_run
-        from megatronish.train.plot_experts import plot_experts
-
-        plot_experts(config.run_dir)
-        plot_run(config.run_dir)
+        _draw(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
+
+
+def _draw(folder: Path) -> None:
+    """Draw the curves of a run; a picture that cannot be written is no reason to fail what is trained and saved."""
+    # matplotlib takes a second to import: the others, and the start, need not wait for it.
+    from megatronish.train.plot import plot_run
+    from megatronish.train.plot_experts import plot_experts
+
+    try:
+        plot_experts(folder)
+        plot_run(folder)
+    except OSError as error:
+        print(f"the curves were not drawn: {mishap(error) or error}", file=sys.stderr)
 
 
 def _has_its_ending(config: Config, mesh: Mesh) -> bool:

@@ -1,0 +1,41 @@
+"""Mishaps of the machine that end a run: a full disk, too few open files, too little memory; a sentence for each.
+
+They are no bugs, so no traceback is shown. Any other exception keeps its own.
+"""
+
+import errno
+from typing import Final
+
+REMEDIES: Final = {
+    errno.ENOSPC: "free space there, and start again: a run goes on from its newest checkpoint",
+    errno.EDQUOT: "free space there or ask for a larger quota, and start again",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+    errno.ENFILE: "the machine has too many open files; end other programs",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.EACCES: "change its permissions, or name another place",
+    errno.EPERM: "change its permissions, or name another place",
+    errno.EROFS: "name a place that can be written",
+    errno.EISDIR: "a file is needed there; move the folder away, or name another place",
+    errno.ENOTDIR: "a folder is needed there; move the file away, or name another place",
+    errno.ELOOP: "its symbolic links go round in a circle; name another place",
+    errno.EIO: "the disk or its network failed; look at the machine's log",
+    errno.ESTALE: "the network file system has lost it; mount it again",
+    errno.EAGAIN: "the machine lets this user start no more processes or threads: raise ulimit -u",
+    errno.ENOMEM: "the machine's memory is full; see the next start's first lines for what a rank needs",
+}
+MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+TOO_LARGE = (
+    "the memory of this rank is full ({reason}); use a smaller --micro-batch-size, --recompute-granularity full, a "
+    "higher --zero-stage, or more ranks. --dry-run says what a rank needs"
+)
+
+
+def mishap(error: BaseException) -> str | None:
+    """One sentence for a mishap of the machine; None for what may be a bug."""
+    if isinstance(error, OSError) and error.errno in REMEDIES:
+        name = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
+        return f"{name}{error.strerror or errno.errorcode[error.errno]}; {REMEDIES[error.errno]}"
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in reason for each in MEMORY)):
+        return TOO_LARGE.format(reason=reason.rpartition("] ")[2][:200] or "no reason was given")
+    return None
