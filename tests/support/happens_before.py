@@ -34,7 +34,17 @@ PACKAGE = str(ROOT / "megatronish")
 TRANSPARENT = ("comm.py", "ranges.py")  # whose callers are the call sites
 
 # Operators that look at shape, dtype or device of an argument, and at none of its values.
-SHAPES_ALONE = ("new_", "empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_", "is_same_size")
+SHAPES_ALONE = (
+    "new_",
+    "empty",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "sym_",
+    "is_same_size",
+)
 
 
 class RaceError(AssertionError):
@@ -283,9 +293,7 @@ def call_site() -> str:
 
 
 def _sentence(name: str, does: str, flight: Flight, is_doing: str) -> str:
-    return (
-        f"{name} at {call_site()} {does} what {flight.name}, started at {flight.site} and not waited for, {is_doing}"
-    )
+    return f"{name} at {call_site()} {does} what {flight.name}, started at {flight.site} and not waited for, {is_doing}"
 
 
 # The last step gathers parameters for a forward that does not come.

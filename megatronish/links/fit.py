@@ -1,0 +1,98 @@
+"""Fit of t = alpha + S / B to the times of a collective: what planning needs to know of it.
+
+Relative errors count (weights 1 / t^2), for sizes range over six powers of ten. Times are the shortest of each size,
+as others on the machine only add. Where one line is off by more than 20 % on average there are two: small sizes, where
+latency counts, and large ones, where bandwidth does. What is too noisy is fitted, so that it can be shown, but not
+accepted: planning must not be built on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+LARGEST_ERROR = 0.25  # of an accepted fit, on average
+LARGEST_ERROR_OF_ONE = 0.20  # of one line; with more there are two
+LARGEST_SPREAD = 3.0  # of the slowest to the quickest run of one size
+FEWEST_SIZES = 3  # of a line: any line goes through two points
+
+
+class SizeTimes(NamedTuple):
+    """Runs of one size: its bytes, the shortest and the longest seconds."""
+
+    num_bytes: int
+    shortest: float
+    longest: float
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """t = alpha_s + bytes / bandwidth, for sizes from bytes_min to bytes_max; `reason` says why it is not accepted.
+
+    The bandwidth is None where time does not grow with size: then there is nothing to say of it.
+    """
+
+    alpha_s: float
+    bandwidth_bytes_per_s: float | None
+    mean_error: float
+    bytes_min: int
+    bytes_max: int
+    reason: str | None = None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether planning may use it."""
+        return self.reason is None
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of a collective of so many bytes."""
+        return self.alpha_s + (num_bytes / self.bandwidth_bytes_per_s if self.bandwidth_bytes_per_s else 0.0)
+
+    def as_json(self, **names: Any) -> dict[str, Any]:
+        """`{"fit": ...}`, with `names` (collective, axis, ranks, ...) in front."""
+        return {"fit": names | asdict(self) | {"accepted": self.accepted}}
+
+
+def fits_of(sizes: Sequence[SizeTimes]) -> list[LinkFit]:
+    """One line through the times of all sizes, or two that meet between two sizes; none of fewer than three sizes."""
+    sizes = sorted(sizes)
+    if len(sizes) < FEWEST_SIZES:
+        return []
+    one = _line(sizes)
+    if one.mean_error <= LARGEST_ERROR_OF_ONE:
+        return [_judged(one, sizes)]
+    cuts = range(FEWEST_SIZES, len(sizes) - FEWEST_SIZES + 1)
+    pairs = [(_line(sizes[:cut]), _line(sizes[cut:]), cut) for cut in cuts]
+    if not pairs:
+        return [_judged(one, sizes)]
+    total = [one.mean_error * cut + other.mean_error * (len(sizes) - cut) for one, other, cut in pairs]
+    small, large, cut = pairs[total.index(min(total))]
+    return [_judged(small, sizes[:cut]), _judged(large, sizes[cut:])]
+
+
+def _line(sizes: Sequence[SizeTimes]) -> LinkFit:
+    """Weighted least squares of t = a + S b: with x = 1 / t and y = S / t, a x + b y is to be 1."""
+    pairs = [(1 / each.shortest, each.num_bytes / each.shortest) for each in sizes]
+    xx, xy, yy = (sum(p[i] * p[j] for p in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(p[i] for p in pairs) for i in (0, 1))
+    determinant = xx * yy - xy * xy
+    alpha, slope = (x * yy - y * xy) / determinant, (xx * y - xy * x) / determinant
+    if alpha < 0:  # no time is negative: bandwidth alone
+        alpha, slope = 0.0, y / yy
+    elif slope <= 0:  # or latency alone
+        alpha, slope = x / xx, 0.0
+    error = sum(abs((alpha + slope * each.num_bytes) / each.shortest - 1) for each in sizes) / len(sizes)
+    return LinkFit(alpha, 1 / slope if slope else None, error, sizes[0].num_bytes, sizes[-1].num_bytes)
+
+
+def _judged(line: LinkFit, sizes: Sequence[SizeTimes]) -> LinkFit:
+    noisiest = max(sizes, key=lambda each: each.longest / each.shortest)
+    spread = noisiest.longest / noisiest.shortest
+    reason = None
+    if spread > LARGEST_SPREAD:
+        reason = (
+            f"the slowest run of {noisiest.num_bytes} bytes took {spread:.1f} times the quickest, more than "
+            f"{LARGEST_SPREAD:g}"
+        )
+    elif line.mean_error > LARGEST_ERROR:
+        reason = f"it is off by {line.mean_error:.0%} on average, more than {LARGEST_ERROR:.0%}"
+    return replace(line, reason=reason)
