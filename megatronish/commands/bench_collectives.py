@@ -13,7 +13,6 @@ from functools import partial
 
 from megatronish.commands.ending import exit_status_of_ranks
 from megatronish.config.arguments import read_arguments
-from megatronish.errors import UserError
 from megatronish.launch.imports import importing
 from megatronish.launch.place import Place
 from megatronish.links.settings import LinkArguments

@@ -1,8 +1,9 @@
-"""Rank of a measurement of links: every collective over every axis of a layout, as a table, JSON lines and a picture."""
+"""Rank of a measurement of links: all collectives over all axes of a layout, as a table, JSON lines and a picture."""
 
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.links.axes import count_nodes, hosts_of, open_axes
 from megatronish.links.definitions import COLLECTIVES
+from megatronish.links.facts import Needs, nested_facts
 from megatronish.links.measure import LinkTimes, Runs, fits, measure
+from megatronish.links.preflight import Subject, preflight
 from megatronish.links.settings import LinkArguments, groups_of
 from megatronish.links.table import FIT_HEADER, HEADER, fit_line, row_line
 from megatronish.mesh import Mesh, leave
@@ -37,6 +40,8 @@ def start_links(arguments: LinkArguments, layout: Layout, place: Place) -> tuple
 
 def bench(arguments: LinkArguments, layout: Layout, place: Place) -> int:
     """Measure on the rank at `place`, all ranks together; rank 0 prints. The status is 1 if a result was wrong."""
+    if arguments.preflight:
+        return _preflight(arguments, layout, place)
     mesh, backend = start_links(arguments, layout, place)
     rows = []
     if mesh.is_main:
@@ -49,6 +54,15 @@ def bench(arguments: LinkArguments, layout: Layout, place: Place) -> int:
         _finish(arguments, rows)
     leave()
     return 0 if all(row.checked for row in rows) else 1
+
+
+def _preflight(arguments: LinkArguments, layout: Layout, place: Place) -> int:
+    """Compare the ranks, with the arguments as their config; the exit status."""
+    mesh, backend = start_links(arguments, Layout(dp=place.world_size), place)
+    facts = nested_facts(asdict(arguments), "config")
+    status = preflight(Subject(facts, layout, arguments.experts, arguments.save, Needs()), mesh, backend=backend)
+    leave()
+    return status
 
 
 def _rows(arguments: LinkArguments, mesh: Mesh, backend: str) -> Iterator[LinkTimes]:
