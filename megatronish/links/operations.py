@@ -32,17 +32,17 @@ class Operation(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What buffers are made of: S has `count` elements, a part `count / size` of them."""
+    """What buffers are made of: S has `length` elements, a part `length / size` of them."""
 
     axis: Axis
-    count: int
+    length: int
     dtype: torch.dtype
     device: torch.device
 
     @property
     def part(self) -> int:
         """Elements of one of `size` equal parts."""
-        return self.count // self.axis.size
+        return self.length // self.axis.size
 
     def empty(self, count: int) -> Tensor:
         """[count] of no value that a check expects."""
@@ -54,7 +54,7 @@ class Buffers(NamedTuple):
 
     def terms(self, rank: int) -> Tensor:
         """[S]: this rank's terms of a sum, ones and zeros."""
-        return ((torch.arange(self.count, device=self.device) + rank) % 4 == 0).to(self.dtype)
+        return ((torch.arange(self.length, device=self.device) + rank) % 4 == 0).to(self.dtype)
 
     def sums(self, first: int, count: int) -> Tensor:
         """[count]: elements of the sum over the axis from `first` on."""
@@ -77,11 +77,11 @@ def operation(collective: str, num_bytes: int, *, axis: Axis, dtype: str, device
 
 def _all_reduce(of: Buffers) -> Operation:
     x = of.terms(of.axis.rank)
-    return Operation(0, lambda: comm.all_reduce(x, of.axis), x, lambda: of.sums(0, of.count))
+    return Operation(0, lambda: comm.all_reduce(x, of.axis), x, lambda: of.sums(0, of.length))
 
 
 def _all_gather(of: Buffers) -> Operation:
-    x, whole = of.values(of.axis.rank, of.part), of.empty(of.count)
+    x, whole = of.values(of.axis.rank, of.part), of.empty(of.length)
     run = partial(_finished, comm.start_all_gather, x, of.axis, into=whole)
     return Operation(0, run, whole, lambda: of.joined(range(of.axis.size)))
 
@@ -97,15 +97,15 @@ def _finished(start: Callable[..., comm.Pending], *args: Any, **options: Any) ->
 
 
 def _broadcast(of: Buffers) -> Operation:
-    x = of.values(0, of.count) if of.axis.is_first else of.empty(of.count)
+    x = of.values(0, of.length) if of.axis.is_first else of.empty(of.length)
     run = partial(dist.broadcast, x, of.axis.ranks[0], group=of.axis.group)
-    return Operation(0, run, x, lambda: of.values(0, of.count))
+    return Operation(0, run, x, lambda: of.values(0, of.length))
 
 
 def _reduce(of: Buffers) -> Operation:
     x = of.terms(of.axis.rank)
     run = partial(dist.reduce, x, of.axis.ranks[0], group=of.axis.group)
-    return Operation(0, run, x if of.axis.is_first else None, lambda: of.sums(0, of.count))
+    return Operation(0, run, x if of.axis.is_first else None, lambda: of.sums(0, of.length))
 
 
 def _scatter(of: Buffers) -> Operation:
@@ -116,7 +116,7 @@ def _scatter(of: Buffers) -> Operation:
 
 
 def _gather(of: Buffers) -> Operation:
-    x, whole = of.values(of.axis.rank, of.part), of.empty(of.count if of.axis.is_first else 0)
+    x, whole = of.values(of.axis.rank, of.part), of.empty(of.length if of.axis.is_first else 0)
     parts = list(whole.split(of.part)) if of.axis.is_first else None
     run = partial(dist.gather, x, parts, of.axis.ranks[0], group=of.axis.group)
     return Operation(0, run, whole if of.axis.is_first else None, lambda: of.joined(range(of.axis.size)))
@@ -124,14 +124,14 @@ def _gather(of: Buffers) -> Operation:
 
 def _all_to_all(of: Buffers) -> Operation:
     size, rank = of.axis.size, of.axis.rank
-    x, arriving = of.joined(rank * size + to for to in range(size)), of.empty(of.count)
+    x, arriving = of.joined(rank * size + to for to in range(size)), of.empty(of.length)
     run = partial(dist.all_to_all_single, arriving, x, group=of.axis.group)
     return Operation(0, run, arriving, lambda: of.joined(source * size + rank for source in range(size)))
 
 
 def _all_to_all_v(of: Buffers) -> Operation:
     size, rank, rows = of.axis.size, of.axis.rank, uneven(of.axis.size)
-    unit = of.count // max(map(sum, rows))
+    unit = of.length // max(map(sum, rows))
     sent, received = ([unit * parts for parts in line] for line in (rows[rank], [row[rank] for row in rows]))
 
     def messages(numbers: Iterable[int], lengths: Sequence[int]) -> Tensor:
@@ -144,7 +144,7 @@ def _all_to_all_v(of: Buffers) -> Operation:
 
 def _send_recv(of: Buffers) -> Operation:
     axis = of.axis
-    x, arriving = of.values(axis.rank, of.count), of.empty(of.count)
+    x, arriving = of.values(axis.rank, of.length), of.empty(of.length)
     after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
 
     def run() -> None:
@@ -155,7 +155,7 @@ def _send_recv(of: Buffers) -> Operation:
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
 
-    return Operation(0, run, arriving, lambda: of.values((axis.rank - 1) % axis.size, of.count))
+    return Operation(0, run, arriving, lambda: of.values((axis.rank - 1) % axis.size, of.length))
 
 
 _MAKERS: dict[str, Callable[[Buffers], Operation]] = {
