@@ -201,10 +201,17 @@ def without(patch: pytest.MonkeyPatch, removed: Removed) -> None:
     patch.setattr(comm.Pending, "wait", planted)
 
 
-def train_without(place: Place, removed: Removed, problem: Problem, spread: Spread) -> None:
+def train_without(place: Place, removed: Removed, problem: Problem, spread: Spread) -> str:
+    """What the check says on this rank. Stages of a pipeline do not all see it: there it is an error, for all ranks."""
     with pytest.MonkeyPatch.context() as patch:
         without(patch, removed)
-        under_the_check(place, train, problem, spread)
+        try:
+            under_the_check(place, train, problem, spread)
+        except RaceError as error:
+            if spread.layout.pp > 1:
+                raise
+            return str(error)
+    return "nothing"
 
 
 @pytest.mark.parametrize("removed", REMOVED, ids=[f"{each.file}-{each.line}-{each.until}" for each in REMOVED])
@@ -213,8 +220,11 @@ def test_a_wait_that_is_taken_out_or_moved_is_found(removed: Removed) -> None:
     possible = choices_of_experts(layout) if has_experts else choices(layout)
     chosen = {feature: values[0] for feature, values in possible.items()} | removed.chosen
     make_problem, make_spread = (expert_problem, expert_spread) if has_experts else (problem_of, spread_of)
-    with pytest.raises(RankError) as error:
-        run_ranks(layout.world_size, train_without, removed, make_problem(layout, chosen), make_spread(layout, chosen))
-    _, _, said = str(error.value).partition("happens_before.RaceError: ")
-    assert removed.said in said
-    assert " reads what " in said or " writes what " in said or "were never waited for" in said
+    problem, spread = make_problem(layout, chosen), make_spread(layout, chosen)
+    try:
+        of_ranks = run_ranks(layout.world_size, train_without, removed, problem, spread)
+    except RankError as error:
+        of_ranks = [str(error).partition("happens_before.RaceError: ")[2]]
+    for said in of_ranks:
+        assert removed.said in said
+        assert " reads what " in said or " writes what " in said or "were never waited for" in said

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 LARGEST_ERROR = 0.25  # of an accepted fit, on average
 LARGEST_ERROR_OF_ONE = 0.20  # of one line; with more there are two
 LARGEST_SPREAD = 3.0  # of the slowest to the quickest run of one size
+LEAST_GROWTH = 0.01  # of the time of the largest size, by its bytes: less is latency alone
 FEWEST_SIZES = 3  # of a line: any line goes through two points
 
 
@@ -28,11 +29,11 @@ class SizeTimes(NamedTuple):
 class LinkFit:
     """t = alpha_s + bytes / bandwidth, for sizes from bytes_min to bytes_max; `reason` says why it is not accepted.
 
-    The bandwidth is None where time does not grow with size: then there is nothing to say of it.
+    Where time does not grow with size, the bandwidth is a lower bound: with it, the largest size takes 1 % longer.
     """
 
     alpha_s: float
-    bandwidth_bytes_per_s: float | None
+    bandwidth_bytes_per_s: float
     mean_error: float
     bytes_min: int
     bytes_max: int
@@ -45,7 +46,7 @@ class LinkFit:
 
     def seconds(self, num_bytes: float) -> float:
         """Time of a collective of so many bytes."""
-        return self.alpha_s + (num_bytes / self.bandwidth_bytes_per_s if self.bandwidth_bytes_per_s else 0.0)
+        return self.alpha_s + num_bytes / self.bandwidth_bytes_per_s
 
     def as_json(self, **names: Any) -> dict[str, Any]:
         """`{"fit": ...}`, with `names` (collective, axis, ranks, ...) in front."""
@@ -59,7 +60,8 @@ def fits_of(sizes: Sequence[SizeTimes]) -> list[LinkFit]:
         return []
     one = _line(sizes)
     if one.mean_error <= LARGEST_ERROR_OF_ONE:
-        return [_judged(one, sizes)]
+        grows = sizes[-1].num_bytes / one.bandwidth_bytes_per_s > 1.01 * LEAST_GROWTH * one.alpha_s
+        return [_judged(one, sizes) if grows else replace(one, reason="time does not grow with size")]
     cuts = range(FEWEST_SIZES, len(sizes) - FEWEST_SIZES + 1)
     pairs = [(_line(sizes[:cut]), _line(sizes[cut:]), cut) for cut in cuts]
     if not pairs:
@@ -78,10 +80,11 @@ def _line(sizes: Sequence[SizeTimes]) -> LinkFit:
     alpha, slope = (x * yy - y * xy) / determinant, (xx * y - xy * x) / determinant
     if alpha < 0:  # no time is negative: bandwidth alone
         alpha, slope = 0.0, y / yy
-    elif slope <= 0:  # or latency alone
-        alpha, slope = x / xx, 0.0
+    elif slope * sizes[-1].num_bytes <= LEAST_GROWTH * alpha:  # or latency alone, and a bound of the bandwidth
+        alpha = x / xx
+        slope = LEAST_GROWTH * alpha / sizes[-1].num_bytes
     error = sum(abs((alpha + slope * each.num_bytes) / each.shortest - 1) for each in sizes) / len(sizes)
-    return LinkFit(alpha, 1 / slope if slope else None, error, sizes[0].num_bytes, sizes[-1].num_bytes)
+    return LinkFit(alpha, 1 / slope, error, sizes[0].num_bytes, sizes[-1].num_bytes)
 
 
 def _judged(line: LinkFit, sizes: Sequence[SizeTimes]) -> LinkFit:
