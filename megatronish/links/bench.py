@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
 from megatronish.layout import Layout
@@ -25,6 +26,7 @@ from megatronish.mesh import Mesh, leave
 
 def start_links(arguments: LinkArguments, layout: Layout, place: Place) -> tuple[Mesh, str]:
     """Mesh of the layout on this rank's device, and the backend of its groups."""
+    refuse_addresses()
     store = meeting_store(place)
     device, note = choose_device(arguments.device, place, store=store)
     if note is not None and place.rank == 0:

@@ -13,6 +13,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.costs.memory import expected_memory
 from megatronish.costs.parameters import num_parameters
 from megatronish.errors import UserError
+from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
 from megatronish.layout import ExpertLayout, Layout
@@ -27,6 +28,7 @@ def preflight_run(config: Config, notes: Sequence[str], place: Place) -> int:
     """Compare the ranks of a run; rank 0 prints. The exit status: 0 if all are ready, 1 if one is not."""
     import_plugins(config.plugins.plugin)
     parallel = config.parallel
+    refuse_addresses()
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
     device, note = choose_device(parallel.device, place, store=store)
     if device.type == "cuda":
@@ -56,9 +58,10 @@ def preflight_run(config: Config, notes: Sequence[str], place: Place) -> int:
 
 def _opened(config: Config, mesh: Mesh) -> tuple[Facts, Needs]:
     """Facts of the data as this rank sees them, and what the run needs. What cannot be read is a fact, too."""
-    newest = find_checkpoint(config.save_dir)
-    found = {"data newest checkpoint": newest.name if newest else "none"}
+    found: Facts = {}
     try:
+        newest = find_checkpoint(config.save_dir)
+        found["data newest checkpoint"] = newest.name if newest else "none"
         job = TrainingJob.open(config, mesh)
     except (UserError, OSError) as error:
         return found | {"data train": f"unreadable ({error})"}, Needs()

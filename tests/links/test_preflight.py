@@ -16,7 +16,9 @@ from jobs import MOCK, run_job, tiny, write_tokens
 from ranks import run_ranks
 
 from megatronish.config.read import read_config
+from megatronish.errors import UserError
 from megatronish.formats.start import read_start
+from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.place import Place
 from megatronish.layout import ExpertLayout, Layout
 from megatronish.links import preflight, probes
@@ -182,6 +184,21 @@ def test_a_run_compares_its_ranks_and_ends(tmp_path: Path) -> None:
 
 
 # ---- sentences
+
+
+WRONG_ADDRESSES = {
+    "MASTER_PORT=70000": "MASTER_PORT=70000 is no port; export a free one of 1 to 65535 to all ranks",
+    f"MASTER_ADDR={'a' * 70}": f"MASTER_ADDR={'a' * 70} does not resolve on ",
+    "GLOO_SOCKET_IFNAME=none0": "GLOO_SOCKET_IFNAME=none0 is no network interface of ",
+}
+
+
+@pytest.mark.parametrize("variable", WRONG_ADDRESSES)
+def test_a_wrong_address_is_a_sentence(variable: str) -> None:
+    name, _, value = variable.partition("=")
+    with pytest.raises(UserError, match=re.escape(WRONG_ADDRESSES[variable])):
+        refuse_addresses({name: value})
+    refuse_addresses({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"})
 
 
 def test_values_are_told_with_their_ranks() -> None:
