@@ -24,11 +24,17 @@ class SizeTimes(NamedTuple):
     shortest: float
     longest: float
 
+    @property
+    def spread(self) -> float:
+        """The longest in terms of the shortest."""
+        return self.longest / self.shortest
+
 
 @dataclass(frozen=True)
 class LinkFit:
     """t = alpha_s + bytes / bandwidth, for sizes from bytes_min to bytes_max; `reason` says why it is not accepted.
 
+    `num_left_out` counts the sizes, of all that were measured, whose runs differed too much.
     Where time does not grow with size, the bandwidth is a lower bound: with it, the largest size takes 1 % longer.
     """
 
@@ -37,6 +43,7 @@ class LinkFit:
     mean_error: float
     bytes_min: int
     bytes_max: int
+    num_left_out: int = 0
     reason: str | None = None
 
     @property
@@ -54,21 +61,34 @@ class LinkFit:
 
 
 def fits_of(sizes: Sequence[SizeTimes]) -> list[LinkFit]:
-    """One line through the times of all sizes, or two that meet between two sizes; none of fewer than three sizes."""
+    """One line through the times of all sizes, or two that meet between two sizes; none of fewer than three sizes.
+
+    Sizes whose runs differ too much are left out. If these are more than half, all are fitted and nothing is accepted.
+    """
     sizes = sorted(sizes)
     if len(sizes) < FEWEST_SIZES:
         return []
+    quiet = [each for each in sizes if each.spread <= LARGEST_SPREAD]
+    if len(quiet) < max(FEWEST_SIZES, len(sizes) / 2):
+        noisiest = max(sizes, key=lambda each: each.spread)
+        reason = (
+            f"at {len(sizes) - len(quiet)} of {len(sizes)} sizes the slowest run took more than {LARGEST_SPREAD:g} "
+            f"times the quickest, at {noisiest.num_bytes} bytes {noisiest.spread:.1f} times"
+        )
+        return [replace(line, reason=reason) for line in _lines(sizes)]
+    return [replace(_judged(line), num_left_out=len(sizes) - len(quiet)) for line in _lines(quiet)]
+
+
+def _lines(sizes: Sequence[SizeTimes]) -> list[LinkFit]:
+    """One line, or two where one is off by too much and there are sizes enough for two."""
     one = _line(sizes)
-    if one.mean_error <= LARGEST_ERROR_OF_ONE:
-        grows = sizes[-1].num_bytes / one.bandwidth_bytes_per_s > 1.01 * LEAST_GROWTH * one.alpha_s
-        return [_judged(one, sizes) if grows else replace(one, reason="time does not grow with size")]
     cuts = range(FEWEST_SIZES, len(sizes) - FEWEST_SIZES + 1)
-    pairs = [(_line(sizes[:cut]), _line(sizes[cut:]), cut) for cut in cuts]
-    if not pairs:
-        return [_judged(one, sizes)]
-    total = [one.mean_error * cut + other.mean_error * (len(sizes) - cut) for one, other, cut in pairs]
-    small, large, cut = pairs[total.index(min(total))]
-    return [_judged(small, sizes[:cut]), _judged(large, sizes[cut:])]
+    if one.mean_error <= LARGEST_ERROR_OF_ONE or not cuts:
+        grows = sizes[-1].num_bytes / one.bandwidth_bytes_per_s > 1.01 * LEAST_GROWTH * one.alpha_s
+        return [one if grows else replace(one, reason="time does not grow with size")]
+    pairs = [(_line(sizes[:cut]), _line(sizes[cut:])) for cut in cuts]
+    total = [a.mean_error * cut + b.mean_error * (len(sizes) - cut) for (a, b), cut in zip(pairs, cuts, strict=True)]
+    return list(pairs[total.index(min(total))])
 
 
 def _line(sizes: Sequence[SizeTimes]) -> LinkFit:
@@ -87,15 +107,8 @@ def _line(sizes: Sequence[SizeTimes]) -> LinkFit:
     return LinkFit(alpha, 1 / slope, error, sizes[0].num_bytes, sizes[-1].num_bytes)
 
 
-def _judged(line: LinkFit, sizes: Sequence[SizeTimes]) -> LinkFit:
-    noisiest = max(sizes, key=lambda each: each.longest / each.shortest)
-    spread = noisiest.longest / noisiest.shortest
-    reason = None
-    if spread > LARGEST_SPREAD:
-        reason = (
-            f"the slowest run of {noisiest.num_bytes} bytes took {spread:.1f} times the quickest, more than "
-            f"{LARGEST_SPREAD:g}"
-        )
-    elif line.mean_error > LARGEST_ERROR:
-        reason = f"it is off by {line.mean_error:.0%} on average, more than {LARGEST_ERROR:.0%}"
+def _judged(line: LinkFit) -> LinkFit:
+    if line.reason is not None or line.mean_error <= LARGEST_ERROR:
+        return line
+    reason = f"it is off by {line.mean_error:.0%} on average, more than {LARGEST_ERROR:.0%}"
     return replace(line, reason=reason)

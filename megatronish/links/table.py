@@ -26,8 +26,12 @@ FIT_HEADER = (
 
 def fit_line(row: LinkTimes, fit: LinkFit) -> str:
     """Line of one fit, under FIT_HEADER."""
+    left_out = (
+        f" without {fit.num_left_out} noisy size{'s' if fit.num_left_out > 1 else ''}" if fit.num_left_out else ""
+    )
+    verdict = f"accepted{left_out}" if fit.accepted else f"refused: {fit.reason}"
     return (
         f"{row.axis:<6}{row.ranks:>6}  {row.collective:<15}{fit.bytes_min:>11}{fit.bytes_max:>11}"
         f"{1e6 * fit.alpha_s:>11.1f}{fit.bandwidth_bytes_per_s / 1e9:>9.3f}{fit.mean_error:>7.0%}  "
-        f"{'accepted' if fit.accepted else f'refused: {fit.reason}'}"
+        f"{verdict}"
     )

@@ -114,8 +114,9 @@ def test_a_fit_finds_latency_and_bandwidth() -> None:
     assert fit.mean_error < 1e-9
     assert (fit.bytes_min, fit.bytes_max) == (SIZES[0], SIZES[-1])
     named = fit.as_json(collective="all_reduce", axis="tp", ranks=2, nodes=1)["fit"]
-    keys = "collective axis ranks nodes alpha_s bandwidth_bytes_per_s mean_error bytes_min bytes_max reason accepted"
-    assert list(named) == keys.split()
+    names = "collective axis ranks nodes"
+    values = "alpha_s bandwidth_bytes_per_s mean_error bytes_min bytes_max num_left_out reason accepted"
+    assert list(named) == [*names.split(), *values.split()]
 
 
 def test_two_protocols_are_two_lines() -> None:
@@ -136,11 +137,20 @@ def test_noise_of_a_third_is_fitted_and_not_accepted() -> None:
     assert any("off by" in (fit.reason or "") for fit in fits_of(sizes))
 
 
-def test_runs_that_differ_by_more_than_three_are_refused_with_their_size() -> None:
+def test_sizes_whose_runs_differ_by_more_than_three_are_left_out_and_too_many_refuse_the_fit() -> None:
     sizes = times(50e-6, 10e9, SIZES)
-    sizes[3] = sizes[3]._replace(longest=3.5 * sizes[3].shortest)
+    for i in (0, 3, 4, 8):
+        sizes[i] = SizeTimes(sizes[i].num_bytes, 1.5 * sizes[i].shortest, 6.0 * sizes[i].shortest)
     (fit,) = fits_of(sizes)
-    assert fit.reason == "the slowest run of 65536 bytes took 3.5 times the quickest, more than 3"
+    assert fit.accepted
+    assert (fit.num_left_out, fit.bytes_min, fit.bytes_max) == (4, SIZES[1], SIZES[7])
+    assert fit.bandwidth_bytes_per_s == pytest.approx(10e9)
+    sizes[5] = sizes[5]._replace(longest=4.5 * sizes[5].shortest)
+    (fit,) = fits_of(sizes)
+    assert fit.reason is not None
+    assert fit.reason.startswith("at 5 of 9 sizes the slowest run took more than 3 times the quickest, at ")
+    assert fit.reason.endswith(" bytes 4.5 times")
+    assert not fit.accepted
 
 
 def test_times_that_do_not_grow_have_no_bandwidth() -> None:
