@@ -1,6 +1,6 @@
 """Facts of a rank that must be equal on all ranks of a run, and what the rank has free: compared before the first step.
 
-A fact is a name and a text. What differs is told with every value and the ranks that have it.
+A fact is a name and a text. Facts that differ get a sentence with every value and the ranks that have it.
 """
 
 import json

@@ -15,7 +15,7 @@ from megatronish.mesh import Axis
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Operation(NamedTuple):
+class MeasuredOperation(NamedTuple):
     """A collective of `num_bytes`: `run` it, once after the other. After the first run `result` is `expected()`.
 
     `result` is None on a rank that receives nothing.
@@ -67,7 +67,7 @@ class Buffers(NamedTuple):
         return torch.cat([self.values(number, self.part) for number in numbers])
 
 
-def operation(collective: str, num_bytes: int, *, axis: Axis, dtype: str, device: torch.device) -> Operation:
+def operation(collective: str, num_bytes: int, *, axis: Axis, dtype: str, device: torch.device) -> MeasuredOperation:
     """A collective over `axis`, of S bytes as definitions.py counts them, or of a few less."""
     count = num_elements(collective, num_bytes, dtype=dtype, num_ranks=axis.size)
     kind = TORCH_DTYPES[dtype]
@@ -75,61 +75,61 @@ def operation(collective: str, num_bytes: int, *, axis: Axis, dtype: str, device
     return made._replace(num_bytes=count * kind.itemsize)
 
 
-def _all_reduce(of: Buffers) -> Operation:
+def _all_reduce(of: Buffers) -> MeasuredOperation:
     x = of.terms(of.axis.rank)
-    return Operation(0, lambda: comm.all_reduce(x, of.axis), x, lambda: of.sums(0, of.length))
+    return MeasuredOperation(0, lambda: comm.all_reduce(x, of.axis), x, lambda: of.sums(0, of.length))
 
 
-def _all_gather(of: Buffers) -> Operation:
+def _all_gather(of: Buffers) -> MeasuredOperation:
     x, whole = of.values(of.axis.rank, of.part), of.empty(of.length)
     run = partial(_finished, comm.start_all_gather, x, of.axis, into=whole)
-    return Operation(0, run, whole, lambda: of.joined(range(of.axis.size)))
+    return MeasuredOperation(0, run, whole, lambda: of.joined(range(of.axis.size)))
 
 
-def _reduce_scatter(of: Buffers) -> Operation:
+def _reduce_scatter(of: Buffers) -> MeasuredOperation:
     x, part = of.terms(of.axis.rank), of.empty(of.part)
     run = partial(_finished, comm.start_reduce_scatter, x, of.axis, into=part)
-    return Operation(0, run, part, lambda: of.sums(of.axis.rank * of.part, of.part))
+    return MeasuredOperation(0, run, part, lambda: of.sums(of.axis.rank * of.part, of.part))
 
 
 def _finished(start: Callable[..., comm.Pending], *args: Any, **options: Any) -> Tensor:
     return start(*args, **options).wait()
 
 
-def _broadcast(of: Buffers) -> Operation:
+def _broadcast(of: Buffers) -> MeasuredOperation:
     x = of.values(0, of.length) if of.axis.is_first else of.empty(of.length)
     run = partial(dist.broadcast, x, of.axis.ranks[0], group=of.axis.group)
-    return Operation(0, run, x, lambda: of.values(0, of.length))
+    return MeasuredOperation(0, run, x, lambda: of.values(0, of.length))
 
 
-def _reduce(of: Buffers) -> Operation:
+def _reduce(of: Buffers) -> MeasuredOperation:
     x = of.terms(of.axis.rank)
     run = partial(dist.reduce, x, of.axis.ranks[0], group=of.axis.group)
-    return Operation(0, run, x if of.axis.is_first else None, lambda: of.sums(0, of.length))
+    return MeasuredOperation(0, run, x if of.axis.is_first else None, lambda: of.sums(0, of.length))
 
 
-def _scatter(of: Buffers) -> Operation:
+def _scatter(of: Buffers) -> MeasuredOperation:
     part, rank = of.empty(of.part), of.axis.rank
     parts = list(of.joined(range(of.axis.size)).split(of.part)) if of.axis.is_first else None
     run = partial(dist.scatter, part, parts, of.axis.ranks[0], group=of.axis.group)
-    return Operation(0, run, part, lambda: of.values(rank, of.part))
+    return MeasuredOperation(0, run, part, lambda: of.values(rank, of.part))
 
 
-def _gather(of: Buffers) -> Operation:
+def _gather(of: Buffers) -> MeasuredOperation:
     x, whole = of.values(of.axis.rank, of.part), of.empty(of.length if of.axis.is_first else 0)
     parts = list(whole.split(of.part)) if of.axis.is_first else None
     run = partial(dist.gather, x, parts, of.axis.ranks[0], group=of.axis.group)
-    return Operation(0, run, whole if of.axis.is_first else None, lambda: of.joined(range(of.axis.size)))
+    return MeasuredOperation(0, run, whole if of.axis.is_first else None, lambda: of.joined(range(of.axis.size)))
 
 
-def _all_to_all(of: Buffers) -> Operation:
+def _all_to_all(of: Buffers) -> MeasuredOperation:
     size, rank = of.axis.size, of.axis.rank
     x, arriving = of.joined(rank * size + to for to in range(size)), of.empty(of.length)
     run = partial(dist.all_to_all_single, arriving, x, group=of.axis.group)
-    return Operation(0, run, arriving, lambda: of.joined(source * size + rank for source in range(size)))
+    return MeasuredOperation(0, run, arriving, lambda: of.joined(source * size + rank for source in range(size)))
 
 
-def _all_to_all_v(of: Buffers) -> Operation:
+def _all_to_all_v(of: Buffers) -> MeasuredOperation:
     size, rank, rows = of.axis.size, of.axis.rank, uneven(of.axis.size)
     unit = of.length // max(map(sum, rows))
     sent, received = ([unit * parts for parts in line] for line in (rows[rank], [row[rank] for row in rows]))
@@ -139,10 +139,12 @@ def _all_to_all_v(of: Buffers) -> Operation:
 
     x, arriving = messages((rank * size + to for to in range(size)), sent), of.empty(sum(received))
     run = partial(dist.all_to_all_single, arriving, x, received, sent, group=of.axis.group)
-    return Operation(0, run, arriving, lambda: messages((source * size + rank for source in range(size)), received))
+    return MeasuredOperation(
+        0, run, arriving, lambda: messages((source * size + rank for source in range(size)), received)
+    )
 
 
-def _send_recv(of: Buffers) -> Operation:
+def _send_recv(of: Buffers) -> MeasuredOperation:
     axis = of.axis
     x, arriving = of.values(axis.rank, of.length), of.empty(of.length)
     after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
@@ -155,10 +157,10 @@ def _send_recv(of: Buffers) -> Operation:
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
 
-    return Operation(0, run, arriving, lambda: of.values((axis.rank - 1) % axis.size, of.length))
+    return MeasuredOperation(0, run, arriving, lambda: of.values((axis.rank - 1) % axis.size, of.length))
 
 
-_MAKERS: dict[str, Callable[[Buffers], Operation]] = {
+_MAKERS: dict[str, Callable[[Buffers], MeasuredOperation]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

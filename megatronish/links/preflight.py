@@ -34,7 +34,7 @@ DECIDES = "config "  # facts of that name decide about process groups
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared, on one rank: facts beside those of the machine, the layout, the save folder and needs."""
+    """What is compared, on one rank: more facts than those of the machine, the layout, the save folder and needs."""
 
     facts: Facts
     layout: Layout

@@ -1,4 +1,4 @@
-"""Comparison of a run's ranks before its first step: config and data, beside what links/preflight.py compares."""
+"""Comparison of a run's ranks before its first step: config and data, and what links/preflight.py compares."""
 
 import hashlib
 from collections.abc import Sequence
