@@ -24,6 +24,7 @@ PEERS = ("megatron.core", "transformers")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-all` (see test_parallel_equals_serial.py) and `make test-fast` (see support/processes.py)."""
     parser.addoption("--all-layouts", action="store_true", help="every layout with the product of its features")
+    parser.addoption("--check-races", action="store_true", help="every layout under the check of happens_before.py")
     parser.addoption("--fast", action="store_true", help="leave out tests that start processes")
     parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests, dealt by name")
 

@@ -31,6 +31,7 @@ ROWS = (
     ("optim",),
     ("pipeline", "data_parallel", "data"),
     ("checkpoint",),
+    ("links",),
     ("formats",),
     ("train",),
     ("inference", "plugins"),
@@ -46,6 +47,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "comm.py",
     "launch/",
     "checkpoint/",
+    "links/",
     "data_parallel/fully_sharded.py",
 )
 
@@ -65,6 +67,9 @@ WITHOUT_TORCH = (
     "layer_costs.py",
     "layer_specs.py",
     "costs/*.py",
+    "links/definitions.py",
+    "links/fit.py",
+    "links/settings.py",
     "errors.py",
     "__init__.py",
     "__main__.py",

@@ -34,8 +34,11 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     with importing():
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
+        from megatronish.train.preflight import preflight_run
         from megatronish.train.run import train
 
+    if config.log.preflight:
+        return launch(partial(preflight_run, config, notes), world_size=config.layout.world_size)
     run = partial(train, config, notes)
     status = launch(run, world_size=config.layout.world_size, log_dir=config.run_dir / "logs")
     return status or (print_sample(config) if place_from_environment() is None else 0)

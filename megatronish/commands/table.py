@@ -28,6 +28,7 @@ COMMANDS = {
     "finetune": Command("train", "finetune", "train a model further, whole or with adapters"),
     "verify": Command("train", "verify", "check that a layout trains the same model as one process"),
     "draw": Command("train", "draw", "draw a pipeline schedule, planned or recorded"),
+    "bench-collectives": Command("train", "bench_collectives", "measure the links of a layout, or compare its ranks"),
     "collect-corpus": Command("data", "collect_corpus", "collect a small text corpus that every machine has"),
     "train-tokenizer": Command("data", "train_tokenizer", "train a SentencePiece tokenizer on JSON lines"),
     "preprocess": Command("data", "preprocess", "tokenize JSON lines into .bin/.idx files"),

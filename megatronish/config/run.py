@@ -55,6 +55,8 @@ class LogConfig:
     """Folder of everything the run leaves. Derived: runs/<name of the config>."""
     dry_run: bool = False
     """Print the first lines of the run and end."""
+    preflight: bool = False
+    """Compare the ranks of the run (versions, config, data, clocks, disks, memory, links) and end: 1 if not well."""
     log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1
     """Steps between lines of the log."""
     tensorboard_dir: str | None = None

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
+from happens_before import under_the_check
 from problem import Problem, Spread
 from ranks import run_ranks
 from theorem import Parts, Record, train
@@ -60,18 +62,19 @@ def assert_near(name: str, actual: Sequence[float], expected: Sequence[float]) -
     assert actual == pytest.approx(expected, rel=RTOL), f"{name}: {actual} instead of {expected}"
 
 
-def run_layout(problem: Problem, spread: Spread, *others: object) -> list[Record]:
-    """What the ranks of a layout saw."""
+def run_layout(problem: Problem, spread: Spread, *others: object, is_checked: bool = False) -> list[Record]:
+    """What the ranks of a layout saw; `is_checked`: under the check of happens_before.py."""
     timeout = 60.0 if spread.compile is None else COMPILE_SECONDS
-    return run_ranks(spread.layout.world_size, train, problem, spread, *others, timeout=timeout)
+    run: tuple[Callable[..., Any], ...] = (under_the_check, train) if is_checked else (train,)
+    return run_ranks(spread.layout.world_size, *run, problem, spread, *others, timeout=timeout)
 
 
-def assert_equal_to_serial(problem: Problem, spread: Spread) -> None:
-    """One process and the ranks of a layout train the same model."""
+def assert_equal_to_serial(problem: Problem, spread: Spread, *, is_checked: bool = False) -> None:
+    """One process and the ranks of a layout train the same model; see `run_layout` for `is_checked`."""
     problem = with_margin(problem)
     reference = serial(problem)
     assert min(reference.grad_norms) > problem.clip
-    assert_same_training(run_layout(problem, spread), reference)
+    assert_same_training(run_layout(problem, spread, is_checked=is_checked), reference)
 
 
 def assert_same_training(records: Sequence[Record], reference: Record) -> None:

@@ -1,0 +1,31 @@
+"""Check of the variables that say where ranks meet, before torch is asked: a wrong one is a sentence, not a timeout."""
+
+import os
+import socket
+from collections.abc import Mapping
+
+from megatronish.errors import UserError
+from megatronish.launch.launcher import integer
+
+LARGEST_PORT = 65535
+
+
+def refuse_addresses(environ: Mapping[str, str] = os.environ) -> None:
+    """UserError for a port that is none, a host that does not resolve, and a network interface that is none."""
+    if "MASTER_PORT" in environ and not 1 <= (port := integer(environ, "MASTER_PORT")) <= LARGEST_PORT:
+        raise UserError(f"MASTER_PORT={port} is no port; export a free one of 1 to {LARGEST_PORT} to all ranks")
+    if host := environ.get("MASTER_ADDR"):
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            raise UserError(
+                f"MASTER_ADDR={host} does not resolve on {socket.gethostname()}; export a name or an address of the "
+                "machine of rank 0 that all machines know"
+            ) from error
+    known = {name for _, name in socket.if_nameindex()}
+    for name in filter(None, environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in known:
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME={name} is no network interface of {socket.gethostname()}; it has "
+                f"{', '.join(sorted(known))}"
+            )
