@@ -141,13 +141,13 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     trainer.run()
     trackers.ending = "finished" if trainer.progress.step >= num_steps else f"stopped: {trainer.stop_reason}"
     if mesh.is_main:
-        _draw(config.run_dir)
+        draw_curves(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
 
 
-def _draw(folder: Path) -> None:
+def draw_curves(folder: Path) -> None:
     """Draw the curves of a run; a picture that cannot be written is no reason to fail what is trained and saved."""
     # matplotlib takes a second to import: the others, and the start, need not wait for it.
     from megatronish.train.plot import plot_run

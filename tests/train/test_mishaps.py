@@ -1,0 +1,97 @@
+"""Tests of what a run meets on its machine: odd files in its folder, impossible paths and places, full disks."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import call_main, run_job, tiny
+
+from megatronish.launch.mishaps import mishap
+from megatronish.launch.slurm import expand_hosts
+from megatronish.train.run import draw_curves
+
+MAKE: dict[str, Callable[[Path], None]] = {
+    "folder": lambda path: path.mkdir(),
+    "pipe": lambda path: os.mkfifo(path),
+    "device": lambda path: path.symlink_to("/dev/full"),
+}
+
+
+@pytest.mark.parametrize("kind", list(MAKE))
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "loss.png", ".lock", "checkpoints/.lock"])
+def test_an_odd_file_is_refused_before_training(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    MAKE[kind](path)
+    ended = call_main(tiny(tmp_path / "run"))
+    assert ended.status == 2 and "Traceback" not in ended.errors
+    assert f"{path} is {'a folder' if kind == 'folder' else 'no ordinary file'}, and the run writes its" in ended.errors
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_a_state_that_never_ends_is_a_damaged_checkpoint(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step_00000001"
+    folder.mkdir(parents=True)
+    state = folder / "state.json"
+    if kind == "pipe":
+        os.mkfifo(state)
+    else:
+        state.symlink_to("/dev/zero")
+    ended = call_main(tiny(tmp_path / "run"))
+    assert ended.status != 0 and "Traceback" not in ended.errors and "step_00000001" in ended.errors
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "a/" * 2500 + "x"])
+def test_a_path_that_no_system_takes_is_a_sentence(tmp_path: Path, path: str) -> None:
+    ended = call_main(tiny(tmp_path / "run", "--tokenizer-type bytes", data=f"--data-path {path}"))
+    assert ended.status == 2 and f"a path of {len(path)} characters is too long" in ended.errors
+
+
+def test_a_folder_in_the_place_of_data_is_told(tmp_path: Path) -> None:
+    for end in (".bin", ".idx"):
+        (tmp_path / f"x{end}").mkdir()
+    ended = call_main(tiny(tmp_path / "run", "--tokenizer-type bytes", data=f"--data-path {tmp_path}/x"))
+    assert ended.status == 2 and f"{tmp_path}/x.bin is no file but a folder, a pipe or a device" in ended.errors
+
+
+def plant_memory_error() -> None:
+    """Planted in a job: the first step cannot have its memory."""
+    from megatronish.train.engine import Engine
+
+    def step(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:135] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 99 bytes. Error code 12 (Cannot allocate memory)"
+        )
+
+    Engine.step = step  # type: ignore[assignment, method-assign]
+
+
+def test_too_little_memory_is_a_sentence(tmp_path: Path) -> None:
+    ended = run_job(tiny(tmp_path / "run", "--dp 2"), tmp_path, plant=plant_memory_error)
+    assert ended.status == 1 and "Traceback" not in ended.errors
+    assert "failed: the memory of this rank is full (err == 0. DefaultCPUAllocator" in ended.errors
+
+
+def test_mishaps_have_remedies_and_bugs_keep_their_tracebacks() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
+    assert mishap(full) == (
+        "/data/x: No space left on device; free space there, and start again: a run goes on from its newest checkpoint"
+    )
+    assert mishap(MemoryError()) is not None
+    assert mishap(RuntimeError("shapes differ")) is None
+    assert mishap(FileNotFoundError(errno.ENOENT, "none", "x")) is None
+
+
+def test_curves_that_cannot_be_drawn_fail_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "tokens": 1, "learning_rate": 1}\n')
+    (tmp_path / "loss.png").mkdir()
+    draw_curves(tmp_path)
+    assert "the curves were not drawn: " in capsys.readouterr().err
+
+
+def test_a_list_of_a_billion_hosts_is_refused() -> None:
+    with pytest.raises(Exception, match="names more than 1,000,000 hosts"):
+        expand_hosts("n[1-999999999]")
