@@ -21,6 +21,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -128,11 +130,17 @@ def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     _die_with_launcher()
     meet_on_loopback()
     _use_threads(place)
-    ending = run_rank(function, place, log_dir)
+    ending = run_rank(function, replace(place, leave=partial(_leave, report)), log_dir)
     sys.stdout.flush()
     sys.stderr.flush()
     report.send(ending._replace(message=ending.message and _shortened(ending.message)))
     os._exit(ending.status)  # waits for no thread and no peer; sockets close now, not before
+
+
+def _leave(pipe: Connection, report: str, _is_reporter: bool) -> None:
+    """End this rank with a report about the run; the launcher prints one of those that all ranks send."""
+    pipe.send(Ending(time.monotonic(), 1, _shortened(report), is_of_run=True))
+    os._exit(1)
 
 
 def meet_on_loopback() -> None:
@@ -199,7 +207,7 @@ def _end(ranks: Sequence[LocalRank]) -> None:
 def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
     """Print what the culprit has to say, and nothing else; the exit status of the run."""
     endings = {rank: _received(rank) for rank in failed}
-    culprit = min(failed, key=lambda rank: -1.0 if (ending := endings[rank]) is None else ending.seconds)
+    culprit = min(failed, key=lambda rank: _order(endings[rank]))
     ending = endings[culprit]
     code = culprit.process.exitcode or 0
     asked = next((signum for signum in received if _meaning(signum) == -code), None)
@@ -213,8 +221,16 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
     elif ending is None:
         message = f"it ended with status {code} and without a message"
     if message:
-        print(failure(culprit.place, message), file=sys.stderr, flush=True)
+        is_of_run = ending is not None and ending.is_of_run
+        print(message if is_of_run else failure(culprit.place, message), file=sys.stderr, flush=True)
     return status
+
+
+def _order(ending: Ending | None) -> tuple[int, float]:
+    """Place of a failed rank among the suspects: reports about the run first, then those that said nothing, then time."""
+    if ending is None:
+        return 1, 0.0
+    return (0 if ending.is_of_run else 2), ending.seconds
 
 
 def _received(rank: LocalRank) -> Ending | None:

@@ -109,6 +109,7 @@ def build_engine(
     optimizer = Optimizer(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )
+    stage.model.record = mesh.record
     executor = build_executor(config, stage, mesh, objective, weight_gradients)
     rule = UpdateRule(loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad)
     replaying = with_graphs(config, executor, mesh)
@@ -234,6 +235,7 @@ def build_executor(
         p2p_axes=mesh.p2p_axes,
         boundary=Boundary(config.model.hidden_size, dtype, mesh.device, stage.model.tp),
         weight_gradients=weight_gradients,
+        record=mesh.record,
     )
 
 

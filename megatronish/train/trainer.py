@@ -16,6 +16,7 @@ from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.ranges import DATA, UPDATE, marked
 from megatronish.train.engine import Engine, StepResult
+from megatronish.watch.record import PhaseName
 
 
 @dataclass
@@ -69,10 +70,12 @@ class StepRecord:
 class Hook:
     """An observer of a run. Every rank calls its hooks in the same order, so a hook may communicate.
 
-    `name` is the key of its state in a checkpoint; a hook that keeps something over a resume has one.
+    `name` is the key of its state in a checkpoint; a hook that keeps something over a resume has one. `phase` says to
+    the watchdog what the hook does after a step, and so how long it may take.
     """
 
     name = ""
+    phase: PhaseName = "hook"
 
     def start(self, trainer: "Trainer") -> None:
         """Called before the first step."""
@@ -131,19 +134,26 @@ class Trainer:
                 self._step_with_hooks(batches)
         with self._errors_shown_to_hooks():
             for hook in self.hooks:
+                self.engine.mesh.record.enter_phase(hook.phase, type(hook).__name__)
                 hook.finish(self)
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
+        watched = self.engine.mesh.record
+        watched.step = self.progress.step + 1
         for hook in self.hooks:
             hook.before_step(self)
         start = time.perf_counter()
+        watched.enter_phase("data")
         with marked(DATA):
             micro_batches = next(batches)
         data_seconds = time.perf_counter() - start
+        watched.enter_phase("step")
         record = replace(self.step(micro_batches), data_seconds=data_seconds)
+        watched.finished_step(data_seconds + record.seconds)
         for hook in self.hooks:
             hook.decided(self, record.result.votes)
         for hook in self.hooks:
+            watched.enter_phase(hook.phase, type(hook).__name__)
             hook.after_step(self, record)
 
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:
