@@ -21,13 +21,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -46,6 +46,7 @@ WARM = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoi
 
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
 
@@ -113,12 +114,29 @@ def run_local_ranks(
     return _tell(failed, received) if failed else 0
 
 
-class LocalRank(NamedTuple):
-    """A local rank: its place, its process and the pipe of its report."""
+@dataclass
+class LocalRank:
+    """A local rank: its place, its process and the pipe of its report. `is_late`: it outlived the others."""
 
     place: Place
     process: BaseProcess
     report: Connection
+    is_late: bool = False
+    _ending: Ending | None = None
+
+    @property
+    def ending(self) -> Ending | None:
+        """What the rank has said of its ending; None if it has said nothing so far, or never will."""
+        with contextlib.suppress(EOFError):
+            if self._ending is None and self.report.poll():
+                self._ending = self.report.recv()
+        return self._ending
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the rank has ended without having finished; one that ends with 0 says so before."""
+        code = self.process.exitcode
+        return self.is_late or (code is not None and (code != 0 or self.ending is None))
 
 
 def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
@@ -180,17 +198,26 @@ def _die_with_launcher() -> None:
 
 
 def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
-    """Wait until every rank has ended, or shortly beyond the first failure; the ranks that failed by themselves."""
-    deadline = None
+    """Wait until every rank has ended, or shortly beyond the first failure; the ranks that failed by themselves.
+
+    A rank that ends with 0 and does not say so has not finished. Others may not run long after one that has.
+    """
+    deadline, finish = None, None
     while running := [rank.process for rank in ranks if rank.process.exitcode is None]:
-        if deadline is None and any(rank.process.exitcode for rank in ranks):
+        if deadline is None and any(rank.has_failed for rank in ranks):
             deadline = time.monotonic() + GRACE_SECONDS
+        if finish is None and any(rank.process.exitcode == 0 for rank in ranks):
+            finish = time.monotonic() + FINISH_SECONDS
+        if deadline is None and finish is not None and time.monotonic() > finish:
+            for rank in ranks:
+                rank.is_late = rank.process.exitcode is None
+            break
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
         # A helper process of a dead rank can keep its sentinel silent, so it is checked every half second.
         wait([process.sentinel for process in running], timeout=0.5 if left is None else left)
-    return [rank for rank in ranks if rank.process.exitcode]
+    return [rank for rank in ranks if rank.has_failed]
 
 
 def _end(ranks: Sequence[LocalRank]) -> None:
@@ -206,18 +233,21 @@ def _end(ranks: Sequence[LocalRank]) -> None:
 
 def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
     """Print what the culprit has to say, and nothing else; the exit status of the run."""
-    endings = {rank: _received(rank) for rank in failed}
-    culprit = min(failed, key=lambda rank: _order(endings[rank]))
-    ending = endings[culprit]
+    culprit = min(failed, key=lambda rank: _order(rank.ending))
+    ending = culprit.ending
     code = culprit.process.exitcode or 0
     asked = next((signum for signum in received if _meaning(signum) == -code), None)
     if ending is None and asked is not None:
         print(f"stopped by {signal.Signals(asked).name} before it could save", file=sys.stderr, flush=True)
         return 128 + asked
     status, message = (1, None) if ending is None else (ending.status, ending.message)
-    if ending is None and code < 0:
+    if ending is None and culprit.is_late:
+        message = f"it had not ended {FINISH_SECONDS:g} s after the first of the ranks"
+    elif ending is None and code < 0:
         reason = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
         message = f"killed by {signal.Signals(-code).name}{reason}"
+    elif ending is None and code == 0:
+        message = "it ended with status 0 before the run had finished"
     elif ending is None:
         message = f"it ended with status {code} and without a message"
     if message:
@@ -231,13 +261,6 @@ def _order(ending: Ending | None) -> tuple[int, float]:
     if ending is None:
         return 1, 0.0
     return (0 if ending.is_of_run else 2), ending.seconds
-
-
-def _received(rank: LocalRank) -> Ending | None:
-    try:
-        return rank.report.recv() if rank.report.poll() else None
-    except EOFError:
-        return None
 
 
 def _send(ranks: Sequence[LocalRank], signum: int) -> None:

@@ -94,6 +94,10 @@ def _ending(function: Callable[[Place], int], place: Place) -> Ending:
     try:
         with naming_plugins():
             status, message = function(place), None
+    except SystemExit as error:
+        status, message = _describe(error)
+        if status == 0 and place.world_size > 1:  # the other ranks still count on this one
+            status, message = 1, "sys.exit(0) was called before the run had finished"
     except BaseException as error:  # torch raises some that are no Exception (CheckpointException)
         status, message = _describe(error)
     seconds = time.monotonic()

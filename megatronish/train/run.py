@@ -45,7 +45,7 @@ from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
-from megatronish.train.watch import board_of, watchdog_of
+from megatronish.train.watch import share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import Recorder
 from megatronish.watch.watchdog import Watchdog
 
@@ -53,10 +53,16 @@ from megatronish.watch.watchdog import Watchdog
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
     """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status."""
     record = Recorder()
-    with ExitStack() as watching:
-        watchdog = watching.enter_context(watchdog_of(config, place, record)) if config.resilience.watch else None
-        record.enter_phase("start", "the folders of the run")
-        return _train_watched(config, notes, place, record, watchdog)
+    record.enter_phase("start", "the folders of the run")
+    if not config.resilience.watch:
+        return _train_watched(config, notes, place, record, None)
+    with watchdog_of(config, place, record) as watchdog:
+        start_sharing(watchdog, place)
+        try:
+            return _train_watched(config, notes, place, record, watchdog)
+        except Exception:
+            watchdog.end_if_different()
+            raise
 
 
 def _train_watched(
@@ -98,8 +104,8 @@ def start_mesh(
     parallel = config.parallel
     set_determinism(config.training)  # before the device is used
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
-    if watchdog is not None:
-        watchdog.share(board_of(place, None if store is None else store.clone()))
+    if watchdog is not None and store is not None:
+        share_by_store(watchdog, place, store.clone())
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)

@@ -134,7 +134,7 @@ class Trainer:
                 self._step_with_hooks(batches)
         with self._errors_shown_to_hooks():
             for hook in self.hooks:
-                self.engine.mesh.record.enter_phase(hook.phase, type(hook).__name__)
+                self.engine.mesh.record.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
                 hook.finish(self)
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
@@ -153,7 +153,7 @@ class Trainer:
         for hook in self.hooks:
             hook.decided(self, record.result.votes)
         for hook in self.hooks:
-            watched.enter_phase(hook.phase, type(hook).__name__)
+            watched.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
             hook.after_step(self, record)
 
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:

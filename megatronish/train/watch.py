@@ -1,6 +1,8 @@
 """Watch of a training run: its watchdog, the board of its ranks, and what is kept of a hang."""
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,11 +11,12 @@ from megatronish.config.config import Config
 from megatronish.launch.flight_recorder import dump_flight_record
 from megatronish.launch.place import Place
 from megatronish.watch.beat import Beat
-from megatronish.watch.board import Board, FolderBoard, KeyValueStore, OwnBoard, StoreBoard
+from megatronish.watch.board import FolderBoard, KeyValueStore, OwnBoard, StoreBoard
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.record import Recorder
 from megatronish.watch.watchdog import Watchdog
 
+FILE = "file://"
 HANG = "hang.json"
 """File in the folder of logs: the report of the last hang, and the state of every rank."""
 
@@ -38,8 +41,19 @@ def watchdog_of(config: Config, place: Place, record: Recorder) -> Watchdog:
     return Watchdog(record, limits, config.layout, rank=place.rank, leave=place.leave, on_report=keep)
 
 
-def board_of(place: Place, store: KeyValueStore | None) -> Board:
-    """Where the ranks of a run leave their beats: next to the file in which they meet, or in their store."""
-    if place.rendezvous is not None and place.rendezvous.startswith("file://"):
-        return FolderBoard(Path(place.rendezvous.removeprefix("file://") + ".watch"))
-    return OwnBoard() if store is None else StoreBoard(store)
+def start_sharing(watchdog: Watchdog, place: Place) -> None:
+    """Exchange beats from the first moment, where ranks of one machine were given a file to meet at."""
+    if place.rendezvous is None:
+        watchdog.share(OwnBoard())
+    elif place.rendezvous.startswith(FILE):
+        folder = Path(place.rendezvous.removeprefix(FILE) + ".watch")
+        watchdog.share(FolderBoard(folder))
+        watchdog.share_ring(folder)
+
+
+def share_by_store(watchdog: Watchdog, place: Place, store: KeyValueStore) -> None:
+    """Exchange beats by the store in which the ranks have met, and keep the ring where ranks of one machine see it."""
+    watchdog.share(StoreBoard(store))
+    if place.is_on_one_machine:
+        # The process that started the ranks is the same for all of them.
+        watchdog.share_ring(Path(tempfile.gettempdir()) / f"megatronish-rings-{os.getppid()}")

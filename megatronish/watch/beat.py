@@ -21,6 +21,7 @@ class Collective:
     where: str = ""
     seconds: float = 0.0
     peer: int | None = None
+    by: int = 0  # the rank that entered it
 
     @property
     def name(self) -> str:
@@ -86,6 +87,11 @@ class Beat:
     def to_json(self) -> str:
         """The beat as text."""
         return json.dumps(asdict(self), separators=(",", ":"))
+
+
+def bare_beat(rank: int, recent: dict[str, list[Collective]]) -> Beat:
+    """A beat of a rank of which only the last collectives are known."""
+    return Beat(rank, 0, "", 0, "", 0, [], {line: several[-1].number for line, several in recent.items()}, recent)
 
 
 def beat_of(text: str) -> Beat:

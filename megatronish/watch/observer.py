@@ -81,7 +81,7 @@ class Observer:
             self._seen[ident] = (what, now)
         idle = now - self._seen[ident][1]
         if idle < 0.5:
-            return ThreadBeat(name, phase.name, phase.detail, idle, self._limit(phase), _collective(entry, now))
+            return ThreadBeat(name, phase.name, phase.detail, idle, self._limit(phase), self._collective(entry, now))
         frame = frame_of(ident)
         torch_wait, helper = torch_call(frame), None
         if entry is not None and entry.operation in COMPOSITE and not torch_wait:
@@ -94,11 +94,14 @@ class Observer:
             phase.detail,
             idle,
             max(self.limits.start, self._limit(phase)) if is_compiling(frame) else self._limit(phase),
-            _collective(entry, now),
+            self._collective(entry, now),
             lines_of(frame),
             "" if entry is not None else torch_wait,
             lines_of(frame_of(helper)) if helper is not None else [],
         )
+
+    def _collective(self, entry: Entry | None, now: float) -> Collective | None:
+        return None if entry is None else _words(entry, now, self.rank)
 
     def _limit(self, phase: Phase) -> float:
         return self.limits.of_phase(phase.name, median_step=self.record.median_step)
@@ -108,15 +111,11 @@ class Observer:
         entries = sorted((each for each in list(self.record.ring) if each is not None), key=lambda each: each.since)
         for entry in entries:
             if entry.peer is None:
-                found.setdefault(entry.line.key, []).append(_words(entry, now))
+                found.setdefault(entry.line.key, []).append(_words(entry, now, self.rank))
         return {line: several[-_RECENT:] for line, several in found.items()}
 
 
-def _collective(entry: Entry | None, now: float) -> Collective | None:
-    return None if entry is None else _words(entry, now)
-
-
-def _words(entry: Entry, now: float) -> Collective:
+def _words(entry: Entry, now: float, rank: int) -> Collective:
     return Collective(
         line=entry.line.key,
         axis=entry.line.name,
@@ -127,6 +126,7 @@ def _words(entry: Entry, now: float) -> Collective:
         where=_where(entry),
         seconds=round(now - entry.since, 2),
         peer=entry.peer,
+        by=rank,
     )
 
 

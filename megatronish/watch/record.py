@@ -15,8 +15,9 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+from megatronish.watch.shared_ring import RING, SharedRing
+
 PhaseName = Literal["start", "data", "step", "hook", "evaluation", "save", "end"]
-RING = 256  # entries that are kept
 _STEPS = 50  # of whose times the median is taken
 
 
@@ -45,41 +46,37 @@ class Phase(NamedTuple):
 class LineRecord:
     """Numbering of the collectives over one line of ranks; sends and receives are numbered for each peer."""
 
-    __slots__ = ("_numbers", "_peers", "key", "last", "name", "ranks", "record")
+    __slots__ = ("_numbers", "_peers", "index", "key", "last", "name", "ranks", "record")
 
-    def __init__(self, record: "Recorder", name: str, ranks: Sequence[int], key: str) -> None:
-        self.record, self.name, self.ranks, self.key = record, name, tuple(ranks), key
+    def __init__(self, record: "Recorder", name: str, ranks: Sequence[int], *, key: str, index: int) -> None:
+        self.record, self.name, self.ranks, self.key, self.index = record, name, tuple(ranks), key, index
         self.last = 0  # number of the newest collective
         self._numbers = itertools.count(1)
         self._peers: dict[tuple[str, int], Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
     def enter(self, operation: str, x: Any, layer: int | None = None) -> Entry:
         """Note that this rank starts a collective with a tensor x. `layer` is that of a backward."""
-        record = self.record
+        record, shape, dtype = self.record, x.shape, x.dtype
         self.last = number = next(self._numbers)
-        entry = _entry(
-            Entry,
-            (
-                self,
-                number,
-                operation,
-                x.shape,
-                x.dtype,
-                record.layer if layer is None else layer,
-                record.action,
-                monotonic(),
-                None,
-            ),
-        )
-        record.ring[next(record.count) % RING] = record.newest[get_ident()] = entry
+        place = next(record.count) % RING
+        if record.shared is not None:
+            record.shared.add(place, self.index, (operation, shape, dtype), number)
+        if layer is None:
+            layer = record.layer
+        # Without the checks of a NamedTuple's constructor, which take as long as all the rest.
+        entry = _entry(Entry, (self, number, operation, shape, dtype, layer, record.action, monotonic(), None))
+        record.ring[place] = record.newest[get_ident()] = entry
         return entry
 
     def enter_objects(self, operation: str) -> Entry:
         """Note that this rank starts a collective of pickled objects."""
         record = self.record
         self.last = number = next(self._numbers)
+        place = next(record.count) % RING
+        if record.shared is not None:
+            record.shared.add(place, self.index, (operation, None, None), number)
         entry = Entry(self, number, operation, None, None, None, None, monotonic())
-        record.ring[next(record.count) % RING] = record.newest[get_ident()] = entry
+        record.ring[place] = record.newest[get_ident()] = entry
         return entry
 
     def enter_peer(self, operation: str, x: Any, peer: int) -> Entry:
@@ -101,6 +98,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
+        self.shared: SharedRing | None = None  # set before there are lines
         self.ring: list[Entry | None] = [None] * RING
         self.count = itertools.count()
         self.lines: list[LineRecord] = []
@@ -117,8 +115,10 @@ class Recorder:
         """A new line of these ranks. Its key is the same on all of them, if they make their lines in one order."""
         key = f"{name}:{ranks[0]}+{len(ranks)}"
         copies = sum(line.key.partition("#")[0] == key for line in self.lines)
-        made = LineRecord(self, name, ranks, f"{key}#{copies}" if copies else key)
+        made = LineRecord(self, name, ranks, key=f"{key}#{copies}" if copies else key, index=len(self.lines))
         self.lines.append(made)
+        if self.shared is not None:
+            self.shared.add_line(made.index, made.key)
         return made
 
     def phase(self, name: PhaseName, detail: str = "") -> "_Within":

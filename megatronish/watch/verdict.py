@@ -51,8 +51,8 @@ class RanksSeen:
 
 def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
     """The ranks that hang; empty if every rank that is waited for is still at work within its limit."""
-    if different := _different(seen):
-        return different
+    if odd := different(seen):
+        return odd
     states = {rank: seen.state(rank, thread) for rank in range(seen.size)}
     edges = {rank: list(_waits_for(seen, rank, state)) for rank, state in states.items() if _can_wait(seen, rank)}
     lacks = {rank: _lacking(rank, edges) for rank in range(seen.size)}
@@ -88,7 +88,8 @@ def _gone(seen: RanksSeen, rank: int, lacks: Collective | None, state: ThreadBea
     if seen.beats[rank].ended:
         return None if lacks is None else Culprit(rank, "ended", None, lacks, lacks.seconds)
     if rank in seen.silent:
-        return Culprit(rank, "silent", state, lacks, seen.silent[rank])
+        seconds = max(seen.silent[rank], 0.0 if lacks is None else lacks.seconds)
+        return Culprit(rank, "silent", state, lacks, seconds)
     return None
 
 
@@ -111,7 +112,7 @@ def _circle(edges: Mapping[int, Sequence[tuple[int, Collective]]]) -> list[tuple
     return []
 
 
-def _different(seen: RanksSeen) -> list[Culprit]:
+def different(seen: RanksSeen) -> list[Culprit]:
     """Ranks whose collective of some number is another one than that of most ranks of the line: the earliest such."""
     for ranks in _by_line(seen).values():
         common = set.intersection(*(set(numbers) for numbers in ranks.values()))

@@ -9,15 +9,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from megatronish.layout import Layout
-from megatronish.watch.beat import Beat, beat_of
+from megatronish.watch.beat import Beat, bare_beat, beat_of
 from megatronish.watch.board import REPORT, Board
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.observer import Observer
 from megatronish.watch.record import Recorder
-from megatronish.watch.verdict import Culprit, RanksSeen, verdict
+from megatronish.watch.shared_ring import SharedRing, read_ring
+from megatronish.watch.verdict import Culprit, RanksSeen, different, verdict
 from megatronish.watch.words import RankWords
 
 SHORTEST, LONGEST = 0.1, 1.0  # seconds between two beats
@@ -50,6 +52,7 @@ class Watchdog:
         self._observer = Observer(record, limits, rank=rank, main=threading.get_ident())
         self._words = RankWords(layout, host=self._observer.host)
         self._board: Board | None = None
+        self._rings: Path | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._newest: dict[int, tuple[Beat, float]] = {}  # beats of all ranks, and when each was new here
@@ -68,14 +71,31 @@ class Watchdog:
         """Exchange beats with the other ranks from now on."""
         self._board = board
 
+    def share_ring(self, folder: Path) -> None:
+        """Keep the last collectives of this rank in a folder that the ranks of this machine share."""
+        self._rings = folder
+        self.record.shared = SharedRing(folder / f"ring_{self.rank}")
+
+    def end_if_different(self) -> None:
+        """After a failure: end this rank with a report if the ranks of this machine made different collectives."""
+        if self._rings is None or self.layout.world_size == 1:
+            return
+        rings = {rank: read_ring(self._rings / f"ring_{rank}", rank) for rank in range(self.layout.world_size)}
+        beats = {rank: bare_beat(rank, recent) for rank, recent in rings.items() if recent}
+        seen = RanksSeen(self.layout.world_size, beats)
+        if culprits := different(seen):
+            report = f"the run failed: {self._words.report(culprits, seen)}"
+            self._end(report, {}, prints=self._board is None or self._board.claim(REPORT))
+
     @property
     def _interval(self) -> float:
         return min(LONGEST, max(SHORTEST, (self.limits.step or LONGEST * 10) / 10))
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._interval):
+        wait = self._interval
+        while not self._stop.wait(wait):
             try:
-                self._look()
+                wait = SHORTEST if self._look() else self._interval
             except Exception as error:  # a board that fails must not end a run that does not hang
                 self._alone(error)
 
@@ -85,20 +105,21 @@ class Watchdog:
             self._board.put(f"rank_{self.rank}", beat.to_json())
         return beat
 
-    def _look(self) -> None:
-        """One round: a beat, and what follows from it."""
+    def _look(self) -> bool:
+        """One round: a beat, and what follows from it. Returns whether this rank makes no progress for some time."""
         recent = any(each.idle > each.limit / 2 for each in self._observer.look().threads)
         beat = self._put(recent=recent)
         if self._board is not None and (report := self._board.get(REPORT)) is not None:
             self._end(report, {}, prints=False)
         if not recent:
-            return
+            return False
         self._read(beat)
         overdue = next((each for each in beat.threads if each.is_overdue), None)
         if overdue is not None:
             seen = self._seen(overdue.limit)
             if culprits := verdict(seen, thread=overdue.name):
                 self._report(culprits, seen, limit=overdue.limit)
+        return True
 
     def _read(self, mine: Beat) -> None:
         now = time.monotonic()
@@ -126,6 +147,7 @@ class Watchdog:
         prints = self._board is None or self._board.claim(REPORT)
         if self._board is not None and prints:
             self._board.put(REPORT, report)
+            time.sleep(self._interval + SHORTEST)  # all leave at about the same time, so that none sees others leave
         elif not prints:
             report = self._report_of_another() or report
         self._end(report, seen.beats, prints=prints)

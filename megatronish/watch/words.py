@@ -44,24 +44,17 @@ class RankWords:
             return f"{who} has not come to the run at all{self._waited(lacks)}; look for its process and its log"
         if culprit.kind == "ended":
             return f"{who} has {beat.ended}{self._waited(lacks)}"
-        place = f"process {beat.pid} on {beat.host}"
+        for_seconds = f"for {culprit.seconds:.0f} s"
+        said = f"{who} {_has_not(lacks)} {for_seconds}; {_others(lacks)} there. " if lacks is not None else f"{who} "
         if culprit.kind == "silent":
-            why = _why_silent(beat, self.host)
-            return (
-                f"{who} has been silent for {culprit.seconds:.0f} s: {place} {why}"
-                f"{self._waited(lacks)}. It was last seen {_phase(culprit.thread, beat)}{_stack(culprit.thread)}"
-            )
-        said = (
-            f"{who} has not entered {_named(lacks)} for {culprit.seconds:.0f} s; {_others(lacks)} there. It is "
-            if lacks is not None
-            else f"{who} has made no progress for {culprit.seconds:.0f} s. It is "
-        )
+            silent = f"It is silent {for_seconds}" if lacks is not None else f"is silent {for_seconds}"
+            what = f"process {beat.pid} on {beat.host} {_why_silent(beat, self.host)}"
+            return f"{said}{silent}: {what}. It was last seen {_phase(culprit.thread, beat)}{_stack(culprit.thread)}"
+        said += "It is " if lacks is not None else f"has made no progress {for_seconds}. It is "
         return f"{said}{_phase(culprit.thread, beat)}{_stack(culprit.thread)}"
 
     def _waited(self, lacks: Collective | None) -> str:
-        if lacks is None:
-            return ""
-        return f", and it has not entered {_named(lacks)}, where {_others(lacks)} for {lacks.seconds:.0f} s"
+        return "" if lacks is None else f" and {_has_not(lacks)}; {_others(lacks)} there for {lacks.seconds:.0f} s"
 
     def _different(self, culprit: Culprit, seen: RanksSeen) -> str:
         assert culprit.lacks is not None
@@ -70,19 +63,18 @@ class RankWords:
         other = next(
             rank
             for rank, beat in seen.beats.items()
-            if any(each == usual for each in beat.recent.get(usual.line, []))
+            if any((each.number, each.kind) == (usual.number, usual.kind) for each in beat.recent.get(usual.line, []))
         )
         return (
             f"ranks do different things: in collective {mine.number:,} of {mine.axis} {self.rank(culprit.rank)} entered "
-            f"{_spelled(mine)}, and {self.rank(other)} {_spelled(usual)}. The stack of rank {culprit.rank}"
-            f"{_stack(culprit.thread, named=False)}"
+            f"{_spelled(mine)}, and {self.rank(other)} {_spelled(usual)}{_stack(culprit.thread, of=culprit.rank)}"
         )
 
     def _circle(self, culprits: Sequence[Culprit]) -> str:
         turns = [f"{self.rank(each.rank)} waits in {_named(each.lacks)}" for each in culprits[:_MOST] if each.lacks]
         return (
             f"ranks do different things and wait for each other for {max(each.seconds for each in culprits):.0f} s: "
-            f"{', '.join(turns)}. The stack of rank {culprits[0].rank}{_stack(culprits[0].thread, named=False)}"
+            f"{', '.join(turns)}{_stack(culprits[0].thread, of=culprits[0].rank)}"
         )
 
     def _transfer(self, culprits: Sequence[Culprit]) -> str:
@@ -102,8 +94,17 @@ def _named(entry: Collective | None) -> str:
     return f"{name} ({entry.where})" if entry.where else name
 
 
+def _has_not(entry: Collective) -> str:
+    """What a rank has not done for which another one waits in `entry`."""
+    if entry.peer is None:
+        return f"has not entered {_named(entry)}"
+    verb = "sent" if entry.operation == "receive" else "received"
+    where = f" ({entry.where})" if entry.where else ""
+    return f"has not {verb} message {entry.number:,} over {entry.axis}{where}"
+
+
 def _others(entry: Collective | None) -> str:
-    return "the others wait" if entry is None or entry.peer is None else "its peer waits"
+    return "the others wait" if entry is None or entry.peer is None else f"rank {entry.by} waits"
 
 
 def _spelled(entry: Collective) -> str:
@@ -122,15 +123,16 @@ def _phase(thread: ThreadBeat | None, beat: Beat) -> str:
         "step": f"in {step}",
         "hook": f"in the hook {thread.detail} of {step}",
         "evaluation": f"in the evaluation after {step}{detail}",
-        "save": f"saving a checkpoint{detail}",
+        "save": f"saving the checkpoint of {thread.detail or step}",
         "end": f"in the end of the run{detail}",
     }[thread.phase]
 
 
-def _stack(thread: ThreadBeat | None, *, named: bool = True) -> str:
+def _stack(thread: ThreadBeat | None, *, of: int | None = None) -> str:
     if thread is None or not thread.stack:
         return ""
-    text = f"{'. Its stack' if named else ''}: {' < '.join(thread.stack[:_FRAMES])}"
+    whose = "Its stack" if of is None else f"The stack of rank {of}"
+    text = f". {whose}: {' < '.join(thread.stack[:_FRAMES])}"
     if thread.helper_stack:
         text += f". The stack of the thread that it waits for: {' < '.join(thread.helper_stack[:_FRAMES])}"
     return text
