@@ -10,7 +10,6 @@ Ranks never outlive the launcher, and the first failure ends them all.
 """
 
 import contextlib
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -27,14 +26,16 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megatronish.errors import UserError
 from megatronish.launch.imports import importing
+from megatronish.launch.orphans import end_with_agent, end_with_parent
 from megatronish.launch.place import Place, place_from_environment, threads_per_rank
 from megatronish.launch.rank import Ending, failure, run_here, run_rank
+from megatronish.launch.restarts import Restarts
 from megatronish.launch.slurm import unused_places
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
@@ -47,25 +48,34 @@ WARM = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoi
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
 
 def launch(
-    function: Callable[[Place], int], *, world_size: int, log_dir: Path | None = None, interactive: bool = False
+    function: Callable[[Place], int],
+    *,
+    world_size: int,
+    log_dir: Path | None = None,
+    interactive: bool = False,
+    restarts: Restarts | None = None,
 ) -> int:
     """Run `function` on every rank of a run of `world_size`; the exit status of the run.
 
     `function` returns an exit status: 0 for finished. A UserError it raises ends the run with its sentence and 2,
     anything else with a traceback and 1. Under torchrun, srun or mpirun this process is one rank; a single rank runs in
     this process too; else the ranks are its children. Call it from the main thread, with signals as they are.
-    `interactive`: rank 0 reads the terminal, so Ctrl-C is for it alone, if it handles SIGINT.
+    `interactive`: rank 0 reads the terminal, so Ctrl-C is for it alone, if it handles SIGINT. `restarts` are for ranks
+    that are children of this process, which a single one then is, too; other launchers have restarts of their own.
     """
+    restarts = restarts or Restarts()
     place = place_from_environment()
     if place is None and (note := unused_places(os.environ, world_size=world_size)) is not None:
         print(f"note: {note}", file=sys.stderr)
-    place = place or (Place() if world_size == 1 else None)
+    place = place or (Place() if world_size == 1 and restarts.most == 0 else None)
     if place is None:
-        return run_local_ranks(function, world_size=world_size, log_dir=log_dir, interactive=interactive)
+        ranks: dict[str, Any] = {"world_size": world_size, "log_dir": log_dir, "interactive": interactive}
+        return run_local_ranks(function, **ranks, restarts=restarts)
 
     def checked(place: Place) -> int:
         if place.world_size != world_size:
@@ -77,6 +87,8 @@ def launch(
 
     if place.rendezvous is not None and place.rendezvous.startswith("tcp://127."):
         meet_on_loopback()
+    if place.world_size > 1 or place.rendezvous is not None:
+        end_with_agent()
     _use_threads(place)
     return run_here(checked, place, log_dir)
 
@@ -88,11 +100,39 @@ def run_local_ranks(
     log_dir: Path | None = None,
     start_method: Literal["fork", "spawn"] = START_METHOD,
     interactive: bool = False,
+    restarts: Restarts | None = None,
 ) -> int:
     """Start `world_size` ranks on this machine, wait for them, tell the first failure; the exit status of the run."""
     with importing():
         for module in WARM:
             importlib.import_module(module)
+    restarts = restarts or Restarts()
+    ranks = _RanksToStart(function, world_size, log_dir, start_method, interactive)
+    while True:
+        attempt = _attempt(ranks)
+        if attempt.was_asked_to_end or not restarts.again(attempt.status, attempt.sentence):
+            return attempt.status
+
+
+class _RanksToStart(NamedTuple):
+    function: Callable[[Place], int]
+    world_size: int
+    log_dir: Path | None
+    start_method: Literal["fork", "spawn"]
+    interactive: bool
+
+
+class _Attempt(NamedTuple):
+    """How the ranks have ended: the exit status, the sentence that was printed, and whether a signal asked for it."""
+
+    status: int
+    sentence: str = ""
+    was_asked_to_end: bool = False
+
+
+def _attempt(wanted: _RanksToStart) -> _Attempt:
+    """Start the ranks once, and wait for them."""
+    function, world_size, log_dir, start_method, interactive = wanted
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
     forwarded = _forwarded_signals(ranks, ignores_interrupts=interactive)
@@ -109,9 +149,10 @@ def run_local_ranks(
             failed = _wait_for_failures(ranks)
         finally:
             _end(ranks)
+    asked = any(signum in _ENDING for signum in received)
     if received.count(signal.SIGINT) > 1:
-        return 128 + signal.SIGINT
-    return _tell(failed, received) if failed else 0
+        return _Attempt(128 + signal.SIGINT, was_asked_to_end=True)
+    return _Attempt(*_tell(failed, received), asked) if failed else _Attempt(0)
 
 
 @dataclass
@@ -184,8 +225,7 @@ def _die_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
         if os.getppid() != launcher.pid:  # it had ended before that
             os._exit(1)
         return
@@ -231,15 +271,16 @@ def _end(ranks: Sequence[LocalRank]) -> None:
         rank.process.join()
 
 
-def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
-    """Print what the culprit has to say, and nothing else; the exit status of the run."""
+def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, str]:
+    """Print what the culprit has to say, and nothing else; the exit status of the run, and what was printed."""
     culprit = min(failed, key=lambda rank: _order(rank.ending))
     ending = culprit.ending
     code = culprit.process.exitcode or 0
     asked = next((signum for signum in received if _meaning(signum) == -code), None)
     if ending is None and asked is not None:
-        print(f"stopped by {signal.Signals(asked).name} before it could save", file=sys.stderr, flush=True)
-        return 128 + asked
+        sentence = f"stopped by {signal.Signals(asked).name} before it could save"
+        print(sentence, file=sys.stderr, flush=True)
+        return 128 + asked, sentence
     status, message = (1, None) if ending is None else (ending.status, ending.message)
     if ending is None and culprit.is_late:
         message = f"it had not ended {FINISH_SECONDS:g} s after the first of the ranks"
@@ -250,10 +291,12 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
         message = "it ended with status 0 before the run had finished"
     elif ending is None:
         message = f"it ended with status {code} and without a message"
-    if message:
-        is_of_run = ending is not None and ending.is_of_run
-        print(message if is_of_run else failure(culprit.place, message), file=sys.stderr, flush=True)
-    return status
+    if not message:
+        return status, ""
+    is_of_run = ending is not None and ending.is_of_run
+    sentence = message if is_of_run else failure(culprit.place, message)
+    print(sentence, file=sys.stderr, flush=True)
+    return status, sentence
 
 
 def _order(ending: Ending | None) -> tuple[int, float]:
