@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.meeting import has_lasting_store, store_of_attempt
 from megatronish.launch.place import Place
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -96,6 +97,8 @@ def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store 
             "ranks; if rank 0 cannot be reached, export as MASTER_ADDR a name of its machine that the others know"
         ) from error
     store.set_timeout(timeout)
+    if place.rendezvous == "env://" and has_lasting_store():
+        return store_of_attempt(store, place, timeout=timeout)
     return store
 
 
