@@ -168,6 +168,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         num_ahead=config.data.num_workers,
         hooks=_hooks(job, engine, stopper, trackers, save),
         progress=progress,
+        record=record,
     )
     trainer.load_hook_states(hook_states)
     if mesh.is_main:

@@ -16,7 +16,7 @@ from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.ranges import DATA, UPDATE, marked
 from megatronish.train.engine import Engine, StepResult
-from megatronish.watch.record import PhaseName
+from megatronish.watch.record import PhaseName, Recorder
 
 
 @dataclass
@@ -109,7 +109,10 @@ class Hook:
 
 @dataclass
 class Trainer:
-    """A run on one rank. `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step."""
+    """A run on one rank. `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step.
+
+    `record` is shown the phase that the run is in.
+    """
 
     engine: Engine
     schedule: TrainingSchedule
@@ -117,6 +120,7 @@ class Trainer:
     num_ahead: int
     hooks: Sequence[Hook]
     progress: Progress
+    record: Recorder = field(default_factory=Recorder)
     stop_reason: str | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -134,11 +138,11 @@ class Trainer:
                 self._step_with_hooks(batches)
         with self._errors_shown_to_hooks():
             for hook in self.hooks:
-                self.engine.mesh.record.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
+                self.record.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
                 hook.finish(self)
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
-        watched = self.engine.mesh.record
+        watched = self.record
         watched.step = self.progress.step + 1
         for hook in self.hooks:
             hook.before_step(self)
