@@ -55,6 +55,8 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
         return odd
     states = {rank: seen.state(rank, thread) for rank in range(seen.size)}
     edges = {rank: list(_waits_for(seen, rank, state)) for rank, state in states.items() if _can_wait(seen, rank)}
+    if not any(edges.values()):
+        edges = {rank: list(_behind(seen, rank)) for rank in edges}
     lacks = {rank: _lacking(rank, edges) for rank in range(seen.size)}
     gone = [_gone(seen, rank, lacks[rank], states[rank]) for rank in range(seen.size)]
     if any(gone):
@@ -105,7 +107,8 @@ def _circle(edges: Mapping[int, Sequence[tuple[int, Collective]]]) -> list[tuple
     for first in edges:
         path, rank = dict[int, Collective](), first
         while edges.get(rank) and rank not in path:
-            rank, path[rank] = edges[rank][0][0], edges[rank][0][1]
+            other, path[rank] = edges[rank][0]
+            rank = other
         if rank in path:
             ranks = list(path)
             return [(each, path[each]) for each in ranks[ranks.index(rank) :]]
@@ -151,6 +154,22 @@ def _waits_for(seen: RanksSeen, rank: int, state: ThreadBeat | None) -> Iterator
         beat = seen.beats.get(other)
         if other != rank and (beat is None or beat.lines.get(entry.line, 0) < entry.number):
             yield other, entry
+
+
+def _behind(seen: RanksSeen, rank: int) -> Iterator[tuple[int, Collective]]:
+    """The ranks that have not entered what this one has, by numbers alone.
+
+    On a GPU the host waits in no collective but for the device, and its record does not say for which entry.
+    """
+    beat = seen.beats[rank]
+    for line, ranks in beat.members.items():
+        for other in ranks:
+            known = seen.beats.get(other)
+            if known is None or line not in known.lines or known.lines[line] >= beat.lines.get(line, 0):
+                continue
+            entry = next((each for each in beat.recent.get(line, ()) if each.number == known.lines[line] + 1), None)
+            if entry is not None:
+                yield other, entry
 
 
 def _idle(state: ThreadBeat | None) -> float:

@@ -6,6 +6,8 @@ so that whoever started the run can start it again. That is before torch's timeo
 """
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,7 @@ from megatronish.layout import Layout
 from megatronish.watch.beat import Beat, bare_beat, beat_of
 from megatronish.watch.board import REPORT, Board
 from megatronish.watch.limits import HangLimits
-from megatronish.watch.observer import Observer
+from megatronish.watch.observer import Observer, birth_of
 from megatronish.watch.record import Recorder
 from megatronish.watch.shared_ring import SharedRing, read_ring
 from megatronish.watch.verdict import Culprit, RanksSeen, different, verdict
@@ -149,7 +151,7 @@ class Watchdog:
             self._board.put(REPORT, report)
         elif not prints:
             report = self._report_of_another() or report
-        self._end(report, seen.beats, prints=prints)
+        self._end(report, seen.beats, prints=prints, culprits=culprits)
 
     def _report_of_another(self) -> str | None:
         deadline = time.monotonic() + PATIENCE
@@ -168,7 +170,9 @@ class Watchdog:
             said = self._words.report([culprit], seen)
             self._end(f"the run hangs: {said}\n(the other ranks cannot be asked: {error})", {self.rank: beat}, prints=True)
 
-    def _end(self, report: str, beats: Mapping[int, Beat], *, prints: bool) -> None:
+    def _end(
+        self, report: str, beats: Mapping[int, Beat], *, prints: bool, culprits: Sequence[Culprit] = ()
+    ) -> None:
         if self._stop.is_set():
             return
         keeping = threading.Thread(target=self._on_report, args=(report, beats if prints else {}), daemon=True)
@@ -176,6 +180,15 @@ class Watchdog:
         keeping.join(timeout=1.0)  # the disk may be what hangs
         if self.rank != 0:  # rank 0 speaks for all, and must not complain of lost peers first
             time.sleep(self._interval + 2 * SHORTEST)
+        for culprit in culprits if prints else ():
+            if culprit.kind == "silent":
+                self._kill(beats[culprit.rank])
         self._leave(report, prints)
+
+    def _kill(self, beat: Beat) -> None:
+        """End a silent process of this machine: stopped, it would ignore SIGTERM, for which launchers wait long."""
+        if beat.host == self._observer.host and beat.born and (birth_of(beat.pid) or "").startswith(f"{beat.born} "):
+            with contextlib.suppress(OSError):
+                os.kill(beat.pid, signal.SIGKILL)
 
 
