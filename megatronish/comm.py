@@ -96,9 +96,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def start_all_reduce(
-    x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum", *, layer: int | None = None
-) -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum", *, layer: int | None = None) -> Pending:
     """All-reduce, [...] -> [...], in place: every rank gets the sum (or maximum) over the axis. Not differentiable.
 
     `layer` is for the record: that of a backward.

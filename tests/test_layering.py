@@ -19,6 +19,7 @@ ROWS = (
     ("files", "layout", "schedule"),
     ("config",),
     ("launch",),
+    ("watch",),
     ("mesh",),
     (
         *("comm", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
@@ -65,6 +66,7 @@ WITHOUT_TORCH = (
     "layer_costs.py",
     "layer_specs.py",
     "costs/*.py",
+    "watch/*.py",
     "errors.py",
     "__init__.py",
     "__main__.py",

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,12 @@ def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store 
     if place.rendezvous == "env://" and has_lasting_store():
         return store_of_attempt(store, place, timeout=timeout)
     return store
+
+
+def client_of(store: dist.Store) -> Any:
+    """Another client of the same store, for another thread: a `get` that blocks keeps all users of its client out."""
+    clone = getattr(store, "clone", None)  # torch's stubs do not have it
+    return store if clone is None else clone()
 
 
 def _has_own_device(place: Place, device_count: int) -> bool:

@@ -300,7 +300,7 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, st
 
 
 def _order(ending: Ending | None) -> tuple[int, float]:
-    """Place of a failed rank among the suspects: reports about the run first, then those that said nothing, then time."""
+    """Place among the suspects: reports about the run first, then ranks that said nothing, then the earliest."""
     if ending is None:
         return 1, 0.0
     return (0 if ending.is_of_run else 2), ending.seconds

@@ -49,8 +49,8 @@ def _invite(store: dist.Store, name: str, place: Place, looks: Iterator[None]) -
         if missing and next(looks, False) is False:
             several = f"ranks {', '.join(map(str, missing))}" if len(missing) > 1 else f"rank {next(iter(missing))}"
             raise RunError(
-                f"{several} of {place.world_size} did not come to the meeting within --distributed-timeout-minutes; look "
-                "for the first rank that failed, and start all of them"
+                f"{several} of {place.world_size} did not come to the meeting within --distributed-timeout-minutes; "
+                "look for the first rank that failed, and start all of them"
             )
     store.set(f"{name}/all", json.dumps(answers))
     return name
@@ -70,8 +70,8 @@ def _answer(store: dist.Store, mine: str, place: Place, looks: Iterator[None]) -
                 return answered
         if next(looks, False) is False:
             raise RunError(
-                f"rank 0 of {place.world_size} did not come to the meeting within --distributed-timeout-minutes, or did "
-                "not see all ranks there; look for the first rank that failed, and start all of them"
+                f"rank 0 of {place.world_size} did not come to the meeting within --distributed-timeout-minutes, or "
+                "did not see all ranks there; look for the first rank that failed, and start all of them"
             )
 
 

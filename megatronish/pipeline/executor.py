@@ -19,7 +19,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.transfers import Boundary, Line, Shape, connect
 from megatronish.schedule.plan import Action, Placement, StageChunk, routes
 from megatronish.schedule.schedules import RECEIVES_AHEAD
-from megatronish.watch.record import Recorder
+from megatronish.watch.record import RankRecord
 
 
 class ChunkOutput(NamedTuple):
@@ -71,7 +71,8 @@ class Executor:
     for them. `peak_live` is the largest number of activations (of one micro-batch in one chunk) that the last run held
     at once, from their forward until their backward was complete: B, or W in a plan with W.
 
-    `record` is shown the action at work. The constructor connects the stages: every rank of the pipeline calls it at the same time.
+    `record` is shown the action at work. The constructor connects the stages: every rank of the pipeline calls it at
+    the same time.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class Executor:
         p2p_axes: Mapping[tuple[str, bool], Axis],
         boundary: Boundary,
         weight_gradients: WeightGradients | None = None,
-        record: Recorder | None = None,
+        record: RankRecord | None = None,
     ) -> None:
-        self.record = record or Recorder()
+        self.record = record or RankRecord()
         self.chunks, self.boundary, self.weight_gradients = chunks, boundary, weight_gradients
         self.lines = {direction: Line(axis, boundary) for direction, axis in p2p_axes.items()}
         self.stage = p2p_axes["F", True].rank

@@ -17,7 +17,7 @@ from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
 from megatronish.launch.determinism import set_determinism
-from megatronish.launch.device import allocator_note, choose_backend, choose_device, meeting_store
+from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
 from megatronish.launch.flight_recorder import switch_on_flight_recorder
 from megatronish.launch.freed_memory import keep_freed_memory
 from megatronish.launch.place import Place
@@ -46,13 +46,13 @@ from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 from megatronish.train.watch import share_by_store, start_sharing, watchdog_of
-from megatronish.watch.record import Recorder
+from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
 
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
     """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status."""
-    record = Recorder()
+    record = RankRecord()
     record.enter_phase("start", "the folders of the run")
     if not config.resilience.watch:
         return _train_watched(config, notes, place, record, None)
@@ -66,7 +66,7 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
 
 
 def _train_watched(
-    config: Config, notes: Sequence[str], place: Place, record: Recorder, watchdog: Watchdog | None
+    config: Config, notes: Sequence[str], place: Place, record: RankRecord, watchdog: Watchdog | None
 ) -> int:
     with ExitStack() as stack:
         if place.rank == 0:
@@ -93,7 +93,7 @@ def start_mesh(
     place: Place,
     *,
     on_note: Callable[[str], None] = lambda _note: None,
-    record: Recorder | None = None,
+    record: RankRecord | None = None,
     watchdog: Watchdog | None = None,
 ) -> Mesh:
     """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected.
@@ -105,7 +105,7 @@ def start_mesh(
     set_determinism(config.training)  # before the device is used
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
     if watchdog is not None and store is not None:
-        share_by_store(watchdog, place, store.clone())
+        share_by_store(watchdog, place, client_of(store))
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)
@@ -178,15 +178,19 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     record.enter_phase("end", "the last files")
     trackers.ending = "finished" if trainer.progress.step >= num_steps else f"stopped: {trainer.stop_reason}"
     if mesh.is_main:
-        # matplotlib takes a second to import: the others, and the start, need not wait for it.
-        from megatronish.train.plot import plot_run
-        from megatronish.train.plot_experts import plot_experts
-
-        plot_experts(config.run_dir)
-        plot_run(config.run_dir)
+        _plot(config.run_dir)
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
+
+
+def _plot(run_dir: Path) -> None:
+    # matplotlib takes a second to import: other ranks, and the start, need not wait for it.
+    from megatronish.train.plot import plot_run
+    from megatronish.train.plot_experts import plot_experts
+
+    plot_experts(run_dir)
+    plot_run(run_dir)
 
 
 def _has_its_ending(config: Config, mesh: Mesh) -> bool:

@@ -16,7 +16,7 @@ from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.ranges import DATA, UPDATE, marked
 from megatronish.train.engine import Engine, StepResult
-from megatronish.watch.record import PhaseName, Recorder
+from megatronish.watch.record import PhaseName, RankRecord
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Trainer:
     num_ahead: int
     hooks: Sequence[Hook]
     progress: Progress
-    record: Recorder = field(default_factory=Recorder)
+    record: RankRecord = field(default_factory=RankRecord)
     stop_reason: str | None = field(default=None, init=False)
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ from megatronish.launch.place import Place
 from megatronish.watch.beat import Beat
 from megatronish.watch.board import FolderBoard, KeyValueStore, OwnBoard, StoreBoard
 from megatronish.watch.limits import HangLimits
-from megatronish.watch.record import Recorder
+from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
 
 FILE = "file://"
@@ -21,7 +21,7 @@ HANG = "hang.json"
 """File in the folder of logs: the report of the last hang, and the state of every rank."""
 
 
-def watchdog_of(config: Config, place: Place, record: Recorder) -> Watchdog:
+def watchdog_of(config: Config, place: Place, record: RankRecord) -> Watchdog:
     """The watchdog of a run's rank, which has no board yet."""
     wanted, logs = config.resilience, config.run_dir / "logs"
     limits = HangLimits.of(

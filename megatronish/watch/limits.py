@@ -25,9 +25,8 @@ class HangLimits:
     ) -> "HangLimits":
         """Limits of the flags that are given. What is open is that of a step, or else just below torch's timeout."""
         others = SHARE_OF_TIMEOUT * timeout if step is None else step
-        return cls(
-            step, *(others if given is None else given for given in (start, evaluation, save)), timeout=timeout
-        )
+        start, evaluation, save = (others if given is None else given for given in (start, evaluation, save))
+        return cls(step, start, evaluation, save, timeout)
 
     def of_phase(self, phase: PhaseName, *, median_step: float | None) -> float:
         """Limit of a phase, where a step takes `median_step`; None as long as there were too few steps."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatronish.watch.beat import Beat, Collective, ThreadBeat
 from megatronish.watch.limits import HangLimits
-from megatronish.watch.record import Entry, Phase, Recorder
+from megatronish.watch.record import Entry, RankRecord, RunPhase
 from megatronish.watch.stacks import frame_of, is_compiling, lines_of, thread_named, torch_call
 
 MAIN = "main"
@@ -37,7 +37,7 @@ def birth_of(pid: int) -> str | None:
 class Observer:
     """Observer of the threads of this process that have a phase; `main` is that of the training."""
 
-    def __init__(self, record: Recorder, limits: HangLimits, *, rank: int, main: int) -> None:
+    def __init__(self, record: RankRecord, limits: HangLimits, *, rank: int, main: int) -> None:
         self.record, self.limits, self.rank, self.main = record, limits, rank, main
         self.host, self.pid = socket.gethostname(), os.getpid()
         self.born = (birth_of(self.pid) or "").split(" ")[0]
@@ -71,7 +71,7 @@ class Observer:
                 continue
             yield self._thread(ident, phase, MAIN if ident == self.main else names[ident], now)
 
-    def _thread(self, ident: int, phase: Phase, name: str, now: float) -> ThreadBeat:
+    def _thread(self, ident: int, phase: RunPhase, name: str, now: float) -> ThreadBeat:
         record, entry = self.record, self.record.waiting.get(ident)
         newest = record.newest.get(ident)
         what = (phase, newest, entry, record.action, record.layer) if name == MAIN else (phase, newest, entry)
@@ -103,7 +103,7 @@ class Observer:
     def _collective(self, entry: Entry | None, now: float) -> Collective | None:
         return None if entry is None else _words(entry, now, self.rank)
 
-    def _limit(self, phase: Phase) -> float:
+    def _limit(self, phase: RunPhase) -> float:
         return self.limits.of_phase(phase.name, median_step=self.record.median_step)
 
     def _recent(self) -> dict[str, list[Collective]]:

@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     peer: int | None = None
 
 
-class Phase(NamedTuple):
+class RunPhase(NamedTuple):
     """Part of the run that a thread is in. `since` is on the monotonic clock, `detail` for people."""
 
     name: PhaseName
@@ -48,7 +48,7 @@ class LineRecord:
 
     __slots__ = ("_numbers", "_peers", "index", "key", "last", "name", "ranks", "record")
 
-    def __init__(self, record: "Recorder", name: str, ranks: Sequence[int], *, key: str, index: int) -> None:
+    def __init__(self, record: "RankRecord", name: str, ranks: Sequence[int], *, key: str, index: int) -> None:
         self.record, self.name, self.ranks, self.key, self.index = record, name, tuple(ranks), key, index
         self.last = 0  # number of the newest collective
         self._numbers = itertools.count(1)
@@ -91,7 +91,7 @@ class LineRecord:
 _entry = tuple.__new__
 
 
-class Recorder:
+class RankRecord:
     """What one rank does, for its watchdog to read. The mesh owns it.
 
     `action` and `layer` are what the main thread computes; `newest`, `waiting` and `phases` are kept for each thread.
@@ -104,7 +104,7 @@ class Recorder:
         self.lines: list[LineRecord] = []
         self.newest: dict[int, Entry] = {}
         self.waiting: dict[int, Entry | None] = {}
-        self.phases: dict[int, Phase] = {}
+        self.phases: dict[int, RunPhase] = {}
         self.action: Any = None
         self.layer: int | None = None
         self.step = 0  # the step at work, counted from 1
@@ -127,7 +127,7 @@ class Recorder:
 
     def enter_phase(self, name: PhaseName, detail: str = "") -> None:
         """Let this thread be in a phase until it enters another."""
-        self.phases[get_ident()] = Phase(name, detail, monotonic())
+        self.phases[get_ident()] = RunPhase(name, detail, monotonic())
 
     def finished_step(self, seconds: float) -> None:
         """Note how long a step took, waiting for its data included."""
@@ -146,13 +146,13 @@ class _Within:
 
     __slots__ = ("_before", "_detail", "_name", "_record")
 
-    def __init__(self, record: Recorder, name: PhaseName, detail: str) -> None:
+    def __init__(self, record: RankRecord, name: PhaseName, detail: str) -> None:
         self._record, self._name, self._detail = record, name, detail
 
     def __enter__(self) -> None:
         phases = self._record.phases
         self._before = phases.get(get_ident())
-        phases[get_ident()] = Phase(self._name, self._detail, monotonic())
+        phases[get_ident()] = RunPhase(self._name, self._detail, monotonic())
 
     def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         if self._before is None:

@@ -21,7 +21,7 @@ def frame_of(thread: int) -> FrameType | None:
 
 def lines_of(frame: FrameType | None, *, most: int = 12) -> list[str]:
     """`file:line function` of the frames, the innermost first. Files of this repository are relative to it."""
-    found = []
+    found: list[str] = []
     while frame is not None and len(found) < most:
         path = Path(frame.f_code.co_filename)
         name = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else Path(*path.parts[-2:])

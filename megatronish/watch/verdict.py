@@ -159,7 +159,7 @@ def _waits_for(seen: RanksSeen, rank: int, state: ThreadBeat | None) -> Iterator
 def _behind(seen: RanksSeen, rank: int) -> Iterator[tuple[int, Collective]]:
     """The ranks that have not entered what this one has, by numbers alone.
 
-    On a GPU the host waits in no collective but for the device, and its record does not say for which entry.
+    On a GPU the host waits for the device and in no collective, and its record does not say for which entry.
     """
     beat = seen.beats[rank]
     for line, ranks in beat.members.items():

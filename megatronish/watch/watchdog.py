@@ -19,7 +19,7 @@ from megatronish.watch.beat import Beat, bare_beat, beat_of
 from megatronish.watch.board import REPORT, Board
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.observer import Observer, birth_of
-from megatronish.watch.record import Recorder
+from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import SharedRing, read_ring
 from megatronish.watch.verdict import Culprit, RanksSeen, different, verdict
 from megatronish.watch.words import RankWords
@@ -41,7 +41,7 @@ class Watchdog:
 
     def __init__(
         self,
-        record: Recorder,
+        record: RankRecord,
         limits: HangLimits,
         layout: Layout,
         *,
@@ -126,8 +126,10 @@ class Watchdog:
     def _read(self, mine: Beat) -> None:
         now = time.monotonic()
         self._newest[self.rank] = mine, now
-        for rank in range(self.layout.world_size) if self._board is not None else ():
-            if rank == self.rank or (text := self._board.get(f"rank_{rank}")) is None:
+        if (board := self._board) is None:
+            return
+        for rank in range(self.layout.world_size):
+            if rank == self.rank or (text := board.get(f"rank_{rank}")) is None:
                 continue
             beat = beat_of(text)
             known = self._newest.get(rank)
@@ -168,11 +170,11 @@ class Watchdog:
             seen = RanksSeen(1, {0: beat})
             culprit = Culprit(self.rank, "outside", overdue, None, overdue.idle)
             said = self._words.report([culprit], seen)
-            self._end(f"the run hangs: {said}\n(the other ranks cannot be asked: {error})", {self.rank: beat}, prints=True)
+            self._end(
+                f"the run hangs: {said}\n(the other ranks cannot be asked: {error})", {self.rank: beat}, prints=True
+            )
 
-    def _end(
-        self, report: str, beats: Mapping[int, Beat], *, prints: bool, culprits: Sequence[Culprit] = ()
-    ) -> None:
+    def _end(self, report: str, beats: Mapping[int, Beat], *, prints: bool, culprits: Sequence[Culprit] = ()) -> None:
         if self._stop.is_set():
             return
         keeping = threading.Thread(target=self._on_report, args=(report, beats if prints else {}), daemon=True)
@@ -190,5 +192,3 @@ class Watchdog:
         if beat.host == self._observer.host and beat.born and (birth_of(beat.pid) or "").startswith(f"{beat.born} "):
             with contextlib.suppress(OSError):
                 os.kill(beat.pid, signal.SIGKILL)
-
-

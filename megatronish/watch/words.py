@@ -32,7 +32,9 @@ class RankWords:
             return self._transfer(culprits)
         lines = [self._sentence(culprit, seen) for culprit in culprits[:_MOST]]
         if len(culprits) > _MOST:
-            lines.append(f"so do {len(culprits) - _MOST} more: ranks {', '.join(str(c.rank) for c in culprits[_MOST:])}")
+            lines.append(
+                f"so do {len(culprits) - _MOST} more: ranks {', '.join(str(c.rank) for c in culprits[_MOST:])}"
+            )
         return "\n".join(lines)
 
     def _sentence(self, culprit: Culprit, seen: RanksSeen) -> str:
@@ -66,8 +68,9 @@ class RankWords:
             if any((each.number, each.kind) == (usual.number, usual.kind) for each in beat.recent.get(usual.line, []))
         )
         return (
-            f"ranks do different things: in collective {mine.number:,} of {mine.axis} {self.rank(culprit.rank)} entered "
-            f"{_spelled(mine)}, and {self.rank(other)} {_spelled(usual)}{_stack(culprit.thread, of=culprit.rank)}"
+            f"ranks do different things: in collective {mine.number:,} of {mine.axis} {self.rank(culprit.rank)} "
+            f"entered {_spelled(mine)}, and {self.rank(other)} {_spelled(usual)}"
+            f"{_stack(culprit.thread, of=culprit.rank)}"
         )
 
     def _circle(self, culprits: Sequence[Culprit]) -> str:

@@ -74,9 +74,7 @@ subprocess.run([*through_a_shell, *child], env={**os.environ, "TORCHELASTIC_RUN_
 def test_a_rank_does_not_outlive_torchruns_agent(between: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     environ["PYTHONPATH"] = str(ROOT)
-    parent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, between], env=environ, stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", AGENT, between], env=environ, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     rank = int(parent.stdout.readline())
     parent.kill()

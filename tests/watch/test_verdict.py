@@ -21,7 +21,9 @@ def entry(line: str, number: int, operation: str = "all_reduce", **others: Any) 
     return Collective(line, name, number, operation, [4], "float32", seconds=41.0, **others)
 
 
-def beat(rank: int, waiting: Collective | None = None, *, phase: str = "step", idle: float = 41.0, **others: Any) -> Beat:
+def beat(
+    rank: int, waiting: Collective | None = None, *, phase: str = "step", idle: float = 41.0, **others: Any
+) -> Beat:
     """A rank that has waited 41 s in a collective, or has been somewhere else for so long."""
     members = {line: ranks for line, ranks in MEMBERS.items() if rank in ranks}
     lines = dict.fromkeys(members, 10)
@@ -48,8 +50,8 @@ def test_who_waits_for_a_waiting_rank_waits_for_what_that_one_waits_for() -> Non
     (culprit,) = verdict(found)
     assert (culprit.rank, culprit.kind) == (3, "outside")
     assert WORDS.report([culprit], found) == (
-        "rank 3 (tp 1, dp 1) has not entered all_reduce 11 of dp for 41 s; the others wait there. It is waiting for the "
-        "data of step 5. Its stack: loader.py:5 read"
+        "rank 3 (tp 1, dp 1) has not entered all_reduce 11 of dp for 41 s; the others wait there. It is waiting for "
+        "the data of step 5. Its stack: loader.py:5 read"
     )
 
 
@@ -94,13 +96,15 @@ def test_ranks_that_wait_for_each_other_are_all_named() -> None:
         beat(3, entry("tp:2+2", 11)),
     )
     assert sorted(each.rank for each in verdict(found)) == [0, 1, 2, 3]
-    assert WORDS.report(verdict(found), found).startswith("ranks do different things and wait for each other for 41 s: ")
+    assert WORDS.report(verdict(found), found).startswith(
+        "ranks do different things and wait for each other for 41 s: "
+    )
 
 
 def test_a_transfer_that_does_not_end_is_named_where_all_have_entered_it() -> None:
     found = seen(*(beat(rank, entry(WORLD, 11)) for rank in range(4)))
     assert WORDS.report(verdict(found), found).startswith(
-        "all_reduce 11 of world has been entered by all of its ranks and does not end for 41 s: the network between them"
+        "all_reduce 11 of world has been entered by all of its ranks and does not end for 41 s: the network between"
     )
 
 
