@@ -9,9 +9,10 @@ from pathlib import Path
 
 from megatronish.config.config import Config
 from megatronish.launch.flight_recorder import dump_flight_record
+from megatronish.launch.meeting import has_lasting_store
 from megatronish.launch.place import Place
 from megatronish.watch.beat import Beat
-from megatronish.watch.board import FolderBoard, KeyValueStore, OwnBoard, StoreBoard
+from megatronish.watch.board import FolderBoard, KeyValueStore, OwnBoard, PatientBoard, StoreBoard
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
@@ -53,7 +54,11 @@ def start_sharing(watchdog: Watchdog, place: Place) -> None:
 
 def share_by_store(watchdog: Watchdog, place: Place, store: KeyValueStore) -> None:
     """Exchange beats by the store in which the ranks have met, and keep the ring where ranks of one machine see it."""
-    watchdog.share(StoreBoard(store))
+    is_with_rank_0 = place.rendezvous is not None and not has_lasting_store()
+    keeper = (
+        "rank 0, whose process has the store of the run," if is_with_rank_0 else "torchrun's agent of the first host"
+    )
+    watchdog.share(PatientBoard(StoreBoard(store)), kept_by=keeper)
     if place.is_on_one_machine:
         # The process that started the ranks is the same for all of them.
         watchdog.share_ring(Path(tempfile.gettempdir()) / f"megatronish-rings-{os.getppid()}")

@@ -5,8 +5,11 @@ client of its own: a `get` that blocks on the main thread's client would keep th
 """
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
 
 REPORT = "report"
 
@@ -94,3 +97,57 @@ class OwnBoard:
     def claim(self, name: str) -> bool:
         """Whether this call is the first one with this name."""
         return self._texts.setdefault(f"{name}.claim", name) is name
+
+
+class BoardTimeoutError(Exception):
+    """A board does not answer: the host of the store hangs, or is cut off."""
+
+
+class PatientBoard:
+    """A board whose calls end after some seconds, however long the board under it blocks: a thread of its own calls it.
+
+    After a call that did not end, each further one fails at once until that call has ended.
+    """
+
+    def __init__(self, board: Board, *, seconds: float = 2.0) -> None:
+        self._board, self._seconds = board, seconds
+        self._calls: SimpleQueue[tuple[Callable[..., Any], tuple[str, ...], SimpleQueue[Any]]] = SimpleQueue()
+        self._is_blocked = threading.Event()
+        threading.Thread(target=self._serve, name="watchdog's board", daemon=True).start()
+
+    def put(self, name: str, text: str) -> None:
+        """Replace the text of this name."""
+        self._call(self._board.put, name, text)
+
+    def get(self, name: str) -> str | None:
+        """The text of this name, None if there is none."""
+        found: str | None = self._call(self._board.get, name)
+        return found
+
+    def claim(self, name: str) -> bool:
+        """Whether this call is the first one with this name, of all ranks."""
+        return bool(self._call(self._board.claim, name))
+
+    def _call(self, function: Callable[..., Any], *arguments: str) -> Any:
+        if self._is_blocked.is_set():
+            raise BoardTimeoutError
+        answer: SimpleQueue[Any] = SimpleQueue()
+        self._calls.put((function, arguments, answer))
+        try:
+            result = answer.get(timeout=self._seconds)
+        except Empty:
+            self._is_blocked.set()
+            raise BoardTimeoutError from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _serve(self) -> None:
+        while True:
+            function, arguments, answer = self._calls.get()
+            try:
+                result = function(*arguments)
+            except Exception as error:
+                result = error
+            answer.put(result)
+            self._is_blocked.clear()

@@ -54,6 +54,7 @@ class Watchdog:
         self._observer = Observer(record, limits, rank=rank, main=threading.get_ident())
         self._words = RankWords(layout, host=self._observer.host)
         self._board: Board | None = None
+        self._kept_by = ""
         self._rings: Path | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -69,9 +70,9 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._put(ended="ended with status 0" if kind is None else "failed")
 
-    def share(self, board: Board) -> None:
-        """Exchange beats with the other ranks from now on."""
-        self._board = board
+    def share(self, board: Board, *, kept_by: str = "") -> None:
+        """Exchange beats with the other ranks from now on; `kept_by` is the process without which none could."""
+        self._board, self._kept_by = board, kept_by
 
     def share_ring(self, folder: Path) -> None:
         """Keep the last collectives of this rank in a folder that the ranks of this machine share."""
@@ -98,8 +99,8 @@ class Watchdog:
         while not self._stop.wait(wait):
             try:
                 wait = SHORTEST if self._look() else self._interval
-            except Exception as error:  # a board that fails must not end a run that does not hang
-                self._alone(error)
+            except Exception:  # a board that fails must not end a run that does not hang
+                self._alone()
 
     def _put(self, *, recent: bool = False, ended: str = "") -> Beat:
         beat = self._observer.look(recent=recent, ended=ended)
@@ -162,17 +163,13 @@ class Watchdog:
             time.sleep(0.05)
         return report
 
-    def _alone(self, error: Exception) -> None:
-        """A round without the board: of this rank alone something is known."""
+    def _alone(self) -> None:
+        """A round without the board: what is known is this rank's own state, and who keeps the board."""
         beat = self._observer.look()
         overdue = next((each for each in beat.threads if each.is_overdue), None)
-        if overdue is not None and overdue.idle > overdue.limit + PATIENCE:
-            seen = RanksSeen(1, {0: beat})
-            culprit = Culprit(self.rank, "outside", overdue, None, overdue.idle)
-            said = self._words.report([culprit], seen)
-            self._end(
-                f"the run hangs: {said}\n(the other ranks cannot be asked: {error})", {self.rank: beat}, prints=True
-            )
+        if overdue is not None:
+            report = f"the run hangs: {self._words.without_others(self.rank, overdue, beat, kept_by=self._kept_by)}"
+            self._end(report, {self.rank: beat}, prints=True)
 
     def _end(self, report: str, beats: Mapping[int, Beat], *, prints: bool, culprits: Sequence[Culprit] = ()) -> None:
         if self._stop.is_set():

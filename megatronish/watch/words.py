@@ -37,6 +37,15 @@ class RankWords:
             )
         return "\n".join(lines)
 
+    def without_others(self, rank: int, thread: ThreadBeat, beat: Beat, *, kept_by: str) -> str:
+        """What one rank says that hangs, or waits, and cannot ask the others."""
+        entry = thread.waiting
+        waits = f"waits in {_named(entry)}" if entry is not None else "has made no progress"
+        return (
+            f"{kept_by or 'the place of the beats of all ranks'} does not answer: it is stopped, dead or cut off. "
+            f"{self.rank(rank)} {waits} for {thread.idle:.0f} s. It is {_phase(thread, beat)}{_stack(thread)}"
+        )
+
     def _sentence(self, culprit: Culprit, seen: RanksSeen) -> str:
         who, lacks = self.rank(culprit.rank), culprit.lacks
         beat = seen.beats.get(culprit.rank)

@@ -1,13 +1,23 @@
 """Tests of hangs on real processes: which rank hangs is named, and where, soon after the limit; then the run ends."""
 
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import hangs
-from jobs import run_job, tiny
+import pytest
+from jobs import SECONDS, run_job, tiny
+from paths import ROOT
+from ranks import wait_until
+
+from megatronish.train.folder import last_step
 
 LIMIT = 3.0
 LAYOUT = "--tp 2 --train-iters 30 --save-interval 12"
@@ -72,3 +82,35 @@ def test_ranks_that_make_different_collectives_are_named_at_once(tmp_path: Path)
 
 def test_a_rank_that_ends_with_zero_too_early_has_failed(tmp_path: Path) -> None:
     assert hang(tmp_path, "leaving_early") == "rank 1 failed: it ended with status 0 before the run had finished\n"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_ranks_that_meet_in_a_store_name_a_stopped_one_even_where_it_keeps_the_store(
+    tmp_path: Path, stopped: int
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    argv = tiny(tmp_path / "run", f"--tp 2 --train-iters 100000 --hang-seconds {LIMIT} --hang-seconds-start 60")
+    ranks = []
+    with (tmp_path / "errors").open("w") as errors:
+        for rank in range(2):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv]
+            environ = os.environ | meeting | place
+            ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=errors))
+    try:
+        assert wait_until(lambda: last_step(tmp_path / "run" / "metrics.jsonl") > 5, timeout=SECONDS)
+        ranks[stopped].send_signal(signal.SIGSTOP)
+        since = time.monotonic()
+        assert ranks[1 - stopped].wait(SECONDS) == 1
+        assert time.monotonic() - since < LIMIT + 3.0
+    finally:
+        for process in ranks:
+            process.kill()
+    told = (tmp_path / "errors").read_text()
+    if stopped == 0:
+        assert "the run hangs: rank 0, whose process has the store of the run, does not answer: it is stopped" in told
+        assert re.search(r"rank 1 \(tp 1\) waits in \w+ \d+ of (tp|dp|world)", told), told
+    else:
+        assert re.search(r"the run hangs: rank 1 \(tp 1\) has not entered .* is stopped by a signal", told), told
