@@ -8,9 +8,15 @@ both), and waits for it.
 
 Every function takes the `Axis` that it works on. On an axis of size one it returns its input and sends nothing; this
 shortcut is here and nowhere else. Sequence-parallel shapes cut the sequence, dim 0, over tp.
+
+Each call is an entry of the axis's record (watch/record.py), made before torch is called; a wait says for which entry.
+So a rank that hangs can be named from outside.
 """
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,26 +24,69 @@ from torch import Tensor
 
 from megatronish.mesh import Axis
 from megatronish.ranges import WAIT, marked
+from megatronish.watch.record import Entry
+
+T = TypeVar("T")
 
 
 class Pending:
-    """Collective in progress over `axis`; `wait` returns its result. Keeps what is sent alive until then."""
+    """Collective in progress over `axis`; `wait` returns its result. Keeps what is sent alive until then.
+
+    `entry` is what the axis's record has of it.
+    """
 
     def __init__(
-        self, result: Tensor, *works: dist.Work | None, axis: Axis | None = None, source: Tensor | None = None
+        self,
+        result: Tensor,
+        *works: dist.Work | None,
+        axis: Axis | None = None,
+        source: Tensor | None = None,
+        entry: Entry | None = None,
     ) -> None:
         assert axis is not None or not works
-        self._result, self._works, self._axis, self._source = result, works, axis, source
+        self._result, self._works, self._axis, self._source, self._entry = result, works, axis, source, entry
 
     def wait(self) -> Tensor:
         """Result of the collective; on CUDA the current stream waits for it, and the CPU does not."""
         if self._axis is not None and self._works:
-            with marked(f"{WAIT}{self._axis.name}"):
+            with marked(f"{WAIT}{self._axis.name}"), _waiting(self._entry):
                 for work in self._works:
                     if work is not None:
                         work.wait()
         self._works, self._source = (), None
         return self._result
+
+
+class _Waiting:
+    """Context in which this thread waits for an entry."""
+
+    __slots__ = ("_entry", "_thread")
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry, self._thread = entry, get_ident()
+
+    def __enter__(self) -> None:
+        self._entry.line.record.waiting[self._thread] = self._entry
+
+    def __exit__(self, *_: object) -> None:
+        self._entry.line.record.waiting[self._thread] = None
+
+
+_WITHOUT_RECORD = nullcontext()
+
+
+def _waiting(entry: Entry | None) -> AbstractContextManager[object]:
+    return _WITHOUT_RECORD if entry is None else _Waiting(entry)
+
+
+def _entry(operation: str, x: Tensor, axis: Axis, layer: int | None = None) -> Entry | None:
+    """Entry of a collective that is about to be called with x; None on an axis that has no record."""
+    return None if axis.line is None else axis.line.enter(operation, x, layer)
+
+
+def _layer(axis: Axis) -> int | None:
+    """Number of the layer that this rank computes, for the entry of its backward."""
+    return None if axis.line is None else axis.line.record.layer
 
 
 # torch 2.13 renamed both; 2.11 has the old names alone.
@@ -47,14 +96,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Pending:
-    """All-reduce, [...] -> [...], in place: every rank gets the sum (or maximum) over the axis. Not differentiable."""
+def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum", *, layer: int | None = None) -> Pending:
+    """All-reduce, [...] -> [...], in place: every rank gets the sum (or maximum) over the axis. Not differentiable.
+
+    `layer` is for the record: that of a backward.
+    """
     if axis.size == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True), axis=axis)
+    entry = _entry("all_reduce", x, axis, layer)
+    return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True), axis=axis, entry=entry)
 
 
-def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
+def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None, layer: int | None = None) -> Pending:
     """All-gather, [s, ...] -> [size * s, ...]: every rank gets the pieces of all ranks, in the order of the axis.
 
     `into` is the buffer of the result; x may be this rank's piece of that buffer. Not differentiable.
@@ -63,10 +116,12 @@ def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pe
         return Pending(x)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if into is None else into
-    return Pending(whole, _all_gather(whole, x, group=axis.group, async_op=True), axis=axis, source=x)
+    entry = _entry("all_gather", x, axis, layer)
+    work = _all_gather(whole, x, group=axis.group, async_op=True)
+    return Pending(whole, work, axis=axis, source=x, entry=entry)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None, layer: int | None = None) -> Pending:
     """Reduce-scatter, [size * s, ...] -> [s, ...]: every rank gets its piece of the sum over the axis.
 
     `into` is the buffer of the result; it may be this rank's piece of x. Not differentiable.
@@ -75,12 +130,34 @@ def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None) -
         return Pending(x)
     x = x.contiguous()
     piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if into is None else into
-    return Pending(piece, _reduce_scatter(piece, x, group=axis.group, async_op=True), axis=axis, source=x)
+    entry = _entry("reduce_scatter", x, axis, layer)
+    work = _reduce_scatter(piece, x, group=axis.group, async_op=True)
+    return Pending(piece, work, axis=axis, source=x, entry=entry)
 
 
-def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
+def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum", *, layer: int | None = None) -> Tensor:
     """All-reduce, [...] -> [...], in place, finished on return. Not differentiable; `reduce_from` is."""
-    return start_all_reduce(x, axis, op).wait()
+    return start_all_reduce(x, axis, op, layer=layer).wait()
+
+
+def all_gather_object(value: T, axis: Axis) -> list[T]:
+    """Values of all ranks in the order of the axis, pickled on the way; finished on return."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    with entered("all_gather_object", axis):
+        dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+@contextmanager
+def entered(operation: str, axis: Axis) -> Iterator[None]:
+    """Context of an operation of torch that communicates by itself: one entry of the record, waited for meanwhile."""
+    if axis.line is None:
+        yield
+        return
+    with _Waiting(axis.line.enter_objects(operation)):
+        yield
 
 
 def piece_of(x: Tensor, axis: Axis) -> Tensor:
@@ -94,13 +171,13 @@ def piece_of(x: Tensor, axis: Axis) -> Tensor:
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, _layer(axis)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # A copy: autograd may hand the same gradient to others, and the sum is made in place.
-        return all_reduce(grads[0].clone(), ctx.axis), None
+        return all_reduce(grads[0].clone(), ctx.axis, layer=ctx.layer), None
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -117,41 +194,43 @@ class _ReduceFrom(torch.autograd.Function):
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, _layer(axis)
         return start_reduce_scatter(x, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return start_all_gather(grads[0], ctx.axis).wait(), None
+        return start_all_gather(grads[0], ctx.axis, layer=ctx.layer).wait(), None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, _layer(axis)
         return _exchange(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _exchange(grads[0], ctx.axis), None
+        return _exchange(grads[0], ctx.axis, layer=ctx.layer), None
 
 
-def _exchange(x: Tensor, axis: Axis) -> Tensor:
+def _exchange(x: Tensor, axis: Axis, *, layer: int | None = None) -> Tensor:
     x = x.contiguous()
     exchanged = torch.empty_like(x)
+    entry = _entry("all_to_all", x, axis, layer)
     work = dist.all_to_all_single(exchanged, x, group=axis.group, async_op=True)
-    return Pending(exchanged, work, axis=axis, source=x).wait()
+    return Pending(exchanged, work, axis=axis, source=x, entry=entry).wait()
 
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        ctx.axis, ctx.sent, ctx.received, ctx.layer = axis, sent, received, _layer(axis)
         return start_all_to_all_rows(x, axis, sent=sent, received=received).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return start_all_to_all_rows(grads[0], ctx.axis, sent=ctx.received, received=ctx.sent).wait(), None, None, None
+        sizes = {"sent": ctx.received, "received": ctx.sent}
+        return start_all_to_all_rows(grads[0], ctx.axis, **sizes, layer=ctx.layer).wait(), None, None, None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -159,25 +238,25 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sums: bool) -> Tensor:
-        ctx.axis, ctx.sums = axis, sums
+        ctx.axis, ctx.sums, ctx.layer = axis, sums, _layer(axis)
         return start_all_gather(x, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.sums:
-            return start_reduce_scatter(grads[0], ctx.axis).wait(), None, None
+            return start_reduce_scatter(grads[0], ctx.axis, layer=ctx.layer).wait(), None, None
         return piece_of(grads[0], ctx.axis), None, None
 
 
 class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, _layer(axis)
         return piece_of(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return start_all_gather(grads[0], ctx.axis).wait(), None
+        return start_all_gather(grads[0], ctx.axis, layer=ctx.layer).wait(), None
 
 
 def copy_to(x: Tensor, tp: Axis) -> Tensor:
@@ -210,7 +289,9 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _AllToAll.apply(x, axis)
 
 
-def start_all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: list[int]) -> Pending:
+def start_all_to_all_rows(
+    x: Tensor, axis: Axis, *, sent: list[int], received: list[int], layer: int | None = None
+) -> Pending:
     """All-to-all of unequal pieces, [sum(sent), ...] -> [sum(received), ...]. Not differentiable.
 
     The first `sent[0]` rows go to rank 0 of the axis, and so on; `received[i]` rows come from rank i. Either may be 0.
@@ -219,8 +300,9 @@ def start_all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: l
         return Pending(x)
     x = x.contiguous()
     arriving = x.new_empty(sum(received), *x.shape[1:])
+    entry = _entry("all_to_all_rows", x, axis, layer)
     work = dist.all_to_all_single(arriving, x, received, sent, group=axis.group, async_op=True)
-    return Pending(arriving, work, axis=axis, source=x)
+    return Pending(arriving, work, axis=axis, source=x, entry=entry)
 
 
 def all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: list[int]) -> Tensor:
@@ -265,18 +347,22 @@ def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
         dist.P2POp(dist.isend, x, after, axis.group, tag),
         dist.P2POp(dist.irecv, arriving, before, axis.group, tag),
     ]
-    return Pending(arriving, *dist.batch_isend_irecv(transfers), axis=axis, source=x)
+    entry = _entry("shift", x, axis)
+    return Pending(arriving, *dist.batch_isend_irecv(transfers), axis=axis, source=x, entry=entry)
 
 
 def start_send(x: Tensor, axis: Axis, *, to: int, tag: int) -> Pending:
     """Send of x, [...], to rank `to` of the axis. On gloo it is finished only when the receive has been posted."""
-    x = x.contiguous()
-    return Pending(x, dist.isend(x, axis.ranks[to], group=axis.group, tag=tag), axis=axis)
+    x, peer = x.contiguous(), axis.ranks[to]
+    entry = None if axis.line is None else axis.line.enter_peer("send", x, peer)
+    return Pending(x, dist.isend(x, peer, group=axis.group, tag=tag), axis=axis, entry=entry)
 
 
 def start_receive(buffer: Tensor, axis: Axis, *, source: int, tag: int) -> Pending:
     """Receive into `buffer`, [...], from rank `source` of the axis. gloo matches by `tag`, NCCL by order."""
-    return Pending(buffer, dist.irecv(buffer, axis.ranks[source], group=axis.group, tag=tag), axis=axis)
+    peer = axis.ranks[source]
+    entry = None if axis.line is None else axis.line.enter_peer("receive", buffer, peer)
+    return Pending(buffer, dist.irecv(buffer, peer, group=axis.group, tag=tag), axis=axis, entry=entry)
 
 
 def barrier(axis: Axis, device: torch.device | None = None) -> None:

@@ -19,17 +19,19 @@ from megatronish.launch.place import Place
 from megatronish.layout import Coordinates, ExpertLayout, Layout
 from megatronish.schedule.plan import EVERY_LINE, Kind, lines
 from megatronish.schedule.schedules import SCHEDULES
+from megatronish.watch.record import LineRecord, RankRecord
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A line of ranks through the mesh, and this process's rank on it."""
+    """A line of ranks through the mesh, and this process's rank on it. `line` records its collectives."""
 
     name: str
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
+    line: LineRecord | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -115,6 +117,7 @@ class Mesh:
     p2p_axes: Mapping[tuple[str, bool], Axis]
     domains: dict[str, Domain]
     experts: ExpertParallel
+    record: RankRecord = field(default_factory=RankRecord, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -126,8 +129,9 @@ class Mesh:
         backend: str = "gloo",
         has_experts: bool = False,
         store: dist.Store | None = None,
+        record: RankRecord | None = None,
     ) -> "Mesh":
-        """The mesh of a config on the rank at `place`, by default the only one."""
+        """The mesh of a config on the rank at `place`, by default the only one. `record` takes its collectives."""
         place = place or Place()
         schedule = SCHEDULES[parallel.schedule]
         placement = schedule.place(num_stages=parallel.layout.pp)
@@ -145,6 +149,7 @@ class Mesh:
             # Two chunks a stage, where a schedule takes any number, already go round on every line of more.
             lines=lines(schedule.place(num_stages=parallel.layout.pp, num_chunks=schedule.num_chunks or 2)),
             experts=parallel.expert_layout if has_experts else None,
+            record=record,
         )
 
     @classmethod
@@ -163,6 +168,7 @@ class Mesh:
         embedding_stages: tuple[int, int] = (0, -1),
         lines: Collection[tuple[Kind, bool]] = EVERY_LINE,
         experts: ExpertLayout | None = None,
+        record: RankRecord | None = None,
     ) -> "Mesh":
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
@@ -171,8 +177,7 @@ class Mesh:
         position of the model; `lines` are those of `p2p_axes`. `experts` is the grid of a model with experts, on the
         same ranks.
         """
-        layout = layout or Layout()
-        device = device or torch.device("cpu")
+        layout, record, device = layout or Layout(), record or RankRecord(), device or torch.device("cpu")
         timeout = timedelta(minutes=timeout_minutes)
         if layout.world_size > 1:
             meeting: dict[str, Any] = {"init_method": init_method} if store is None else {"store": store}
@@ -180,12 +185,11 @@ class Mesh:
         elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         everyone = tuple(range(layout.world_size))
-        world = Axis("world", len(everyone), rank, everyone, dist.group.WORLD if everyone[1:] else None)
-        axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend))
-        stages = layout.groups("pp")
-        ends = [[ranks[stage] for stage in embedding_stages] for ranks in stages]
+        world = _world(everyone, rank, record)
+        axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend), record=record)
+        stages, (first, last) = layout.groups("pp"), embedding_stages
         tp = axis("tp", layout.groups("tp"))
-        embedding = axis("embedding", [pair for pair in ends if pair[0] != pair[1]])
+        embedding = axis("embedding", [[ranks[first], ranks[last]] for ranks in stages if ranks[first] != ranks[last]])
         domain = partial(_domain, zero_stage=zero_stage, copies=copies, axis=axis, device=device)
         domains = {"dense": replace(domain("dense", layout.groups("dp", "cp")), model={"tp": tp}, embedding=embedding)}
         expert_axes = {}
@@ -207,6 +211,7 @@ class Mesh:
             p2p_axes={(kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind, up in sorted(lines)},
             domains=domains,
             experts=ExpertParallel(**expert_axes),
+            record=record,
         )
 
     @property
@@ -236,18 +241,28 @@ def new_axis(
     timeout: timedelta | None = None,
     at_least: int = 2,
     backend: str | None = None,
+    record: RankRecord | None = None,
 ) -> Axis:
     """The axis of this rank among `groups`, those of at least so many ranks with a process group.
 
-    Every rank calls this for every group, in the same order: that is how torch keeps their names apart.
+    `record` takes the axis's collectives. Every rank calls this for every group, in the same order: that is how torch
+    keeps their names apart.
     """
     mine = Axis(name, 1, 0, (rank,))
     make = partial(dist.new_group, timeout=timeout, backend=backend, group_desc=name)  # the name is for profiles
     for ranks in groups:
         group = make(list(ranks)) if len(ranks) >= at_least else None
         if rank in ranks:
-            mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group)
+            line = record.line(name, ranks) if record is not None and group is not None else None
+            mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group, line)
     return mine
+
+
+def _world(ranks: tuple[int, ...], rank: int, record: RankRecord) -> Axis:
+    """All ranks: torch's own group, if there are several."""
+    if len(ranks) == 1:
+        return Axis("world", 1, rank, ranks)
+    return Axis("world", len(ranks), rank, ranks, dist.group.WORLD, record.line("world", ranks))
 
 
 def _domain(

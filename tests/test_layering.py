@@ -19,6 +19,7 @@ ROWS = (
     ("files", "layout", "schedule"),
     ("config",),
     ("launch",),
+    ("watch",),
     ("mesh",),
     (
         *("comm", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
@@ -70,6 +71,7 @@ WITHOUT_TORCH = (
     "links/definitions.py",
     "links/fit.py",
     "links/settings.py",
+    "watch/*.py",
     "errors.py",
     "__init__.py",
     "__main__.py",

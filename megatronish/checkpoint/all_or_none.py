@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch.distributed as dist
-
+from megatronish import comm
 from megatronish.errors import RunError, UserError
 from megatronish.mesh import Axis
 
@@ -31,8 +30,7 @@ def all_or_none(axis: Axis, work: Callable[[], T]) -> T:
     # Phase 2: the errors of all ranks, None for those that succeeded, in the order of the axis.
     errors: list[Exception | None] = [mine]
     if axis.size > 1:
-        errors = [None] * axis.size
-        dist.all_gather_object(errors, _portable(mine, axis.rank), group=axis.group)
+        errors = comm.all_gather_object(_portable(mine, axis.rank), axis)
     # Phase 3: the same decision on all ranks. The failed rank raises its own error, which has the traceback.
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
@@ -51,11 +49,7 @@ def same_on_all(axis: Axis, read: Callable[[], T], *, what: str) -> T:
 
 def from_all(axis: Axis, read: Callable[[], T]) -> list[T]:
     """Values of `read` of all ranks, in the order of the axis."""
-    mine = all_or_none(axis, read)
-    values: list[T] = [mine] * axis.size
-    if axis.size > 1:
-        dist.all_gather_object(values, mine, group=axis.group)
-    return values
+    return comm.all_gather_object(all_or_none(axis, read), axis)
 
 
 def _portable(error: Exception | None, rank: int) -> Exception | None:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
+from megatronish import comm
 from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.storage import CheckpointReader, CheckpointWriter
 from megatronish.errors import UserError
@@ -155,7 +156,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor | UnreadTensor], *, over: Axis) -> None:
     """Write the tensors of all ranks into `folder`; all ranks of the axis call this. OSError if the disk is full."""
-    with _unwrapped_errors():
+    with _unwrapped_errors(), comm.entered("writing of tensors", over):
         dcp.save(
             dict(tensors),
             storage_writer=CheckpointWriter(folder),
@@ -172,7 +173,7 @@ def read_tensors(source: Path | CheckpointReader, tensors: dict[str, GlobalTenso
     is not in the checkpoint, DamagedError if bytes differ from what was written.
     """
     reader = source if isinstance(source, CheckpointReader) else all_or_none(over, partial(CheckpointReader, source))
-    with _unwrapped_errors():
+    with _unwrapped_errors(), comm.entered("reading of tensors", over):
         dcp.load(
             dict(tensors),
             storage_reader=reader,

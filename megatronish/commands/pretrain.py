@@ -9,6 +9,8 @@ from megatronish.config.config import Config
 from megatronish.launch.imports import importing
 from megatronish.launch.place import Place, place_from_environment
 
+METRICS = "metrics.jsonl"
+
 
 def main(argv: Sequence[str], *, program: str = "megatronish pretrain") -> int:
     """Run the command; the exit status."""
@@ -34,11 +36,15 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     with importing():
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
+        from megatronish.launch.restarts import Restarts
+        from megatronish.train.folder import last_step
         from megatronish.train.preflight import preflight_run
         from megatronish.train.run import train
 
     if config.log.preflight:
         return launch(partial(preflight_run, config, notes), world_size=config.layout.world_size)
     run = partial(train, config, notes)
-    status = launch(run, world_size=config.layout.world_size, log_dir=config.run_dir / "logs")
+    restarts = Restarts(config.resilience.max_restarts, partial(last_step, config.run_dir / METRICS))
+    logs = config.run_dir / "logs"
+    status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts)
     return status or (print_sample(config) if place_from_environment() is None else 0)

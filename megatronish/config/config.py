@@ -13,6 +13,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.config.plugins import PluginsConfig
 from megatronish.config.preference import PreferenceConfig, ReferenceKind
 from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.resilience import ResilienceConfig
 from megatronish.config.run import CheckpointConfig, LogConfig
 from megatronish.config.training import TrainingConfig
 from megatronish.layout import Layout
@@ -34,6 +35,7 @@ class Config:
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     @property
     def layout(self) -> Layout:

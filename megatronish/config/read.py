@@ -25,6 +25,7 @@ from megatronish.config.understand import Setting, Settings
 from megatronish.errors import UserError
 
 PROGRAM = "pretrain_gpt.py"
+LARGEST = 2**24  # bytes of a file; ours have a few thousand
 _NAMES = [f"[{section}]" for section in SECTIONS]
 DESCRIPTION = (
     f"Pretrains a GPT. --config FILE.toml, or --config NAME of a config that comes with megatronish (demo, quick ...), "
@@ -135,7 +136,12 @@ def _read_file(path: Path | None) -> Settings | str:
     """Settings of the file, or why it cannot be read."""
     if path is None:
         return Settings.empty()
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no file but a device or a pipe"
+        return f"--config {path} is {what}; name a TOML file"
     try:
+        if path.stat().st_size > LARGEST:
+            return f"--config {path} has {path.stat().st_size} bytes, and {LARGEST} is the limit; name a TOML file"
         return read_file(path)
     except FileNotFoundError:
         others = [*sorted(map(str, path.parent.glob("*.toml"))), *shipped_configs()]

@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.meeting import has_lasting_store, store_of_attempt
 from megatronish.launch.place import Place
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -96,7 +97,15 @@ def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store 
             "ranks; if rank 0 cannot be reached, export as MASTER_ADDR a name of its machine that the others know"
         ) from error
     store.set_timeout(timeout)
+    if place.rendezvous == "env://" and has_lasting_store():
+        return store_of_attempt(store, place, timeout=timeout)
     return store
+
+
+def client_of(store: dist.Store) -> Any:
+    """Another client of the same store, for another thread: a `get` that blocks keeps all users of its client out."""
+    clone = getattr(store, "clone", None)  # torch's stubs do not have it
+    return store if clone is None else clone()
 
 
 def _has_own_device(place: Place, device_count: int) -> bool:

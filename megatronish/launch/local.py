@@ -10,7 +10,6 @@ Ranks never outlive the launcher, and the first failure ends them all.
 """
 
 import contextlib
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -21,18 +20,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megatronish.errors import UserError
 from megatronish.launch.imports import importing
+from megatronish.launch.orphans import end_with_agent, end_with_parent
 from megatronish.launch.place import Place, place_from_environment, threads_per_rank
 from megatronish.launch.rank import Ending, failure, run_here, run_rank
+from megatronish.launch.restarts import Restarts
 from megatronish.launch.slurm import unused_places
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
@@ -44,25 +47,35 @@ WARM = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoi
 
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
 
 def launch(
-    function: Callable[[Place], int], *, world_size: int, log_dir: Path | None = None, interactive: bool = False
+    function: Callable[[Place], int],
+    *,
+    world_size: int,
+    log_dir: Path | None = None,
+    interactive: bool = False,
+    restarts: Restarts | None = None,
 ) -> int:
     """Run `function` on every rank of a run of `world_size`; the exit status of the run.
 
     `function` returns an exit status: 0 for finished. A UserError it raises ends the run with its sentence and 2,
     anything else with a traceback and 1. Under torchrun, srun or mpirun this process is one rank; a single rank runs in
     this process too; else the ranks are its children. Call it from the main thread, with signals as they are.
-    `interactive`: rank 0 reads the terminal, so Ctrl-C is for it alone, if it handles SIGINT.
+    `interactive`: rank 0 reads the terminal, so Ctrl-C is for it alone, if it handles SIGINT. `restarts` are for ranks
+    that are children of this process, which a single one then is, too; other launchers have restarts of their own.
     """
+    restarts = restarts or Restarts()
     place = place_from_environment()
     if place is None and (note := unused_places(os.environ, world_size=world_size)) is not None:
         print(f"note: {note}", file=sys.stderr)
-    place = place or (Place() if world_size == 1 else None)
+    place = place or (Place() if world_size == 1 and restarts.most == 0 else None)
     if place is None:
-        return run_local_ranks(function, world_size=world_size, log_dir=log_dir, interactive=interactive)
+        ranks: dict[str, Any] = {"world_size": world_size, "log_dir": log_dir, "interactive": interactive}
+        return run_local_ranks(function, **ranks, restarts=restarts)
 
     def checked(place: Place) -> int:
         if place.world_size != world_size:
@@ -74,6 +87,8 @@ def launch(
 
     if place.rendezvous is not None and place.rendezvous.startswith("tcp://127."):
         meet_on_loopback()
+    if place.world_size > 1 or place.rendezvous is not None:
+        end_with_agent()
     _use_threads(place)
     return run_here(checked, place, log_dir)
 
@@ -85,11 +100,39 @@ def run_local_ranks(
     log_dir: Path | None = None,
     start_method: Literal["fork", "spawn"] = START_METHOD,
     interactive: bool = False,
+    restarts: Restarts | None = None,
 ) -> int:
     """Start `world_size` ranks on this machine, wait for them, tell the first failure; the exit status of the run."""
     with importing():
         for module in WARM:
             importlib.import_module(module)
+    restarts = restarts or Restarts()
+    ranks = _RanksToStart(function, world_size, log_dir, start_method, interactive)
+    while True:
+        attempt = _attempt(ranks)
+        if attempt.was_asked_to_end or not restarts.again(attempt.status, attempt.sentence):
+            return attempt.status
+
+
+class _RanksToStart(NamedTuple):
+    function: Callable[[Place], int]
+    world_size: int
+    log_dir: Path | None
+    start_method: Literal["fork", "spawn"]
+    interactive: bool
+
+
+class _Attempt(NamedTuple):
+    """How the ranks have ended: the exit status, the sentence that was printed, and whether a signal asked for it."""
+
+    status: int
+    sentence: str = ""
+    was_asked_to_end: bool = False
+
+
+def _attempt(wanted: _RanksToStart) -> _Attempt:
+    """Start the ranks once, and wait for them."""
+    function, world_size, log_dir, start_method, interactive = wanted
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
     forwarded = _forwarded_signals(ranks, ignores_interrupts=interactive)
@@ -106,17 +149,35 @@ def run_local_ranks(
             failed = _wait_for_failures(ranks)
         finally:
             _end(ranks)
+    asked = any(signum in _ENDING for signum in received)
     if received.count(signal.SIGINT) > 1:
-        return 128 + signal.SIGINT
-    return _tell(failed, received) if failed else 0
+        return _Attempt(128 + signal.SIGINT, was_asked_to_end=True)
+    return _Attempt(*_tell(failed, received), asked) if failed else _Attempt(0)
 
 
-class LocalRank(NamedTuple):
-    """A local rank: its place, its process and the pipe of its report."""
+@dataclass
+class LocalRank:
+    """A local rank: its place, its process and the pipe of its report. `is_late`: it outlived the others."""
 
     place: Place
     process: BaseProcess
     report: Connection
+    is_late: bool = False
+    _ending: Ending | None = None
+
+    @property
+    def ending(self) -> Ending | None:
+        """What the rank has said of its ending; None if it has said nothing so far, or never will."""
+        with contextlib.suppress(EOFError):
+            if self._ending is None and self.report.poll():
+                self._ending = self.report.recv()
+        return self._ending
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the rank has ended without having finished; one that ends with 0 says so before."""
+        code = self.process.exitcode
+        return self.is_late or (code is not None and (code != 0 or self.ending is None))
 
 
 def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
@@ -128,11 +189,17 @@ def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     _die_with_launcher()
     meet_on_loopback()
     _use_threads(place)
-    ending = run_rank(function, place, log_dir)
+    ending = run_rank(function, replace(place, leave=partial(_leave, report)), log_dir)
     sys.stdout.flush()
     sys.stderr.flush()
     report.send(ending._replace(message=ending.message and _shortened(ending.message)))
     os._exit(ending.status)  # waits for no thread and no peer; sockets close now, not before
+
+
+def _leave(pipe: Connection, report: str, _is_reporter: bool) -> None:
+    """End this rank with a report about the run; the launcher prints one of those that all ranks send."""
+    pipe.send(Ending(time.monotonic(), 1, _shortened(report), is_of_run=True))
+    os._exit(1)
 
 
 def meet_on_loopback() -> None:
@@ -158,8 +225,7 @@ def _die_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
         if os.getppid() != launcher.pid:  # it had ended before that
             os._exit(1)
         return
@@ -172,17 +238,26 @@ def _die_with_launcher() -> None:
 
 
 def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
-    """Wait until every rank has ended, or shortly beyond the first failure; the ranks that failed by themselves."""
-    deadline = None
+    """Wait until every rank has ended, or shortly beyond the first failure; the ranks that failed by themselves.
+
+    A rank that ends with 0 and does not say so has not finished. Others may not run long after one that has.
+    """
+    deadline, finish = None, None
     while running := [rank.process for rank in ranks if rank.process.exitcode is None]:
-        if deadline is None and any(rank.process.exitcode for rank in ranks):
+        if deadline is None and any(rank.has_failed for rank in ranks):
             deadline = time.monotonic() + GRACE_SECONDS
+        if finish is None and any(rank.process.exitcode == 0 for rank in ranks):
+            finish = time.monotonic() + FINISH_SECONDS
+        if deadline is None and finish is not None and time.monotonic() > finish:
+            for rank in ranks:
+                rank.is_late = rank.process.exitcode is None
+            break
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
         # A helper process of a dead rank can keep its sentinel silent, so it is checked every half second.
         wait([process.sentinel for process in running], timeout=0.5 if left is None else left)
-    return [rank for rank in ranks if rank.process.exitcode]
+    return [rank for rank in ranks if rank.has_failed]
 
 
 def _end(ranks: Sequence[LocalRank]) -> None:
@@ -196,32 +271,39 @@ def _end(ranks: Sequence[LocalRank]) -> None:
         rank.process.join()
 
 
-def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> int:
-    """Print what the culprit has to say, and nothing else; the exit status of the run."""
-    endings = {rank: _received(rank) for rank in failed}
-    culprit = min(failed, key=lambda rank: -1.0 if (ending := endings[rank]) is None else ending.seconds)
-    ending = endings[culprit]
+def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, str]:
+    """Print what the culprit has to say, and nothing else; the exit status of the run, and what was printed."""
+    culprit = min(failed, key=lambda rank: _order(rank.ending))
+    ending = culprit.ending
     code = culprit.process.exitcode or 0
     asked = next((signum for signum in received if _meaning(signum) == -code), None)
     if ending is None and asked is not None:
-        print(f"stopped by {signal.Signals(asked).name} before it could save", file=sys.stderr, flush=True)
-        return 128 + asked
+        sentence = f"stopped by {signal.Signals(asked).name} before it could save"
+        print(sentence, file=sys.stderr, flush=True)
+        return 128 + asked, sentence
     status, message = (1, None) if ending is None else (ending.status, ending.message)
-    if ending is None and code < 0:
+    if ending is None and culprit.is_late:
+        message = f"it had not ended {FINISH_SECONDS:g} s after the first of the ranks"
+    elif ending is None and code < 0:
         reason = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
         message = f"killed by {signal.Signals(-code).name}{reason}"
+    elif ending is None and code == 0:
+        message = "it ended with status 0 before the run had finished"
     elif ending is None:
         message = f"it ended with status {code} and without a message"
-    if message:
-        print(failure(culprit.place, message), file=sys.stderr, flush=True)
-    return status
+    if not message:
+        return status, ""
+    is_of_run = ending is not None and ending.is_of_run
+    sentence = message if is_of_run else failure(culprit.place, message)
+    print(sentence, file=sys.stderr, flush=True)
+    return status, sentence
 
 
-def _received(rank: LocalRank) -> Ending | None:
-    try:
-        return rank.report.recv() if rank.report.poll() else None
-    except EOFError:
-        return None
+def _order(ending: Ending | None) -> tuple[int, float]:
+    """Place among the suspects: reports about the run first, then ranks that said nothing, then the earliest."""
+    if ending is None:
+        return 1, 0.0
+    return (0 if ending.is_of_run else 2), ending.seconds
 
 
 def _send(ranks: Sequence[LocalRank], signum: int) -> None:

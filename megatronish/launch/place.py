@@ -7,8 +7,8 @@ number of ranks before anything heavy is imported.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from megatronish.errors import UserError
 from megatronish.launch.launcher import Launcher, integer, refuse_hidden_peers
@@ -98,6 +98,11 @@ LAUNCHERS = (
 )
 
 
+def leave_quietly(_report: str, _is_reporter: bool) -> None:
+    """End this process with status 1 where nothing was arranged for its last words."""
+    os._exit(1)
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank among its peers: `local_*` counts those on the same machine.
@@ -105,7 +110,8 @@ class Place:
     `rendezvous` is where they meet, as torch.distributed's `init_method` spells it: `file://PATH` after a plain start,
     `env://` under torchrun, `tcp://HOST:PORT` under MPI and SLURM, None for a process that is alone.
     `may_see_own_device`: the launcher may have shown each of its ranks another GPU, as SLURM can; local ranks and
-    torchrun's all see the same.
+    torchrun's all see the same. `leave` ends this process at once, from any thread, with status 1 and a message about
+    the whole run, which every rank has; the second argument says whether this rank is the one to print it.
     """
 
     rank: int = 0
@@ -114,6 +120,7 @@ class Place:
     local_world_size: int = 1
     rendezvous: str | None = None
     may_see_own_device: bool = False
+    leave: Callable[[str, bool], None] = field(default=leave_quietly, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, size_name in (("rank", "world_size"), ("local_rank", "local_world_size")):

@@ -8,6 +8,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
@@ -20,11 +22,15 @@ from megatronish.launch.place import Place
 
 
 class Ending(NamedTuple):
-    """The ending of a rank. `seconds` is on the machine's monotonic clock, so that its ranks can be put in order."""
+    """The ending of a rank. `seconds` is on the machine's monotonic clock, so that its ranks can be put in order.
+
+    With `is_of_run` the message is about the whole run and names the rank itself, which is hardly this one.
+    """
 
     seconds: float
     status: int
     message: str | None
+    is_of_run: bool = False
 
 
 def run_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None) -> Ending:
@@ -54,8 +60,11 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     that it is gone; by the time it was their turn to speak, torchrun has ended them. Rank 0 goes first, so that a
     mistake which every rank has noticed is reported once.
     """
+    terminal = os.dup(2)  # of a rank with a log of its own, 2 is that log meanwhile
+    place = replace(place, leave=partial(_leave, terminal))
     with _interrupt_as_sigterm():
         ending = run_rank(function, place, log_dir)
+    os.close(terminal)
     if place.world_size > 1 and ending.status != 0:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -69,6 +78,14 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     return ending.status
 
 
+def _leave(terminal: int, report: str, is_reporter: bool) -> None:
+    """End this rank with a report about the run, whatever its main thread does."""
+    if is_reporter:
+        os.write(terminal, f"{report}\n".encode())
+    report_to_torchrun(report)
+    os._exit(1)
+
+
 def failure(place: Place, message: str) -> str:
     """The line that tells the user whose message this is."""
     return message if place.world_size == 1 else f"rank {place.rank} failed: {message}"
@@ -78,6 +95,10 @@ def _ending(function: Callable[[Place], int], place: Place) -> Ending:
     try:
         with naming_plugins():
             status, message = function(place), None
+    except SystemExit as error:
+        status, message = _describe(error)
+        if status == 0 and place.world_size > 1:  # the other ranks still count on this one
+            status, message = 1, "sys.exit(0) was called before the run had finished"
     except BaseException as error:  # torch raises some that are no Exception (CheckpointException)
         status, message = _describe(error)
     seconds = time.monotonic()

@@ -31,6 +31,7 @@ from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import RotaryEmbedding
 from megatronish.model.routing import Tally
+from megatronish.watch.record import RankRecord
 
 
 class Embedding(nn.Module):
@@ -98,6 +99,7 @@ class GPT(nn.Module):
         self.config, self.vocab_size = config, vocab_size
         self.tp, self.execution = tp or TensorParallel(), execution or Execution()
         self.balance: Balance | None = None  # of the step at work: train/balancing.py sets it
+        self.record: RankRecord | None = None  # of this rank, which is shown the layer at work: train/build.py sets it
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
@@ -214,7 +216,11 @@ class GPT(nn.Module):
 
     def _through(self, layers: Sequence[str], context: Context, dropout: Dropout | None, x: Tensor) -> Tensor:
         for layer in layers:
+            if self.record is not None:
+                self.record.layer = int(layer)
             x = self.layers[layer](x, context.of_layer(int(layer), dropout))
+        if self.record is not None:
+            self.record.layer = None
         return x
 
     def logits(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.transfers import Boundary, Line, Shape, connect
 from megatronish.schedule.plan import Action, Placement, StageChunk, routes
 from megatronish.schedule.schedules import RECEIVES_AHEAD
+from megatronish.watch.record import RankRecord
 
 
 class ChunkOutput(NamedTuple):
@@ -70,7 +71,8 @@ class Executor:
     for them. `peak_live` is the largest number of activations (of one micro-batch in one chunk) that the last run held
     at once, from their forward until their backward was complete: B, or W in a plan with W.
 
-    The constructor connects the stages: every rank of the pipeline calls it at the same time.
+    `record` is shown the action at work. The constructor connects the stages: every rank of the pipeline calls it at
+    the same time.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Executor:
         p2p_axes: Mapping[tuple[str, bool], Axis],
         boundary: Boundary,
         weight_gradients: WeightGradients | None = None,
+        record: RankRecord | None = None,
     ) -> None:
+        self.record = record or RankRecord()
         self.chunks, self.boundary, self.weight_gradients = chunks, boundary, weight_gradients
         self.lines = {direction: Line(axis, boundary) for direction, axis in p2p_axes.items()}
         self.stage = p2p_axes["F", True].rank
@@ -124,6 +128,7 @@ class Executor:
         assert not training or splits == (self.weight_gradients is not None), "a plan has W if its backward is split"
         self.peak_live = 0
         for i, action in enumerate(actions):
+            self.record.action = action
             # 1. Post the receives of this action and of those just ahead, so that tensors arrive in the meantime.
             for upcoming in actions[i : i + 1 + RECEIVES_AHEAD]:
                 self._post(upcoming, shapes[upcoming.micro_batch])
@@ -154,6 +159,7 @@ class Executor:
             self.peak_live = max(self.peak_live, len(self._live()))
         for line in self.lines.values():
             line.flush()
+        self.record.action = None
         assert not self._live(), f"the plan never completes {sorted(self._live())}"
         return totals
 

@@ -114,6 +114,7 @@ def build_engine(
     optimizer = Optimizer(
         data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
     )
+    stage.model.record = mesh.record
     executor = build_executor(config, stage, mesh, objective, weight_gradients)
     replaying = with_graphs(config, executor, mesh)
     engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule_of(config))
@@ -247,6 +248,7 @@ def build_executor(
         p2p_axes=mesh.p2p_axes,
         boundary=Boundary(config.model.hidden_size, dtype, mesh.device, stage.model.tp),
         weight_gradients=weight_gradients,
+        record=mesh.record,
     )
 
 

@@ -118,6 +118,22 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
         tqdm.write(f"{file} lacks the line of step {line['step']}: {error.strerror}", file=sys.stderr)
 
 
+def last_step(file: Path) -> int:
+    """Number of the step of the last whole line of a file of JSON lines; 0 if there is none."""
+    try:
+        with file.open("rb") as lines:
+            lines.seek(max(0, lines.seek(0, os.SEEK_END) - 2**16))
+            found = lines.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(found):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
+
+
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Fields in which two resolved configs differ, {section.field: (saved, now)}.
 

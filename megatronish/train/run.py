@@ -18,7 +18,8 @@ from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.determinism import set_determinism
-from megatronish.launch.device import allocator_note, choose_backend, choose_device, meeting_store
+from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
+from megatronish.launch.flight_recorder import switch_on_flight_recorder
 from megatronish.launch.freed_memory import keep_freed_memory
 from megatronish.launch.mishaps import mishap
 from megatronish.launch.place import Place
@@ -47,10 +48,29 @@ from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
+from megatronish.train.watch import share_by_store, start_sharing, watchdog_of
+from megatronish.watch.record import RankRecord
+from megatronish.watch.watchdog import Watchdog
 
 
 def train(config: Config, notes: Sequence[str], place: Place) -> int:
     """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status."""
+    record = RankRecord()
+    record.enter_phase("start", "the folders of the run")
+    if not config.resilience.watch:
+        return _train_watched(config, notes, place, record, None)
+    with watchdog_of(config, place, record) as watchdog:
+        start_sharing(watchdog, place)
+        try:
+            return _train_watched(config, notes, place, record, watchdog)
+        except Exception:
+            watchdog.end_if_different()
+            raise
+
+
+def _train_watched(
+    config: Config, notes: Sequence[str], place: Place, record: RankRecord, watchdog: Watchdog | None
+) -> int:
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
@@ -62,21 +82,35 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
             if config.log.profile:
                 make_writable(config.run_dir / "profile", flag="--profile")
         notes = list(notes)
-        mesh = start_mesh(config, place, on_note=notes.append)
+        record.enter_phase("start", "the meeting of the ranks")
+        mesh = start_mesh(config, place, on_note=notes.append, record=record, watchdog=watchdog)
         _train(config, notes, mesh, stack)
     # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
+    record.enter_phase("end", "leaving the process group")
     leave()
     return 0
 
 
-def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] = lambda _note: None) -> Mesh:
-    """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected."""
+def start_mesh(
+    config: Config,
+    place: Place,
+    *,
+    on_note: Callable[[str], None] = lambda _note: None,
+    record: RankRecord | None = None,
+    watchdog: Watchdog | None = None,
+) -> Mesh:
+    """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected.
+
+    The `watchdog` exchanges beats with those of the other ranks as soon as there is a place for it.
+    """
     import_plugins(config.plugins.plugin)  # where ranks are spawned and not forked, each for itself
     parallel = config.parallel
     set_determinism(config.training)  # before the device is used
     if place.world_size > 1:
         refuse_addresses()
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
+    if watchdog is not None and store is not None:
+        share_by_store(watchdog, place, client_of(store))
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)
@@ -84,6 +118,7 @@ def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] =
         keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        switch_on_flight_recorder(config.run_dir / "logs")
         if (note := allocator_note()) is not None:
             on_note(note)
     if config.training.cuda_graph:
@@ -92,7 +127,7 @@ def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] =
         own_stream(device)  # from here on all work of this rank is there
     backend = choose_backend(parallel.distributed_backend, device)
     has_experts = config.model.num_experts is not None
-    return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store)
+    return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store, record=record)
 
 
 def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
@@ -103,6 +138,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         exit_signal=config.training.exit_signal,
         kill_switch=Path(config.training.kill_switch_path) if config.training.kill_switch_path else None,
     )
+    record = mesh.record
+    record.enter_phase("start", "opening the data")
     job = TrainingJob.open(config, mesh)
     if config.log.sample_prompt is not None and not config.data.mock_data:
         encode_prompt(job.tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
@@ -110,8 +147,10 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
     say(opening)
     report_chats(job, say)
+    record.enter_phase("start", "building the model")
     engine = job.build_engine()
     reference = begin_reference(job, engine, say)
+    record.enter_phase("start", "loading")
     progress, origin, hook_states, schedule, base = begin(job, engine, say, reference=reference)
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
@@ -134,11 +173,14 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
         num_ahead=config.data.num_workers,
         hooks=_hooks(job, engine, stopper, trackers, save),
         progress=progress,
+        record=record,
     )
     trainer.load_hook_states(hook_states)
     if mesh.is_main:
         (config.run_dir / "config.toml").write_text(to_toml(config))
+    record.enter_phase("start", "the first step")
     trainer.run()
+    record.enter_phase("end", "the last files")
     trackers.ending = "finished" if trainer.progress.step >= num_steps else f"stopped: {trainer.stop_reason}"
     if mesh.is_main:
         draw_curves(config.run_dir)

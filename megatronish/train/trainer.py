@@ -18,6 +18,7 @@ from megatronish.ranges import DATA, UPDATE, marked
 from megatronish.train.engine import Engine
 from megatronish.train.origin import find_origin
 from megatronish.train.results import NotFiniteError, StepResult
+from megatronish.watch.record import PhaseName, RankRecord
 
 
 @dataclass
@@ -71,10 +72,12 @@ class StepRecord:
 class Hook:
     """An observer of a run. Every rank calls its hooks in the same order, so a hook may communicate.
 
-    `name` is the key of its state in a checkpoint; a hook that keeps something over a resume has one.
+    `name` is the key of its state in a checkpoint; a hook that keeps something over a resume has one. `phase` says to
+    the watchdog what the hook does after a step, and so how long it may take.
     """
 
     name = ""
+    phase: PhaseName = "hook"
 
     def start(self, trainer: "Trainer") -> None:
         """Called before the first step."""
@@ -108,7 +111,10 @@ class Hook:
 
 @dataclass
 class Trainer:
-    """A run on one rank. `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step."""
+    """A run on one rank. `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step.
+
+    `record` is shown the phase that the run is in.
+    """
 
     engine: Engine
     schedule: TrainingSchedule
@@ -116,6 +122,7 @@ class Trainer:
     num_ahead: int
     hooks: Sequence[Hook]
     progress: Progress
+    record: RankRecord = field(default_factory=RankRecord)
     stop_reason: str | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -133,19 +140,26 @@ class Trainer:
                 self._step_with_hooks(batches)
         with self._errors_shown_to_hooks():
             for hook in self.hooks:
+                self.record.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
                 hook.finish(self)
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
+        watched = self.record
+        watched.step = self.progress.step + 1
         for hook in self.hooks:
             hook.before_step(self)
         start = time.perf_counter()
+        watched.enter_phase("data")
         with marked(DATA):
             micro_batches = next(batches)
         data_seconds = time.perf_counter() - start
+        watched.enter_phase("step")
         record = replace(self.step(micro_batches), data_seconds=data_seconds)
+        watched.finished_step(data_seconds + record.seconds)
         for hook in self.hooks:
             hook.decided(self, record.result.votes)
         for hook in self.hooks:
+            watched.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
             hook.after_step(self, record)
 
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:

@@ -29,6 +29,8 @@ def mean_loss(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[floa
 class Evaluate(Hook):
     """Evaluation every `interval` steps and at the end, always on the same samples."""
 
+    phase = "evaluation"
+
     def __init__(
         self,
         valid: dict[str, BatchOf],

@@ -46,6 +46,8 @@ class Save(Hook):
     run fails is written to its end, unless the user wants to leave at once.
     """
 
+    phase = "save"
+
     def __init__(
         self, folder: Path, *, config: CheckpointConfig, mesh: Mesh, stopper: Stopper, facts: dict[str, Any]
     ) -> None:
@@ -112,7 +114,7 @@ class Save(Hook):
         start = time.perf_counter()
         copies = self._copies.of(self._tensors(trainer))
         step = trainer.progress.step
-        work = partial(self._write, step, copies, self._state(trainer))
+        work = partial(self._write_watched, step, copies, self._state(trainer))
         self._pending = PendingSave(step, time.perf_counter() - start, in_background(work))
 
     def _save_now(self, trainer: Trainer) -> None:
@@ -147,6 +149,11 @@ class Save(Hook):
         self.saved_step = step
         told = f" saved {path} in {seconds:.1f} s in the background; training paused for {stood_still:.2f} s"
         self._tell(told, *complaints)
+
+    def _write_watched(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> FinishedSave:
+        """`_write` in a thread, for which the watchdog looks too."""
+        with self.mesh.record.phase("save", f"step {step}, in the background"):
+            return self._write(step, tensors, state)
 
     def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> FinishedSave:
         """Write a checkpoint. Collective. A thread may call it, with copies of the tensors."""

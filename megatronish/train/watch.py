@@ -1,0 +1,64 @@
+"""Watch of a training run: its watchdog, the board of its ranks, and what is kept of a hang."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from megatronish.config.config import Config
+from megatronish.launch.flight_recorder import dump_flight_record
+from megatronish.launch.meeting import has_lasting_store
+from megatronish.launch.place import Place
+from megatronish.watch.beat import Beat
+from megatronish.watch.board import FolderBoard, KeyValueStore, OwnBoard, PatientBoard, StoreBoard
+from megatronish.watch.limits import HangLimits
+from megatronish.watch.record import RankRecord
+from megatronish.watch.watchdog import Watchdog
+
+FILE = "file://"
+HANG = "hang.json"
+"""File in the folder of logs: the report of the last hang, and the state of every rank."""
+
+
+def watchdog_of(config: Config, place: Place, record: RankRecord) -> Watchdog:
+    """The watchdog of a run's rank, which has no board yet."""
+    wanted, logs = config.resilience, config.run_dir / "logs"
+    limits = HangLimits.of(
+        step=wanted.hang_seconds,
+        start=wanted.hang_seconds_start,
+        evaluation=wanted.hang_seconds_evaluation,
+        save=wanted.hang_seconds_save,
+        timeout=60 * config.parallel.distributed_timeout_minutes,
+    )
+
+    def keep(report: str, beats: Mapping[int, Beat]) -> None:
+        if beats:
+            state = {"report": report, "ranks": {rank: asdict(beats[rank]) for rank in sorted(beats)}}
+            (logs / HANG).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        dump_flight_record(logs / f"flight_record_rank_{place.rank}")
+
+    return Watchdog(record, limits, config.layout, rank=place.rank, leave=place.leave, on_report=keep)
+
+
+def start_sharing(watchdog: Watchdog, place: Place) -> None:
+    """Exchange beats from the first moment, where ranks of one machine were given a file to meet at."""
+    if place.rendezvous is None:
+        watchdog.share(OwnBoard())
+    elif place.rendezvous.startswith(FILE):
+        folder = Path(place.rendezvous.removeprefix(FILE) + ".watch")
+        watchdog.share(FolderBoard(folder))
+        watchdog.share_ring(folder)
+
+
+def share_by_store(watchdog: Watchdog, place: Place, store: KeyValueStore) -> None:
+    """Exchange beats by the store in which the ranks have met, and keep the ring where ranks of one machine see it."""
+    is_with_rank_0 = place.rendezvous is not None and not has_lasting_store()
+    keeper = (
+        "rank 0, whose process has the store of the run," if is_with_rank_0 else "torchrun's agent of the first host"
+    )
+    watchdog.share(PatientBoard(StoreBoard(store)), kept_by=keeper)
+    if place.is_on_one_machine:
+        # The process that started the ranks is the same for all of them.
+        watchdog.share_ring(Path(tempfile.gettempdir()) / f"megatronish-rings-{os.getppid()}")

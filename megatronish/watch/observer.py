@@ -1,0 +1,137 @@
+"""Observer of one rank: its record and its stacks as a beat, and how long each of its threads has made no progress.
+
+Progress is any change of what a thread does: another phase, action or layer, a newer collective, another one to wait
+for. It is seen by comparing with the look before, so that the threads themselves note no times for it.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatronish.watch.beat import Beat, Collective, ThreadBeat
+from megatronish.watch.limits import HangLimits
+from megatronish.watch.record import Entry, RankRecord, RunPhase
+from megatronish.watch.stacks import frame_of, is_compiling, lines_of, thread_named, torch_call
+
+MAIN = "main"
+COMPOSITE = ("writing of tensors", "reading of tensors")
+"""Operations of torch that communicate by themselves, and work in between."""
+_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
+_HELPERS = {"data": "prefetch", "save": "save", "hook": "save", "end": "save"}
+_RECENT = 64  # collectives of each line that a pausing rank adds to its beat
+
+
+def birth_of(pid: int) -> str | None:
+    """Time at which a process began, as the system counts, and its state (R, S, T ...); None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{fields[19]} {fields[0]}"
+
+
+class Observer:
+    """Observer of the threads of this process that have a phase; `main` is that of the training."""
+
+    def __init__(self, record: RankRecord, limits: HangLimits, *, rank: int, main: int) -> None:
+        self.record, self.limits, self.rank, self.main = record, limits, rank, main
+        self.host, self.pid = socket.gethostname(), os.getpid()
+        self.born = (birth_of(self.pid) or "").split(" ")[0]
+        self._seen: dict[int, tuple[tuple[Any, ...], float]] = {}
+        self._number = 0
+
+    def look(self, *, recent: bool = False, ended: str = "") -> Beat:
+        """The beat of this moment; with `recent` it has the last collectives of each line, and its ranks."""
+        self._number += 1
+        record = self.record
+        return Beat(
+            rank=self.rank,
+            number=self._number,
+            host=self.host,
+            pid=self.pid,
+            born=self.born,
+            step=record.step,
+            threads=list(self._threads()),
+            lines={line.key: line.last for line in list(record.lines)},
+            recent=self._recent() if recent else {},
+            members={line.key: list(line.ranks) for line in list(record.lines)} if recent else {},
+            ended=ended,
+        )
+
+    def _threads(self) -> Iterator[ThreadBeat]:
+        names = {each.ident: each.name for each in threading.enumerate()}
+        now = time.monotonic()
+        for ident, phase in list(self.record.phases.items()):
+            if ident not in names:  # it has ended
+                self.record.phases.pop(ident, None)
+                continue
+            yield self._thread(ident, phase, MAIN if ident == self.main else names[ident], now)
+
+    def _thread(self, ident: int, phase: RunPhase, name: str, now: float) -> ThreadBeat:
+        record, entry = self.record, self.record.waiting.get(ident)
+        newest = record.newest.get(ident)
+        what = (phase, newest, entry, record.action, record.layer) if name == MAIN else (phase, newest, entry)
+        before = self._seen.get(ident)
+        # Entries are compared by identity: torch's shapes and dtypes take part in no comparison.
+        if before is None or any(old is not new for old, new in zip(before[0], what, strict=True)):
+            self._seen[ident] = (what, now)
+        idle = now - self._seen[ident][1]
+        if idle < 0.5:
+            return ThreadBeat(name, phase.name, phase.detail, idle, self._limit(phase), self._collective(entry, now))
+        frame = frame_of(ident)
+        torch_wait, helper = torch_call(frame), None
+        if entry is not None and entry.operation in COMPOSITE and not torch_wait:
+            entry = None  # inside of it, this rank is at work by itself: on the disk
+        if name == MAIN and entry is None and phase.name in _HELPERS:
+            helper = thread_named(_HELPERS[phase.name])
+        return ThreadBeat(
+            name,
+            phase.name,
+            phase.detail,
+            idle,
+            max(self.limits.start, self._limit(phase)) if is_compiling(frame) else self._limit(phase),
+            self._collective(entry, now),
+            lines_of(frame),
+            "" if entry is not None else torch_wait,
+            lines_of(frame_of(helper)) if helper is not None else [],
+        )
+
+    def _collective(self, entry: Entry | None, now: float) -> Collective | None:
+        return None if entry is None else _words(entry, now, self.rank)
+
+    def _limit(self, phase: RunPhase) -> float:
+        return self.limits.of_phase(phase.name, median_step=self.record.median_step)
+
+    def _recent(self) -> dict[str, list[Collective]]:
+        now, found = time.monotonic(), dict[str, list[Collective]]()
+        entries = sorted((each for each in list(self.record.ring) if each is not None), key=lambda each: each.since)
+        for entry in entries:
+            if entry.peer is None:
+                found.setdefault(entry.line.key, []).append(_words(entry, now, self.rank))
+        return {line: several[-_RECENT:] for line, several in found.items()}
+
+
+def _words(entry: Entry, now: float, rank: int) -> Collective:
+    return Collective(
+        line=entry.line.key,
+        axis=entry.line.name,
+        number=entry.number,
+        operation=entry.operation,
+        shape=None if entry.shape is None else list(entry.shape),
+        dtype=str(entry.dtype or "").removeprefix("torch."),
+        where=_where(entry),
+        seconds=round(now - entry.since, 2),
+        peer=entry.peer,
+        by=rank,
+    )
+
+
+def _where(entry: Entry) -> str:
+    parts = [] if entry.layer is None else [f"layer {entry.layer}"]
+    if entry.action is not None:
+        parts.append(f"{_KINDS.get(entry.action.kind, entry.action.kind)} of micro-batch {entry.action.micro_batch}")
+    return ", ".join(parts)

@@ -1,0 +1,82 @@
+"""Tests of torchrun's restarts: workers that are killed, and ranks whose agent is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import SECONDS, steps_of, tiny, train_on_ranks
+from paths import ROOT
+from ranks import is_running, wait_until
+
+from megatronish.train.folder import last_step
+
+FLAGS = "--train-iters 24 --save-interval 2"
+
+
+def workers(run_dir: Path) -> list[int]:
+    """Process ids of the ranks of a run, in their order."""
+    found = subprocess.run(["pgrep", "-f", f"run-dir {run_dir}"], capture_output=True, text=True, check=False)
+    ranks: dict[int, int] = {}
+    for pid in map(int, found.stdout.split()):
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        ranks |= {int(each.removeprefix("RANK=")): pid for each in variables if each.startswith("RANK=")}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run of two ranks under torchrun, which begins again twice; it has no more variables than any."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    argv = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_gpt.py")]
+    with (tmp_path / "errors").open("w") as errors:
+        environ = os.environ | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            [*argv, *tiny(tmp_path / "run", FLAGS)], env=environ, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        yield process
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    metrics, told = tmp_path / "run" / "metrics.jsonl", tmp_path / "errors"
+    assert wait_until(lambda: last_step(metrics) >= 3, timeout=SECONDS), told.read_text()
+    first = workers(tmp_path / "run")
+    os.kill(first[1], signal.SIGKILL)
+    assert wait_until(lambda: len(set(workers(tmp_path / "run")) - set(first)) == 2, timeout=SECONDS), told.read_text()
+    assert agent.wait(SECONDS) == 0, told.read_text()
+    train_on_ranks(tiny(tmp_path / "calm", FLAGS))
+    seen, calm = steps_of(tmp_path / "run"), steps_of(tmp_path / "calm")
+    assert sorted(seen) == sorted(calm)
+    for step, values in calm.items():
+        assert seen[step] == pytest.approx(values, rel=1e-5)
+
+
+AGENT = """
+import os, subprocess, sys
+rank = "import os, time; from megatronish.launch.orphans import end_with_agent; end_with_agent(); "
+child = [sys.executable, "-c", rank + "print(os.getpid(), flush=True); time.sleep(60)"]
+through_a_shell = ["sh", "-c", '"$@"; true', "sh"] if sys.argv[1] == "shell" else []
+subprocess.run([*through_a_shell, *child], env={**os.environ, "TORCHELASTIC_RUN_ID": "none"})
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
+@pytest.mark.parametrize("between", ["nothing", "shell"])
+def test_a_rank_does_not_outlive_torchruns_agent(between: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    environ["PYTHONPATH"] = str(ROOT)
+    parent = subprocess.Popen([sys.executable, "-c", AGENT, between], env=environ, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    rank = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not is_running(rank), timeout=5)

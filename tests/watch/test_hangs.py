@@ -1,0 +1,116 @@
+"""Tests of hangs on real processes: which rank hangs is named, and where, soon after the limit; then the run ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hangs
+import pytest
+from jobs import SECONDS, run_job, tiny
+from paths import ROOT
+from ranks import wait_until
+
+from megatronish.train.folder import last_step
+
+LIMIT = 3.0
+LAYOUT = "--tp 2 --train-iters 30 --save-interval 12"
+
+
+def hang(folder: Path, kind: str, *, flags: str = LAYOUT, **options: Any) -> str:
+    """What a run prints whose rank 1 hangs so in step 9; asserts that it was told soon, and the status."""
+    began = folder / "began"
+    argv = tiny(folder / "run", f"{flags} --hang-seconds {LIMIT}")
+    ended = run_job(argv, folder, plant=getattr(hangs, kind), plant_args=(1, 8, str(began), *options.values()))
+    seconds = time.monotonic() - float(began.read_text())
+    assert ended.status == 1, ended.errors
+    assert seconds < LIMIT + 3.0, ended.errors
+    return ended.errors
+
+
+def test_a_rank_that_is_stopped_is_named_with_the_collective_that_it_lacks(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "stopped")
+    assert re.match(
+        r"the run hangs: rank 1 \(tp 1\) has not entered \w+ \d+ of (tp|dp|world).* for \d s; the others wait there\. "
+        r"It is silent for \d s: process \d+ on .* is stopped by a signal\. It was last seen in step \d",
+        errors,
+    )
+    assert "--hang-seconds" in errors
+    kept = json.loads((tmp_path / "run" / "logs" / "hang.json").read_text())
+    assert kept["report"] == errors.strip()
+    assert set(kept["ranks"]) == {"0", "1"}
+
+
+def test_a_rank_that_hangs_in_a_layer_is_named_with_its_stack(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "in_layer")
+    assert re.search(r"rank 1 \(tp 1\) has not entered all_reduce \d+ of tp", errors), errors
+    assert "(layer 0, forward of micro-batch 0)" in errors
+    assert "It is in step 9. Its stack: tests/support/hangs.py" in errors
+
+
+def test_a_rank_that_waits_for_data_is_named_with_the_stack_of_its_loader(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "in_loader", flags=f"{LAYOUT} --num-workers 1")
+    assert re.search(r"rank 1 \(tp 1\) has not entered .* It is waiting for the data of step 9", errors), errors
+    assert re.search(r"The stack of the thread that it waits for: tests/support/hangs.py:\d+ sleep", errors), errors
+
+
+def test_a_save_that_hangs_in_the_background_is_named(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "in_save", flags=f"{LAYOUT} --async-save")
+    assert re.search(r"rank 1 .* is saving the checkpoint of step 12, in the background. Its stack", errors), errors
+
+
+def test_a_rank_that_does_not_leave_at_the_end_is_named(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "at_end", flags="--tp 2 --train-iters 4")
+    assert (
+        "rank 1 (tp 1) has made no progress for 3 s. It is in the end of the run (leaving the process group)" in errors
+    )
+
+
+def test_ranks_that_make_different_collectives_are_named_at_once(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "desync")
+    assert errors.startswith("the run failed: ranks do different things: in collective 9 of world rank 1 (tp 1)"), (
+        errors
+    )
+    assert "all_reduce of [3] float32, and rank 0 (tp 0) all_reduce of [6] float64" in errors
+
+
+def test_a_rank_that_ends_with_zero_too_early_has_failed(tmp_path: Path) -> None:
+    assert hang(tmp_path, "leaving_early") == "rank 1 failed: it ended with status 0 before the run had finished\n"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_ranks_that_meet_in_a_store_name_a_stopped_one_even_where_it_keeps_the_store(
+    tmp_path: Path, stopped: int
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    argv = tiny(tmp_path / "run", f"--tp 2 --train-iters 100000 --hang-seconds {LIMIT} --hang-seconds-start 60")
+    ranks = []
+    with (tmp_path / "errors").open("w") as errors:
+        for rank in range(2):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv]
+            environ = os.environ | meeting | place
+            ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=errors))
+    try:
+        assert wait_until(lambda: last_step(tmp_path / "run" / "metrics.jsonl") > 5, timeout=SECONDS)
+        ranks[stopped].send_signal(signal.SIGSTOP)
+        since = time.monotonic()
+        assert ranks[1 - stopped].wait(SECONDS) == 1
+        assert time.monotonic() - since < LIMIT + 3.0
+    finally:
+        for process in ranks:
+            process.kill()
+    told = (tmp_path / "errors").read_text()
+    if stopped == 0:
+        assert "the run hangs: rank 0, whose process has the store of the run, does not answer: it is stopped" in told
+        assert re.search(r"rank 1 \(tp 1\) waits in \w+ \d+ of (tp|dp|world)", told), told
+    else:
+        assert re.search(r"the run hangs: rank 1 \(tp 1\) has not entered .* is stopped by a signal", told), told
