@@ -60,16 +60,21 @@ class Pending:
 class _Waiting:
     """Context in which this thread waits for an entry."""
 
-    __slots__ = ("_entry", "_thread")
+    __slots__ = ("_entry", "_start", "_thread")
 
     def __init__(self, entry: Entry) -> None:
         self._entry, self._thread = entry, get_ident()
 
     def __enter__(self) -> None:
-        self._entry.line.record.waiting[self._thread] = self._entry
+        record = self._entry.line.record
+        record.waiting[self._thread] = self._entry
+        self._start = record.clock()
 
     def __exit__(self, *_: object) -> None:
-        self._entry.line.record.waiting[self._thread] = None
+        record = self._entry.line.record
+        record.waiting[self._thread] = None
+        if self._thread == record.main_thread:
+            record.waits(self._start, record.clock())
 
 
 _WITHOUT_RECORD = nullcontext()

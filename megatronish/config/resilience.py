@@ -1,4 +1,4 @@
-"""Section [resilience] of a config: hangs and restarts."""
+"""Section [resilience] of a config: hangs, restarts, slow ranks, faults in numbers."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,3 +22,11 @@ class ResilienceConfig:
     """The same while a checkpoint is saved, and at the end. Derived like --hang-seconds-start."""
     max_restarts: Annotated[int, at_least(0), at_most(1_000_000)] = 0
     """A plain start begins again so many times after a failure, from the newest checkpoint."""
+    check_replicas_interval: Annotated[int, at_least(0), at_most(2**63 - 1)] = 100
+    """Steps between comparisons of the parameters that ranks hold alike, by a hash; also before each save. 0: never."""
+    skip_loss_spikes: Annotated[float | None, greater_than(1)] = None
+    """Leave out steps whose gradient norm is above this many times the median of the last 100."""
+    straggler_interval: Annotated[int, at_least(0), at_most(2**63 - 1)] = 16
+    """Steps between comparisons of the ranks' own times of a step; a rank that is slow twice is told. 0: never."""
+    straggler_ratio: Annotated[float, greater_than(1)] = 1.3
+    """A rank is slow whose own time is above this many times that of its peers."""

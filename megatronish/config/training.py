@@ -77,10 +77,6 @@ class TrainingConfig:
     """On CUDA: partial sums of a bf16 matrix product are added in fp32, never in bf16."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or the gradient norm is not finite."""
-    skip_loss_spikes: Annotated[float | None, greater_than(1)] = None
-    """Leave out steps whose gradient norm is above this many times the median of the last 100."""
-    check_replicas_interval: Annotated[int, at_least(0), at_most(2**63 - 1)] = 100
-    """Steps between comparisons of the parameters that ranks hold alike, by a hash; also before each save. 0: never."""
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -126,7 +126,7 @@ def build_engine(
 def rule_of(config: Config) -> UpdateRule:
     """What becomes of a gradient before the optimizer."""
     training = config.training
-    spikes = LossSpikes(training.skip_loss_spikes)
+    spikes = LossSpikes(config.resilience.skip_loss_spikes)
     return UpdateRule(
         loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad, spikes
     )

@@ -8,7 +8,7 @@ left to the thread of the watchdog, which reads them from outside.
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from threading import get_ident
 from time import monotonic
@@ -109,7 +109,16 @@ class RankRecord:
         self.layer: int | None = None
         self.step = 0  # the step at work, counted from 1
         self.num_steps_seen = 0
+        self.main_thread = get_ident()
+        self._born = monotonic()
+        self._spent: dict[PhaseName, float] = defaultdict(float)
+        self.seconds_waited = 0.0  # by the main thread, for collectives
+        self.clock: Callable[[], Any] = monotonic
+        self.waits: Callable[[Any, Any], None] = self._add_wait
         self._seconds: deque[float] = deque(maxlen=_STEPS)
+
+    def _add_wait(self, start: float, end: float) -> None:
+        self.seconds_waited += end - start
 
     def line(self, name: str, ranks: Sequence[int]) -> LineRecord:
         """A new line of these ranks. Its key is the same on all of them, if they make their lines in one order."""
@@ -127,7 +136,27 @@ class RankRecord:
 
     def enter_phase(self, name: PhaseName, detail: str = "") -> None:
         """Let this thread be in a phase until it enters another."""
-        self.phases[get_ident()] = RunPhase(name, detail, monotonic())
+        self._switch(get_ident(), RunPhase(name, detail, monotonic()))
+
+    def _switch(self, thread: int, phase: RunPhase | None) -> None:
+        """Let a thread be in another phase; the seconds of the main thread's are added up by name."""
+        before = self.phases.pop(thread, None)
+        if before is not None and thread == self.main_thread:
+            self._spent[before.name] += monotonic() - before.since
+        if phase is not None:
+            self.phases[thread] = phase
+
+    def age(self) -> float:
+        """Seconds since this record was made, at the beginning of its rank."""
+        return monotonic() - self._born
+
+    def seconds_by_phase(self) -> dict[PhaseName, float]:
+        """Seconds that the main thread has spent in each phase so far."""
+        now = self.phases.get(self.main_thread)
+        spent = dict(self._spent)
+        if now is not None:
+            spent[now.name] = spent.get(now.name, 0.0) + monotonic() - now.since
+        return spent
 
     def finished_step(self, seconds: float) -> None:
         """Note how long a step took, waiting for its data included."""
@@ -152,10 +181,8 @@ class _Within:
     def __enter__(self) -> None:
         phases = self._record.phases
         self._before = phases.get(get_ident())
-        phases[get_ident()] = RunPhase(self._name, self._detail, monotonic())
+        self._record._switch(get_ident(), RunPhase(self._name, self._detail, monotonic()))
 
     def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
-        if self._before is None:
-            self._record.phases.pop(get_ident(), None)
-        else:
-            self._record.phases[get_ident()] = self._before._replace(since=monotonic())
+        before = self._before and self._before._replace(since=monotonic())
+        self._record._switch(get_ident(), before)

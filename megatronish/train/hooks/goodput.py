@@ -1,0 +1,167 @@
+"""The Goodput hook: where the time of a run went, over all its starts; goodput is the share that was training.
+
+RUN_DIR/goodput.json adds up seconds by cause:
+
+    training     steps, but for those that a later start had to do again
+    lost         steps that were done again: those after the checkpoint from which a start went on
+    data         the main rank waited for its next batch
+    saving, evaluating
+    starting     from the start of the process to the first step: folders, data, model, loading
+    down         from the last sign of a start that failed to the next start
+    other        logs, pictures, hooks of plug-ins
+
+A start that ended as it should (finished, or stopped on request) is followed by no `down` time: nobody waited.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatronish.train.trainer import Hook, StepRecord, Trainer
+from megatronish.watch.record import PhaseName, RankRecord
+
+LEDGER = "goodput.json"
+CAUSES = {
+    "start": "starting",
+    "data": "data",
+    "step": "training",
+    "evaluation": "evaluating",
+    "save": "saving",
+    "hook": "other",
+    "end": "other",
+}
+"""Causes of the ledger by the phases of a rank."""
+WRITE_SECONDS = 5.0
+
+
+@dataclass
+class Ledger:
+    """Sums over all starts of a run. `recoveries` are seconds from the last sign of a failed start to a new step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    step: int = 0
+    num_steps: int = 0
+    num_starts: int = 0
+    lost_steps: int = 0
+    seconds_to_first_step: float | None = None
+    recoveries: list[float] = field(default_factory=list)
+    seen: float = 0.0
+    has_ended: bool = True
+
+    @classmethod
+    def read(cls, path: Path) -> "Ledger":
+        """The ledger of the starts before; a new one where there is none that can be read."""
+        try:
+            found = cls(**json.loads(path.read_text()))
+            return found if isinstance(found.seconds, dict) and isinstance(found.recoveries, list) else cls()
+        except (OSError, ValueError, TypeError):
+            return cls()
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that was training and not lost."""
+        total = sum(self.seconds.values())
+        return self.seconds.get("training", 0.0) / total if total else 0.0
+
+    def begin(self, step: int, *, now: float) -> float | None:
+        """Count a start that goes on after `step`; seconds since the last sign, if the start before has failed."""
+        self.num_starts += 1
+        again = self.step - step
+        if again > 0 and self.num_steps:
+            lost = min(self.seconds.get("training", 0.0), again * self.seconds.get("training", 0.0) / self.num_steps)
+            self.seconds["training"] = self.seconds.get("training", 0.0) - lost
+            self.seconds["lost"] = self.seconds.get("lost", 0.0) + lost
+            self.lost_steps += again
+            self.num_steps = max(self.num_steps - again, 0)
+        down = None if self.has_ended or not self.seen else max(now - self.seen, 0.0)
+        if down is not None:
+            self.seconds["down"] = self.seconds.get("down", 0.0) + down
+        self.step, self.has_ended = step, False
+        return down
+
+    def told(self) -> str:
+        """` goodput 93.1 %: training 120 s, ...`, the largest first."""
+        parts = sorted(self.seconds.items(), key=lambda item: -item[1])
+        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts if seconds >= 0.05)
+        line = f" goodput {self.goodput:.1%}: {spent}"
+        if self.seconds_to_first_step is not None:
+            line += f"; first step after {self.seconds_to_first_step:.1f} s"
+        if self.recoveries:
+            mean, number = sum(self.recoveries) / len(self.recoveries), len(self.recoveries)
+            line += f"; {number} recover{'y' if number == 1 else 'ies'}, on average in {mean:.1f} s"
+        return line + (f"; {self.lost_steps} steps done again" if self.lost_steps else "")
+
+
+class Goodput(Hook):
+    """Ledger of a run, kept by the main rank."""
+
+    def __init__(self, folder: Path, record: RankRecord) -> None:
+        self.path, self.record, self.ledger = folder / LEDGER, record, Ledger()
+        self._down: float | None = None
+        self._counted: Mapping[PhaseName, float] = {}
+        self._next_write = 0.0
+        self._is_first = True
+
+    def start(self, trainer: Trainer) -> None:
+        """Go on with the ledger of the starts before."""
+        self.ledger = Ledger.read(self.path)
+        began = time.time() - self.record.age()
+        self._down = self.ledger.begin(trainer.progress.step, now=began)
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """Count what has passed since the last step."""
+        ledger = self.ledger
+        if self._is_first:
+            self._is_first = False
+            if ledger.seconds_to_first_step is None:
+                ledger.seconds_to_first_step = self.record.age()
+            if self._down is not None:
+                ledger.recoveries.append(self._down + self.record.age())
+        ledger.step, ledger.num_steps = record.step, ledger.num_steps + 1
+        if (now := time.monotonic()) >= self._next_write:
+            self._next_write = now + WRITE_SECONDS
+            self._count()
+            self._write()
+
+    def finish(self, trainer: Trainer) -> None:
+        """Print where the time went."""
+        self._count()
+        self.ledger.has_ended = True
+        self._write()
+        tqdm.write(self.ledger.told())
+
+    def share(self) -> float:
+        """Goodput so far."""
+        self._count()
+        return self.ledger.goodput
+
+    def _count(self) -> None:
+        now = self.record.seconds_by_phase()
+        for phase, seconds in now.items():
+            cause = CAUSES[phase]
+            gained = seconds - self._counted.get(phase, 0.0)
+            self.ledger.seconds[cause] = self.ledger.seconds.get(cause, 0.0) + gained
+        self._counted = now
+
+    def _write(self) -> None:
+        self.ledger.seen = time.time()
+        aside = self.path.with_suffix(".new")
+        try:
+            aside.write_text(json.dumps(_rounded(asdict(self.ledger)), indent=1) + "\n")
+            aside.replace(self.path)
+        except OSError:  # a full disk: the next write tells
+            return
+
+
+def _rounded(values: Any) -> Any:
+    """The same with numbers of three decimals."""
+    if isinstance(values, float):
+        return round(values, 3)
+    if isinstance(values, dict):
+        return {name: _rounded(value) for name, value in values.items()}
+    return [_rounded(value) for value in values] if isinstance(values, list) else values

@@ -1,0 +1,99 @@
+"""The hooks of a run, in the order in which they are called."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from megatronish.config.config import Config
+from megatronish.mesh import Mesh
+from megatronish.train.console import Console
+from megatronish.train.engine import Engine
+from megatronish.train.hooks.evaluate import Evaluate
+from megatronish.train.hooks.experts import LogExperts
+from megatronish.train.hooks.goodput import Goodput
+from megatronish.train.hooks.health import Health
+from megatronish.train.hooks.log import Log, ProgressBar
+from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
+from megatronish.train.hooks.profile import ProfileSchedule
+from megatronish.train.hooks.profiler import MeetStages, step_profiler
+from megatronish.train.hooks.replicas import CheckReplicas
+from megatronish.train.hooks.save import Save
+from megatronish.train.hooks.stop import Stopper
+from megatronish.train.hooks.stragglers import Stragglers
+from megatronish.train.hooks.table import hooks_of
+from megatronish.train.job import TrainingJob
+from megatronish.train.statistics import num_zeros, params_norm
+from megatronish.train.trackers.tracker import Trackers
+from megatronish.train.trainer import Hook
+
+
+def hooks_of_run(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, save: Save) -> list[Hook]:
+    """All hooks of a run in their order: first that decides to stop, then those that look, then that saves."""
+    config, mesh, datasets = job.config, job.mesh, job.datasets
+    log, training = config.log, config.training
+    folder = config.run_dir if mesh.is_main else None
+    console = Console.of(log.log_format)
+    extras: dict[str, Callable[[], float]] = {
+        **({"params_norm": partial(params_norm, engine)} if log.log_params_norm else {}),
+        **({"num_zeros": lambda: float(num_zeros(engine))} if log.log_num_zeros_in_grad else {}),
+        **({"world_size": lambda: mesh.world.size} if log.log_world_size_to_tensorboard else {}),
+    }
+    goodput = Goodput(config.run_dir, mesh.record) if mesh.is_main else None
+    if goodput is not None:
+        extras["goodput"] = goodput.share
+    hooks: list[Hook] = [stopper]
+    limits, has_peers = config.resilience, mesh.world.size > 1
+    if limits.straggler_interval and has_peers:
+        hooks.append(Stragglers(mesh, interval=limits.straggler_interval, ratio=limits.straggler_ratio))
+    if mesh.is_main:
+        hooks.append(Health(config.run_dir))
+    hooks.append(
+        Log(
+            speed=job.speed,
+            config=log,
+            file=folder and folder / "metrics.jsonl",
+            trackers=trackers,
+            console=console,
+            device=mesh.device,
+            extras=extras,
+        )
+    )
+    if config.model.num_experts is not None:
+        hooks.append(LogExperts(config=log, folder=folder, trackers=trackers))
+    if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
+        hooks.append(ProgressBar())
+    if log.profile_schedule:
+        steps = {"first": log.profile_step_start, "last": log.profile_step_end - 1}
+        hooks.append(ProfileSchedule(config.run_dir / "schedule", **steps))
+    hooks += _recordings(config, mesh)
+    if training.eval_iters > 0:
+        hooks.append(
+            Evaluate(
+                {name: job.evaluation_of(valid) for name, valid in datasets.valid.items()},
+                None if datasets.test is None else job.evaluation_of(datasets.test),
+                interval=training.eval_interval,
+                num_batches=training.eval_iters,
+                file=folder and folder / "evaluations.jsonl",
+                trackers=trackers,
+                console=console,
+            )
+        )
+    hooks += hooks_of(log, job)
+    if limits.check_replicas_interval and has_peers:
+        saves = config.checkpoint.save_interval
+        hooks.append(CheckReplicas(interval=limits.check_replicas_interval, save_interval=saves, stopper=stopper))
+    return [*hooks, save] if goodput is None else [*hooks, save, goodput]
+
+
+def _recordings(config: Config, mesh: Mesh) -> list[Hook]:
+    """Hooks of --profile and --record-memory-history, on the ranks that they record."""
+    log, folder, rank = config.log, config.run_dir / "profile", mesh.world.rank
+    hooks: list[Hook] = [MeetStages(log)] if log.profile and mesh.pp.size > 1 else []
+    if rank not in (log.profile_ranks or (0,)):
+        return hooks
+    if log.profile:
+        hooks.append(step_profiler(log, folder, rank=rank, device=mesh.device))
+    if log.record_memory_history:
+        path = snapshot_path(log.memory_snapshot_path, folder, rank=rank)
+        hooks.append(MemoryHistory(path, device=mesh.device, is_main=mesh.is_main))
+    return hooks

@@ -1,0 +1,134 @@
+"""The Stragglers hook: ranks that compute slower than those that do the same work.
+
+All ranks finish a step together, the quick ones having waited for the slow ones. So a rank's own time is that of its
+step less what it waited for collectives. The ranks of one pipeline stage do the same work (dp x cp x tp); of each, the
+median own time of a window is compared with the lower median of its stage. A stage of one rank has no peers, and its
+times are not compared.
+
+On a GPU waiting is no time of the host: the device waits, so events around each wait are recorded in the last step of a
+window, and read after it. What `fully_shard` sends (ZeRO-3) is not seen, so there waiting counts as computing.
+"""
+
+import socket
+from statistics import median, median_low
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from megatronish import comm
+from megatronish.checkpoint.all_or_none import from_all
+from megatronish.mesh import Mesh
+from megatronish.train.trainer import Hook, StepRecord, Trainer
+from megatronish.watch.record import RankRecord
+
+WINDOWS = 2
+"""Windows in a row in which a rank is slow before it is told: one may be an accident."""
+FEWEST_SECONDS = 1e-3
+"""Own times below this are noise of the host."""
+
+
+class Worker(NamedTuple):
+    """A rank, where it is, and the stage whose work it does."""
+
+    rank: int
+    host: str
+    stage: int
+    coordinates: str
+
+
+class DeviceWaits:
+    """Seconds that a GPU's stream waited for collectives, by events around each wait."""
+
+    def __init__(self, record: RankRecord) -> None:
+        self._record, self._pairs = record, list[tuple[Any, Any]]()
+
+    def begin(self) -> None:
+        """Record events from now on."""
+        self._record.clock = self._event
+        self._record.waits = lambda start, end: self._pairs.append((start, end))
+
+    def end(self) -> float:
+        """Record no more; the seconds waited since `begin`. The device must have finished the step."""
+        self._record.clock, self._record.waits = RankRecord().clock, self._record._add_wait
+        seconds = sum(start.elapsed_time(end) for start, end in self._pairs) / 1000
+        self._pairs.clear()
+        return seconds
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Stragglers(Hook):
+    """Report of ranks that are slower than their peers, printed when it begins and when it ends."""
+
+    def __init__(self, mesh: Mesh, *, interval: int, ratio: float) -> None:
+        self.mesh, self.interval, self.ratio = mesh, interval, ratio
+        self.slow: dict[int, int] = {}
+        """The step since which a rank is slow, by rank; the same on every rank."""
+        self._own: list[float] = []
+        self._num_steps = 0  # of this window
+        self._suspects: dict[int, int] = {}  # windows in a row, by rank
+        self._since: dict[int, int] = {}  # first step of the first of them
+        self._waited = 0.0
+        self._workers: list[Worker] = []
+        self._device = DeviceWaits(mesh.record) if mesh.device.type == "cuda" else None
+
+    def start(self, trainer: Trainer) -> None:
+        """Learn which ranks do the same work."""
+        coordinates = ", ".join(f"{axis.name} {axis.rank}" for axis in (self.mesh.tp, self.mesh.dp) if axis.size > 1)
+        mine = Worker(self.mesh.world.rank, socket.gethostname(), self.mesh.pp.rank, coordinates)
+        self._workers = from_all(self.mesh.world, lambda: mine)
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Note what was waited so far."""
+        self._waited = self.mesh.record.seconds_waited
+        self._num_steps += 1
+        if self._device is not None and self._num_steps == self.interval:
+            self._device.begin()
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """Note the rank's own time of the step, and compare those of a window at its end."""
+        is_last = self._num_steps == self.interval
+        if self._device is None:
+            self._own.append(record.seconds - (self.mesh.record.seconds_waited - self._waited))
+        elif is_last:
+            torch.cuda.synchronize(self.mesh.device)
+            self._own.append(record.seconds - self._device.end())
+        if not is_last:
+            return
+        self._num_steps = 0
+        mine = torch.tensor([median(self._own)], dtype=torch.float64)
+        self._own.clear()
+        times = comm.start_all_gather(mine, self.mesh.world).wait().tolist()
+        for line in self.compare(times, step=record.step):
+            if self.mesh.is_main:
+                tqdm.write(line)
+
+    def compare(self, times: list[float], *, step: int) -> list[str]:
+        """Sentences about ranks that are slow now, or are no longer: own seconds of a step by rank, up to `step`."""
+        told = []
+        for worker in self._workers:
+            peers = [times[each.rank] for each in self._workers if each.stage == worker.stage]
+            usual, own, rank = median_low(peers), times[worker.rank], worker.rank
+            if len(peers) > 1 and own > max(self.ratio * usual, usual + FEWEST_SECONDS):
+                self._suspects[rank] = self._suspects.get(rank, 0) + 1
+                since = self._since.setdefault(rank, step - self.interval + 1)
+                if self._suspects[rank] == WINDOWS:
+                    self.slow[rank] = since
+                    told.append(self._slow(worker, own, usual, since))
+                continue
+            self._suspects.pop(rank, None)
+            self._since.pop(rank, None)
+            if self.slow.pop(rank, None) is not None:
+                told.append(f" rank {rank} is as quick as its peers again, at step {step}")
+        return told
+
+    def _slow(self, worker: Worker, own: float, usual: float, since: int) -> str:
+        where = f"{worker.host}; {worker.coordinates}" if worker.coordinates else worker.host
+        return (
+            f" rank {worker.rank} ({where}) is slow since step {since}: it computes {1000 * own:.3g} ms a step, "
+            f"{own / usual:.2g} times the {1000 * usual:.3g} ms of its peers, and all others wait for it"
+        )
