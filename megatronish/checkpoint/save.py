@@ -7,6 +7,7 @@ neither on the layout nor on the precision of the run that saved it:
     optimizer.STATE.NAME           exp_avg, exp_avg_sq, ... of the same shape, as far as this parameter has them
 """
 
+import errno
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,9 +114,17 @@ class SaveError(RunError):
 
 
 def save_checkpoint(
-    folder: Path, *, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any], mesh: Mesh
+    folder: Path,
+    *,
+    step: int,
+    tensors: dict[str, GlobalTensor],
+    state: dict[str, Any],
+    mesh: Mesh,
+    makes_folder: bool = True,
 ) -> Path:
     """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path.
+
+    A run has its folder locked, so it passes `makes_folder` False: one that was moved away is not made again.
 
     SaveError, on all ranks, if the disk is full or fails: what was written is removed, and the checkpoints before it
     stay. Ranks communicate over `mesh.checkpoint_axis` alone, so a thread may call this while training uses the other
@@ -127,7 +136,7 @@ def save_checkpoint(
         all_or_none(mesh.checkpoint_axis, work if mesh.is_main else lambda: None)
 
     try:
-        on_main(lambda: _begin(partial))
+        on_main(lambda: _begin(partial, makes_folder=makes_folder))
         write_tensors(partial, tensors, over=mesh.checkpoint_axis)
         on_main(lambda: publish(partial, step=step, state=state))
     except (OSError, DamagedError) as error:
@@ -140,7 +149,10 @@ def save_checkpoint(
     return folder / name_of(step)
 
 
-def _begin(partial: Path) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
+def _begin(partial: Path, *, makes_folder: bool) -> None:
+    if makes_folder:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+    elif not partial.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "it was moved or removed while the run was in it; move it back")
     remove_leftovers(partial.parent)
     partial.mkdir()

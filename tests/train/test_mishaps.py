@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import call_main, run_job, tiny
 
 from megatronish.launch.mishaps import mishap
@@ -95,3 +96,27 @@ def test_curves_that_cannot_be_drawn_fail_no_run(tmp_path: Path, capsys: pytest.
 def test_a_list_of_a_billion_hosts_is_refused() -> None:
     with pytest.raises(Exception, match="names more than 1,000,000 hosts"):
         expand_hosts("n[1-999999999]")
+
+
+def plant_move(after_step: int) -> None:
+    """Planted in a job: the run folder is moved away after that step."""
+    from megatronish.train.trainer import Trainer
+
+    step = Trainer.step
+
+    def stepped(self: Trainer, *args: object) -> object:
+        record = step(self, *args)  # type: ignore[arg-type]
+        if record.step == after_step and torch.distributed.get_rank() == 0:
+            folder = self.hooks[-1].path.parent  # type: ignore[attr-defined]
+            folder.rename(folder.with_name("moved"))
+        return record
+
+    Trainer.step = stepped  # type: ignore[assignment, method-assign]
+
+
+def test_a_run_folder_that_is_moved_away_is_not_made_again(tmp_path: Path) -> None:
+    argv = tiny(tmp_path / "run", "--dp 2 --save-interval 4")
+    ended = run_job(argv, tmp_path, plant=plant_move, plant_args=(3,))
+    assert ended.status == 1 and "Traceback" not in ended.errors
+    assert "it was moved or removed while the run was in it; move it back" in ended.errors
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -158,7 +158,8 @@ class Save(Hook):
     def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> FinishedSave:
         """Write a checkpoint. Collective. A thread may call it, with copies of the tensors."""
         start = time.perf_counter()
-        path = save_checkpoint(self.folder, step=step, tensors=tensors, state=state, mesh=self.mesh)
+        parts: dict[str, Any] = {"step": step, "tensors": tensors, "state": state, "mesh": self.mesh}
+        path = save_checkpoint(self.folder, **parts, makes_folder=False)
         complaints = []
         if self.mesh.is_main:
             keep = {"keep_last": self.config.keep_last, "keep_every": self.config.keep_every}
