@@ -63,6 +63,8 @@ def agent(number: int, name: str, folder: Path) -> subprocess.Popen[bytes]:
     plugin = ["--plugin", str(ROOT / "tests/attack/slow_steps.py"), "--hook", "slow_steps"]
     command = ["ip", "netns", "exec", name, sys.executable, *torchrun, str(ROOT / "pretrain_gpt.py"), *flags, *plugin]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    # torch 2.13: else an agent that joins a later round waits for an address that is written in the first one alone.
+    environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = (folder / f"host_{number}_{time.monotonic():.0f}").open("w")
     return subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
 
