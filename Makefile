@@ -42,8 +42,8 @@ test-all: $(READY) ## the test suite with every feature in every layout: hours, 
 	$(RUN) -m pytest --all-layouts --part $(PART) --numprocesses $(WORKERS) --dist worksteal
 
 attack: $(READY) ## hangs of ten kinds planted into real runs, and hosts that come and go (Linux, root), with tables; minutes
-	$(RUN) tests/attack/hangs_sweep.py
-	if [ "$$(id -u)" = 0 ] && ip netns list > /dev/null 2>&1; then $(RUN) tests/attack/elastic_hosts.py; fi
+	PYTHONPATH=.:tests/support $(RUN) tests/attack/hangs_sweep.py
+	if [ "$$(id -u)" = 0 ] && ip netns list > /dev/null 2>&1; then PYTHONPATH=.:tests/support $(RUN) tests/attack/elastic_hosts.py; fi
 
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers

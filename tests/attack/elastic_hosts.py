@@ -1,4 +1,4 @@
-"""Hosts that come and go under torchrun, as network namespaces: python tests/attack/elastic_hosts.py (Linux, root).
+"""Hosts that come and go under torchrun, as network namespaces: PYTHONPATH=.:tests/support python tests/attack/elastic_hosts.py (Linux, root).
 
 Three hosts train with dp 3; one is cut off (its link goes down), and the run continues with dp 2; the host comes back,
 and the run continues with dp 3. The losses must be those of an undisturbed run, to 1e-5. The store of the agents is on
@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT)]
-
 from jobs import steps_of, tiny, train_on_ranks
 
 from megatronish.train.folder import last_step
@@ -89,7 +87,9 @@ def main() -> int:
             print(f"three hosts: step 6 after {wait_for_step(metrics, 6, agents):.1f} s", flush=True)
             run("ip", "-n", names[2], "link", "set", "eth0", "down")
             at = last_step(metrics)
-            print(f"host 3 cut off after step {at}: {wait_for_step(metrics, at + 3, agents):.1f} s to 3 more", flush=True)
+            print(
+                f"host 3 cut off after step {at}: {wait_for_step(metrics, at + 3, agents):.1f} s to 3 more", flush=True
+            )
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agents[2].pid, signal.SIGKILL)
             run("ip", "-n", names[2], "link", "set", "eth0", "up")

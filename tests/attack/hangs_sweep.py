@@ -1,4 +1,4 @@
-"""Sweep of hangs over kinds and layouts, with a table: python tests/attack/hangs_sweep.py (minutes; `make attack`).
+"""Sweep of hangs over kinds and layouts, with a table: PYTHONPATH=.:tests/support python tests/attack/hangs_sweep.py (minutes; `make attack`).
 
 Each hang is planted into a real run. It must be told within --hang-seconds + 3 s, the run must end with status 1, and
 the rank that hangs must be named; it is counted as exact if the collective, or what the rank does instead, is right
@@ -11,8 +11,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
 
 import hangs
 from jobs import run_job, tiny

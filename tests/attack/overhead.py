@@ -1,16 +1,13 @@
-"""Cost of the record and the watchdog, interleaved with steps without them: python tests/attack/overhead.py.
+"""Cost of the record and the watchdog, interleaved with steps without them: PYTHONPATH=.:tests/support python tests/attack/overhead.py.
 
 Blocks of steps with and without alternate in one run of two ranks (tp 2). Prints the median over pairs of neighbouring
 blocks of the ratio of their seconds, the collectives of a step, and the processor time of one entry.
 """
 
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
 
 import torch
 from jobs import tiny
@@ -24,8 +21,8 @@ from megatronish.train.run import start_mesh
 from megatronish.train.watch import start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 
-BLOCK, PAIRS = 5, 30
-MODEL = "--tp 2 --num-layers 8 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 1024 --seq-length 128"
+BLOCK, PAIRS = 4, 24
+MODEL = "--tp 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 128"
 MODEL += " --micro-batch-size 2 --global-batch-size 4 --vocab-size 1024"
 
 
