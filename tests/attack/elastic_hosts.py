@@ -1,8 +1,10 @@
-"""Hosts that come and go under torchrun, as network namespaces: PYTHONPATH=.:tests/support python tests/attack/elastic_hosts.py (Linux, root).
+"""Hosts that come and go under torchrun, as network namespaces.
 
 Three hosts train with dp 3; one is cut off (its link goes down), and the run continues with dp 2; the host comes back,
 and the run continues with dp 3. The losses must be those of an undisturbed run, to 1e-5. The store of the agents is on
 the first host, which stays.
+
+    PYTHONPATH=.:tests/support python tests/attack/elastic_hosts.py (Linux, root)
 """
 
 import contextlib
@@ -15,11 +17,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 from jobs import steps_of, tiny, train_on_ranks
 
 from megatronish.train.folder import last_step
 
+ROOT = Path(__file__).parents[2]
 NET, PORT, STEPS = "10.211.77", 29411, 60
 PREFIX = "megatronish"
 FLAGS = f"--global-batch-size 12 --save-interval 2 --keep-last 3 --train-iters {STEPS} --num-workers 0"

@@ -1,7 +1,9 @@
-"""Cost of the record and the watchdog, interleaved with steps without them: PYTHONPATH=.:tests/support python tests/attack/overhead.py.
+"""Cost of the record and the watchdog, interleaved with steps without them.
 
 Blocks of steps with and without alternate in one run of two ranks (tp 2). Prints the median over pairs of neighbouring
 blocks of the ratio of their seconds, the collectives of a step, and the processor time of one entry.
+
+    PYTHONPATH=.:tests/support python tests/attack/overhead.py
 """
 
 import statistics
