@@ -41,6 +41,10 @@ test-fast: $(READY) ## the tests that start no process: no ranks, no launcher, n
 test-all: $(READY) ## the test suite with every feature in every layout: hours, so PART=3/20 takes a twentieth of it
 	$(RUN) -m pytest --all-layouts --part $(PART) --numprocesses $(WORKERS) --dist worksteal
 
+attack: $(READY) ## hangs of ten kinds planted into real runs, and hosts that come and go (Linux, root), with tables; minutes
+	PYTHONPATH=.:tests/support $(RUN) tests/attack/hangs_sweep.py
+	if [ "$$(id -u)" = 0 ] && ip netns list > /dev/null 2>&1; then PYTHONPATH=.:tests/support $(RUN) tests/attack/elastic_hosts.py; fi
+
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers
 
@@ -73,7 +77,7 @@ clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick finetune test test-fast test-all test-peers check package bench kernels gpu gpu-report venv clean
+.PHONY: help pretrain quick finetune test test-fast test-all test-peers attack check package bench kernels gpu gpu-report venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

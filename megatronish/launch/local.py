@@ -47,6 +47,7 @@ WARM = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoi
 
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ABORT_SECONDS = 2.0  # the same where a rank was ended by SIGABRT
 FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
@@ -244,8 +245,14 @@ def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
     """
     deadline, finish = None, None
     while running := [rank.process for rank in ranks if rank.process.exitcode is None]:
-        if deadline is None and any(rank.has_failed for rank in ranks):
-            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is None and (failed := [rank for rank in ranks if rank.has_failed]):
+            # gloo aborts where ranks differ, and the others then say in what; that is worth the wait.
+            aborted = any(rank.process.exitcode == -signal.SIGABRT for rank in failed)
+            deadline = time.monotonic() + (ABORT_SECONDS if aborted else GRACE_SECONDS)
+        if deadline is not None and any(rank.ending is not None and rank.ending.is_of_run for rank in ranks):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if all(rank.has_failed for rank in ranks if rank.ending is not None and rank.ending.is_of_run):
+                break
         if finish is None and any(rank.process.exitcode == 0 for rank in ranks):
             finish = time.monotonic() + FINISH_SECONDS
         if deadline is None and finish is not None and time.monotonic() > finish:

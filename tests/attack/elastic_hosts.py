@@ -1,8 +1,10 @@
-"""Hosts that come and go under torchrun, as network namespaces: python tests/attack/elastic_hosts.py (Linux, root).
+"""Hosts that come and go under torchrun, as network namespaces.
 
 Three hosts train with dp 3; one is cut off (its link goes down), and the run continues with dp 2; the host comes back,
 and the run continues with dp 3. The losses must be those of an undisturbed run, to 1e-5. The store of the agents is on
 the first host, which stays.
+
+    PYTHONPATH=.:tests/support python tests/attack/elastic_hosts.py (Linux, root)
 """
 
 import contextlib
@@ -15,13 +17,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT)]
-
 from jobs import steps_of, tiny, train_on_ranks
 
 from megatronish.train.folder import last_step
 
+ROOT = Path(__file__).parents[2]
 NET, PORT, STEPS = "10.211.77", 29411, 60
 PREFIX = "megatronish"
 FLAGS = f"--global-batch-size 12 --save-interval 2 --keep-last 3 --train-iters {STEPS} --num-workers 0"
@@ -63,6 +63,8 @@ def agent(number: int, name: str, folder: Path) -> subprocess.Popen[bytes]:
     plugin = ["--plugin", str(ROOT / "tests/attack/slow_steps.py"), "--hook", "slow_steps"]
     command = ["ip", "netns", "exec", name, sys.executable, *torchrun, str(ROOT / "pretrain_gpt.py"), *flags, *plugin]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    # torch 2.13: else an agent that joins a later round waits for an address that is written in the first one alone.
+    environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = (folder / f"host_{number}_{time.monotonic():.0f}").open("w")
     return subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
 

@@ -1,8 +1,10 @@
-"""Sweep of hangs over kinds and layouts, with a table: python tests/attack/hangs_sweep.py (minutes; `make attack`).
+"""Sweep of hangs over kinds and layouts, with a table.
 
 Each hang is planted into a real run. It must be told within --hang-seconds + 3 s, the run must end with status 1, and
 the rank that hangs must be named; it is counted as exact if the collective, or what the rank does instead, is right
 too. A sound rank that is named alone is the worst: it makes the sweep fail, as does a hang that is told too late.
+
+    PYTHONPATH=.:tests/support python tests/attack/hangs_sweep.py (minutes; `make attack`)
 """
 
 import re
@@ -11,8 +13,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
 
 import hangs
 from jobs import run_job, tiny
@@ -24,7 +24,7 @@ ENTERED = r"has not (entered|sent|received) .*"
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang to plant: `says` is what the report must say of the rank, `after` whether the clock starts at the limit."""
+    """A hang to plant: `says` is what the report must say of the rank, as a pattern."""
 
     kind: str
     layout: str

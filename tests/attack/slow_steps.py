@@ -3,11 +3,15 @@
 import time
 
 from megatronish.plugins import register_hook
+from megatronish.train.job import TrainingJob
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 
 class SlowSteps(Hook):
     """Waits after each step."""
+
+    def __init__(self, _job: TrainingJob) -> None:
+        super().__init__()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Wait half a second."""

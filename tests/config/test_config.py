@@ -1,6 +1,7 @@
 """Tests of config reading: values arrive as given, and one error lists everything that is wrong."""
 
 import dataclasses
+import os
 import resource
 import subprocess
 import sys
@@ -283,3 +284,18 @@ def test_what_megatron_scripts_say_of_pipelines_and_recomputation_is_understood(
     )
     any_number = small("--mock-data", "--pp", "5", "--decoder-first-pipeline-num-layers", "1")
     assert read_config(any_number).config.parallel.schedule == "1f1b"
+
+
+def test_a_config_that_is_no_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with (tmp_path / "large.toml").open("wb") as file:
+        file.truncate(2**24 + 1)
+    for path, what in {
+        "/dev/zero": "is no file but a device or a pipe; name a TOML file",
+        str(tmp_path / "pipe.toml"): "is no file but a device or a pipe; name a TOML file",
+        str(tmp_path): "is a folder; name a TOML file",
+        str(tmp_path / "large.toml"): "has 16777217 bytes, and 16777216 is the limit; name a TOML file",
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            read_config(["--config", path])
+        assert refused.value.problems == [f"--config {path} {what}"]

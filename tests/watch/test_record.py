@@ -1,0 +1,67 @@
+"""Tests of the record: what ranks of a sound run have noted agrees, and outlives them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import be_rank, tiny
+from ranks import run_ranks
+
+from megatronish.launch.place import Place
+from megatronish.watch.beat import Collective, bare_beat
+from megatronish.watch.record import RankRecord
+from megatronish.watch.shared_ring import RING, SharedRing, read_ring
+from megatronish.watch.verdict import RanksSeen, different
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --ep 2"
+LAYOUTS = [
+    "--tp 2 --pp 2",
+    "--tp 2 --dp 2 --sequence-parallel --zero-stage 1",
+    "--cp 2 --dp 2",
+    f"--tp 2 --dp 2 {EXPERTS}",
+    "--dp 4 --zero-stage 3",
+]
+
+
+def train_and_read(place: Place, argv: list[str]) -> dict[str, list[Collective]]:
+    """What the ring of this rank has after a run."""
+    be_rank(place, argv)
+    assert place.rendezvous is not None
+    return read_ring(Path(place.rendezvous.removeprefix("file://") + ".watch") / f"ring_{place.rank}", place.rank)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_a_sound_run_have_made_the_same_collectives(tmp_path: Path, layout: str) -> None:
+    argv = tiny(tmp_path, f"{layout} --train-iters 2")
+    rings = run_ranks(4, train_and_read, argv)
+    assert all({"world", "checkpoint"} <= {line.partition(":")[0] for line in ring} for ring in rings)
+    beats = {rank: bare_beat(rank, ring) for rank, ring in enumerate(rings)}
+    assert different(RanksSeen(4, beats)) == []
+
+
+def test_a_ring_keeps_the_newest_collectives_and_what_they_were(tmp_path: Path) -> None:
+    record = RankRecord()
+    record.shared = SharedRing(tmp_path / "ring")
+    line = record.line("tp", [2, 3])
+    for _ in range(RING + 10):
+        line.enter("all_reduce", torch.zeros(3, 4))
+    line.enter_objects("all_gather_object")
+    (found,) = read_ring(tmp_path / "ring", 2).values()
+    assert [each.number for each in found] == list(range(12, RING + 12))
+    assert (found[0].name, found[0].kind) == ("all_reduce 12 of tp", ("all_reduce", (3, 4), "float32"))
+    assert found[-1].kind == ("all_gather_object",)
+    assert read_ring(tmp_path / "none", 0) == {}
+
+
+def test_a_backward_names_the_layer_of_its_forward() -> None:
+    record = RankRecord()
+    line = record.line("tp", [0, 1])
+    record.layer = 3
+    assert line.enter("all_reduce", torch.zeros(2)).layer == 3
+    record.layer = None
+    assert line.enter("all_reduce", torch.zeros(2), 3).layer == 3
+
+
+def test_lines_of_one_name_have_keys_of_their_own() -> None:
+    record = RankRecord()
+    assert [record.line("shard", [0, 1]).key for _ in range(3)] == ["shard:0+2", "shard:0+2#1", "shard:0+2#2"]
