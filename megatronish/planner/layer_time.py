@@ -44,13 +44,15 @@ class Parts(NamedTuple):
 class Passes(NamedTuple):
     """Forward, backward as far as the input gradient, and weight gradients of a micro-batch.
 
-    `hideable` is what of the backward's transfers overlaps with the weight gradients, where these follow at once.
+    `hideable` is what of the transfers overlapping computation can hide: the backward's behind the weight gradients,
+    where these follow at once, and a ring's behind attention. `experts` are the products and transfers of experts.
     """
 
     forward: Parts
     backward: Parts
     weight: Parts
     hideable: float = 0.0
+    experts: float = 0.0
 
     def plus(self, other: "Passes", times: float = 1.0) -> "Passes":
         """Sum of both, the other one several times."""
@@ -59,6 +61,7 @@ class Passes(NamedTuple):
             self.backward.plus(other.backward, times),
             self.weight.plus(other.weight, times),
             self.hideable + times * other.hideable,
+            self.experts + times * other.experts,
         )
 
     @property
@@ -68,6 +71,24 @@ class Passes(NamedTuple):
 
 
 NOTHING = Passes(Parts(), Parts(), Parts())
+
+
+class Brief(NamedTuple):
+    """Sums of `Passes`, which a search adds up faster."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    hideable: float = 0.0
+    experts: float = 0.0
+    """Seconds of experts' products and transfers, which an uneven load makes longer."""
+
+    @classmethod
+    def of(cls, passes: "Passes") -> "Brief":
+        """The sums of a layer's passes."""
+        return cls(
+            passes.forward.total, passes.backward.total, passes.weight.total, passes.hideable, passes.experts
+        )
 
 
 @dataclass(frozen=True)
@@ -83,9 +104,10 @@ class LayerClock:
     def passes(self, row: LayerCost, candidate: Candidate) -> Passes:
         """Times of one layer for a micro-batch."""
         mesh, tokens = candidate.mesh, self.tokens(candidate)
-        forward, backward, weight = Parts(), Parts(), Parts()
+        forward, backward, weight, of_experts = Parts(), Parts(), Parts(), 0.0
         for linear in row.linears:
             seconds = self._linear(linear, mesh, tokens)
+            of_experts += sum(seconds) if linear.copies > 1 else 0.0
             forward = forward.plus(Parts(products=seconds[0]))
             backward = backward.plus(Parts(products=seconds[1]))
             weight = weight.plus(Parts(products=seconds[2]))
@@ -116,7 +138,8 @@ class LayerClock:
             backward = backward.plus(forward)
         elif candidate.recompute == "selective":
             backward = backward.plus(Parts(attention=attended[0]))
-        return Passes(forward, backward, weight, min(tensor, weight.total))
+        hideable = min(tensor, weight.total) + sum(part[2] for part in ring)
+        return Passes(forward, backward, weight, hideable, of_experts + 2 * exchanged if has_experts else 0.0)
 
     def tokens(self, candidate: Candidate) -> int:
         """Tokens of a micro-batch on a rank, before sequence parallelism cuts them."""
@@ -224,20 +247,23 @@ class LayerClock:
 
     def _context(
         self, row: LayerCost, core: AttentionCore, mesh: Mesh, tokens: int, seconds: tuple[float, float]
-    ) -> tuple[float, float]:
-        """What cp adds forward and backward: keys and values round a ring behind attention, or heads for sequence."""
+    ) -> tuple[float, float, float]:
+        """What cp adds forward and backward, and what of it attention can hide.
+
+        Keys and values go round a ring, in the backward with their gradients; or heads are traded for sequence.
+        """
         cp, tp, size = mesh.cp, mesh.tp, self.work.element_bytes
         if cp == 1:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         queries = core.num_heads * core.query_size
         keys_values = row.linears[0].out_features - queries
         if not self.work.ring:
             each = self.links.all_to_all(cp, tp, size * tokens * (2 * queries + keys_values) / tp)
-            return each, each
-        block = self.links.send(tp, size * tokens * keys_values / tp) / self.links.hop
-        exposed = [max(0.0, times * block - part / cp) for times, part in zip((1, 2), seconds, strict=True)]
-        # The first block has nothing to hide behind in the backward's last step; small launches add latency.
-        return tuple((cp - 1) * (part + 2 * self.links.latency) for part in exposed)  # type: ignore[return-value]
+            return each, each, 0.0
+        block = size * tokens * keys_values / tp / self.links.bandwidth(cp, tp) + self.links.latency
+        forward, backward = (cp - 1) * block, 2 * (cp - 1) * block
+        hides = (cp - 1) / cp * self.efficiencies.hidden
+        return forward, backward, min(forward, hides * seconds[0]) + min(backward, hides * seconds[1])
 
     def _expert_transfers(self, row: LayerCost, mesh: Mesh, tokens: int) -> float:
         """All-to-all of tokens to experts and back, and gathers over etp."""

@@ -72,14 +72,16 @@ class Search:
         legal, found = 0, []
         smallest: tuple[int, Candidate] | None = None
         for mesh in self.meshes():
-            for candidate in self.layouts(mesh):
-                legal += 1
+            for candidate, zeros in self.families(mesh):
+                legal += len(zeros)
                 stages = self.stages(candidate)
-                nbytes = self.scale.fullest(candidate, stages).total
-                if smallest is None or nbytes < smallest[0]:
-                    smallest = nbytes, candidate
-                if nbytes <= self.limit:
-                    found.append(Found(self.clock.step(candidate, stages).high, nbytes, candidate))
+                sizes = self.scale.fullest_by_zero(candidate, stages, zeros)
+                for zero, nbytes in zip(zeros, sizes, strict=True):
+                    if smallest is None or nbytes < smallest[0]:
+                        smallest = nbytes, candidate._replace(zero=zero)
+                    if nbytes <= self.limit:
+                        fitting = candidate._replace(zero=zero)
+                        found.append(Found(self.clock.step(fitting, stages).high, nbytes, fitting))
         found.sort()
         return Tried(legal, found, smallest)
 
@@ -121,20 +123,21 @@ class Search:
         """Whether the project's own rules accept the layout."""
         return not problems(config_of(self.config, candidate))
 
-    def layouts(self, mesh: Mesh) -> Iterator[Candidate]:
-        """All layouts of a mesh."""
+    def families(self, mesh: Mesh) -> Iterator[tuple[Candidate, range]]:
+        """All layouts of a mesh: each that differs in more than ZeRO, with the stages of ZeRO that it may have."""
         shared = [False]
         if mesh.tp > 1 and self.is_legal(Candidate(mesh, zero=self._least_zero, sequence_parallel=True)):
             shared.append(True)
+        zeros = {name: self._zeros(mesh, name) for name in SCHEDULES}
         for micro in divisors(self.work.global_batch // mesh.dp):
             if micro > MOST_SAMPLES:
                 continue
             for recompute in RECOMPUTE:
                 for sequence_parallel in shared:
-                    plain = Candidate(mesh, micro, recompute=recompute, sequence_parallel=sequence_parallel)
+                    plain = Candidate(mesh, micro, "1f1b", 1, 0, recompute, sequence_parallel)
                     for schedule, chunks in self._schedules(plain):
-                        for zero in self._zeros(mesh, schedule):
-                            yield plain._replace(schedule=schedule, chunks=chunks, zero=zero)
+                        each = Candidate(mesh, micro, schedule, chunks, 0, recompute, sequence_parallel)
+                        yield each, zeros[schedule]
 
     def _schedules(self, candidate: Candidate) -> Iterator[tuple[str, int]]:
         """Schedules with their chunks a stage."""
@@ -160,7 +163,7 @@ class Search:
 
     def _is_worth_it(self, candidate: Candidate, chunks: int) -> bool:
         """Whether a chunk computes longer than its transfer takes."""
-        stages = self.stages(candidate._replace(schedule="1f1b", chunks=1))
+        stages = self.stages(candidate)
         times, _ = self.clock.stage_times(candidate, stages)
         return times.forward / chunks > self.clock.hop(candidate)
 

@@ -13,7 +13,7 @@ from megatronish.planner.workload import Workload
 
 @dataclass(eq=False)
 class StageLayers:
-    """Layers of each stage, and of each chunk of the first and the last one.
+    """Layers of each stage.
 
     `counts[stage][kind]` are numbers of layers; `first` and `last` are the stages of embedding and head.
     """
@@ -22,8 +22,6 @@ class StageLayers:
     counts: tuple[tuple[int, ...], ...]
     first: int
     last: int
-    chunks: dict[int, tuple[tuple[int, ...], ...]]
-    """Of each stage that is costed for memory: the counts of each of its chunks."""
     _largest: dict[Mesh, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
@@ -33,16 +31,15 @@ class StageLayers:
         chunks: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in range(stages.num_stages)}
         for place, layers in zip(stages.placement, stages.layers, strict=True):
             chunks[place.stage].append(_counted(work, layers))
-        held = {stage: tuple(each) for stage, each in chunks.items()}
-        counts = tuple(tuple(map(sum, zip(*held[stage], strict=True))) for stage in range(stages.num_stages))
-        return cls(work, counts, stages.placement[0].stage, stages.placement[-1].stage, held)
+        counts = tuple(tuple(map(sum, zip(*chunks[stage], strict=True))) for stage in range(stages.num_stages))
+        return cls(work, counts, stages.placement[0].stage, stages.placement[-1].stage)
 
     @classmethod
     def by_hand(cls, work: Workload, sizes: tuple[int, ...]) -> "StageLayers":
         """Stages of one chunk with these numbers of layers, as published runs state them."""
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
         counts = tuple(_counted(work, range(a, a + n)) for a, n in zip(starts, sizes, strict=True))
-        return cls(work, counts, 0, len(sizes) - 1, {stage: (each,) for stage, each in enumerate(counts)})
+        return cls(work, counts, 0, len(sizes) - 1)
 
     def parameters(self, stage: int, tp: int) -> Count:
         """Parameters of a stage by how they are cut, with a vocabulary padded for tp."""
@@ -72,6 +69,20 @@ class StageLayers:
                 float(max(count.experts // ranks for count in counts)),
             )
         return self._largest[key]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Stages of which one is the fullest: both ends, and the second one, as the first may have fewer layers."""
+        return sorted({0, self.first, self.last, min(1, len(self.counts) - 1)})
+
+    @cached_property
+    def shapes(self) -> list[tuple[tuple[int, ...], bool, bool, int]]:
+        """Different stages: counts by kind, whether it is the first, whether the last, and how many there are."""
+        found: dict[tuple[tuple[int, ...], bool, bool], int] = {}
+        for stage, counts in enumerate(self.counts):
+            key = (counts, stage == self.first, stage == self.last)
+            found[key] = found.get(key, 0) + 1
+        return [(*key, number) for key, number in found.items()]
 
     @cached_property
     def _of_kinds(self) -> list[Count]:

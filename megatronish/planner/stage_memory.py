@@ -5,6 +5,7 @@ layouts is computed once, and the activations in flight are counted in closed fo
 exact figures (exact.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
@@ -16,7 +17,7 @@ from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.costs.model_state import ZeroSettings, model_state, temporary_bytes
 from megatronish.layer_costs import Count, sum_counts
-from megatronish.planner.candidate import Candidate
+from megatronish.planner.candidate import Candidate, Mesh
 from megatronish.planner.layout_config import config_of
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.workload import Workload
@@ -29,65 +30,69 @@ class MemoryScale:
 
     config: Config
     work: Workload
-    _layers: dict[Candidate, tuple[Activations, list[tuple[int, int, int]]]] = field(default_factory=dict)
+    _layers: dict[tuple[object, ...], tuple[Activations, list[tuple[int, int, int]]]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], Memory] = field(default_factory=dict)
 
-    def fullest(self, candidate: Candidate, stages: StageLayers) -> Memory:
+    def fullest(self, candidate: Candidate, stages: StageLayers) -> int:
         """Bytes on a device of the stage that needs most."""
-        ends = {0, stages.first, stages.last}
-        if candidate.mesh.pp > 2:
-            ends.add(1)  # the first one may have fewer layers
-        return max((self.of_stage(candidate, stages, stage) for stage in ends), key=lambda memory: memory.total)
+        return self.fullest_by_zero(candidate, stages, (candidate.zero,))[0]
+
+    def fullest_by_zero(self, candidate: Candidate, stages: StageLayers, zeros: Sequence[int]) -> list[int]:
+        """Bytes on a device of the stage that needs most, for each of several stages of ZeRO."""
+        most = [0] * len(zeros)
+        for stage in stages.ends:
+            waiting = sum(self._waiting(candidate, stages, stage))
+            for place, zero in enumerate(zeros):
+                most[place] = max(most[place], waiting + self._state(candidate, stages, stage, zero).total)
+        return most
 
     def of_stage(self, candidate: Candidate, stages: StageLayers, stage: int) -> Memory:
         """Bytes on a device of one stage."""
+        activations, logits = self._waiting(candidate, stages, stage)
+        state = self._state(candidate, stages, stage, candidate.zero)
+        return state._replace(activations=activations, logits=logits)
+
+    def _waiting(self, candidate: Candidate, stages: StageLayers, stage: int) -> tuple[int, int]:
+        """(activations, logits) of all micro-batches in flight."""
+        work, tp = self.work, candidate.mesh.tp
         live, deferred = in_flight(
             candidate.schedule,
             candidate.mesh.pp,
             candidate.chunks,
-            candidate.num_microbatches(self.work.global_batch),
+            candidate.num_microbatches(work.global_batch),
             stage,
         )
-        activations, logits = self._waiting(candidate, stages, stage, live, deferred)
-        return self._state(candidate, stages, stage)._replace(activations=activations, logits=logits)
-
-    def _waiting(
-        self, candidate: Candidate, stages: StageLayers, stage: int, live: float, deferred: float
-    ) -> tuple[int, int]:
-        """(activations, logits) of so many micro-batches, in stages."""
-        mesh = candidate.mesh
         activations, of_kinds = self._of_kinds(candidate)
-        counts, chunks = stages.counts[stage], stages.chunks[stage]
-        tokens = self.work.seq_length * candidate.micro_batch // mesh.cp
-        kept = sum(count * kind[0] for count, kind in zip(counts, of_kinds, strict=True))
-        later = sum(count * kind[1] for count, kind in zip(counts, of_kinds, strict=True))
-        again = 0
-        if candidate.recompute == "full":
-            again = max(kind[2] for count, kind in zip(counts, of_kinds, strict=True) if count) if any(counts) else 0
-        nbytes = live * kept + deferred * later + again
+        tokens = work.seq_length * candidate.micro_batch // candidate.mesh.cp
+        nbytes, again = 0.0, 0
+        for count, (kept, later, recomputed) in zip(stages.counts[stage], of_kinds, strict=True):
+            if count:
+                nbytes += count * (live * kept + deferred * later)
+                again = max(again, recomputed)
+        nbytes += again
         if activations.bias_bytes:
-            nbytes += activations.bias_bytes * (1 if activations.shares_bias else live * len(chunks))
+            nbytes += activations.bias_bytes * (1 if activations.shares_bias else live * candidate.chunks)
+        cut = tp if candidate.sequence_parallel else 1
         if stage == stages.first:
-            cut = mesh.tp if candidate.sequence_parallel else 1
             nbytes += live * activations.embedding_bytes // cut
         logits = 0.0
         if stage == stages.last:
-            size = activations.element_bytes
-            losses = 1 + deferred
-            nbytes += losses * 2 * self.work.model.hidden_size * size // (mesh.tp if candidate.sequence_parallel else 1)
-            logits = losses * size * self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp) // mesh.tp
+            losses = (1 + deferred) * activations.element_bytes
+            nbytes += losses * 2 * work.model.hidden_size // cut
+            logits = losses * work.model.padded_vocab_size(work.vocab_size, tp) // tp
         return int(tokens * nbytes), int(tokens * logits)
 
     def _of_kinds(self, candidate: Candidate) -> tuple[Activations, list[tuple[int, int, int]]]:
         """For each kind of layer, bytes a token: live, deferred, and computed again."""
         mesh = candidate.mesh
-        key = Candidate(
-            mesh._replace(pp=1, dp=1, ep=1),
-            recompute=candidate.recompute,
-            sequence_parallel=candidate.sequence_parallel,
-        )
+        key = (mesh.tp, mesh.cp, mesh.etp, candidate.recompute, candidate.sequence_parallel)
         if key not in self._layers:
-            activations = activations_of(config_of(self.config, key), "cuda")
+            alone = Candidate(
+                mesh._replace(pp=1, dp=1, ep=1),
+                recompute=candidate.recompute,
+                sequence_parallel=candidate.sequence_parallel,
+            )
+            activations = activations_of(config_of(self.config, alone), "cuda")
             rows = []
             for cost in self.work.kinds:
                 chunk = activations.of_chunk([cost])
@@ -95,28 +100,28 @@ class MemoryScale:
             self._layers[key] = activations, rows
         return self._layers[key]
 
-    def _state(self, candidate: Candidate, stages: StageLayers, stage: int) -> Memory:
+    def _state(self, candidate: Candidate, stages: StageLayers, stage: int, zero: int) -> Memory:
         """Parameters, gradients, optimizer and temporaries."""
-        mesh = candidate.mesh
-        key = (mesh, candidate.zero, candidate.schedule == "zb-v", candidate.chunks, stage)
+        key = (candidate.mesh, stages.counts[stage], stage == stages.first, stage == stages.last, zero)
         if key not in self._states:
-            self._states[key] = self._new_state(candidate, stages, stage)
+            self._states[key] = self._new_state(candidate.mesh, stages, stage, zero)
         return self._states[key]
 
-    def _new_state(self, candidate: Candidate, stages: StageLayers, stage: int) -> Memory:
-        mesh, parallel = candidate.mesh, self.config.parallel
+    def _new_state(self, mesh: Mesh, stages: StageLayers, stage: int, zero_stage: int) -> Memory:
+        parallel, counts = self.config.parallel, stages.counts[stage]
         held = stages.parameters(stage, mesh.tp)
-        rows = [row for row, count in zip(self.work.kinds, stages.counts[stage], strict=True) for _ in range(count)]
-        matrices = sum_counts(row.matrices for row in rows)
+        kinds = [(row, count) for row, count in zip(self.work.kinds, counts, strict=True) if count]
+        matrices = sum_counts(row.matrices * count for row, count in kinds)
+        rows = [row for row, count in kinds for _ in range(count if zero_stage == 3 else 1)]
         zero = ZeroSettings(
-            stage=candidate.zero,
-            ranks=mesh.dp * mesh.cp if candidate.zero else 1,
+            stage=zero_stage,
+            ranks=mesh.dp * mesh.cp if zero_stage else 1,
             offloads_optimizer=parallel.optimizer_cpu_offload or parallel.param_cpu_offload,
             offloads_parameters=parallel.param_cpu_offload,
             bucket_size=parallel.ddp_bucket_size,
             overlap=parallel.overlap_grad_reduce,
         )
-        experts = zero._replace(ranks=mesh.edp if candidate.zero else 1)
+        experts = zero._replace(ranks=mesh.edp if zero_stage else 1)
         num_moments = OPTIMIZER_NAMES[self.config.optimizer.optimizer].num_moments
         state, total = Memory(0, 0, 0), 0
         for ranks, settings in ((None, zero), (mesh.ep * mesh.etp, experts)):

@@ -7,10 +7,10 @@ plan is ranked by the worse end; what is expected is the middle.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatronish.planner.candidate import Candidate
+from megatronish.planner.candidate import Candidate, Mesh
 from megatronish.planner.devices import Device
 from megatronish.planner.efficiencies import Efficiencies
-from megatronish.planner.layer_time import NOTHING, LayerClock, Parts, Passes
+from megatronish.planner.layer_time import NOTHING, Brief, LayerClock, Passes
 from megatronish.planner.links import Links
 from megatronish.planner.pipeline_time import PipelineSeconds, StageTimes, pipeline_seconds
 from megatronish.planner.products import Machine
@@ -26,9 +26,8 @@ class Exchange(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step by what they are for. `parts` are those of the slowest stage, over all micro-batches."""
+    """Seconds of a step by what they are for."""
 
-    parts: Parts
     pipeline: PipelineSeconds
     exchange: float
     optimizer: float
@@ -68,7 +67,8 @@ class StepClock:
     overlaps: bool = True
     """Whether transfers overlap with computation at all."""
     _passes: dict[Candidate, tuple[tuple[Passes, ...], Passes, Passes]] = field(default_factory=dict)
-    _stages: dict[tuple[Candidate, StageLayers], tuple[StageTimes, Passes]] = field(default_factory=dict)
+    _briefs: dict[Candidate, tuple[tuple[Brief, ...], Brief, Brief]] = field(default_factory=dict)
+    _stages: dict[tuple[Candidate, int, StageLayers], tuple[StageTimes, Brief]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.machine = Machine.of(self.device, self.efficiencies, self.work.precision)
@@ -79,33 +79,37 @@ class StepClock:
 
     def step(self, candidate: Candidate, stages: StageLayers) -> StepSeconds:
         """Seconds of a step in this layout, with these layers on the stages."""
-        mesh, eff = candidate.mesh, self.efficiencies
         m = candidate.num_microbatches(self.work.global_batch)
         times, slowest = self.stage_times(candidate, stages)
         pipeline = pipeline_seconds(
             times,
             schedule=candidate.schedule,
-            stages=mesh.pp,
+            stages=candidate.mesh.pp,
             chunks=candidate.chunks,
             microbatches=m,
             hop=self.hop(candidate),
         )
+        return self.around(candidate, stages, pipeline, slowest)
+
+    def around(
+        self, candidate: Candidate, stages: StageLayers, pipeline: PipelineSeconds, slowest: Brief
+    ) -> StepSeconds:
+        """Seconds of a step whose pipeline takes so long."""
+        eff, m = self.efficiencies, candidate.num_microbatches(self.work.global_batch)
         exchange = self._exchange(candidate, stages, slowest, m)
         optimizer = self._optimizer(candidate, stages)
-        parts = Parts().plus(slowest.forward, m).plus(slowest.backward, m).plus(slowest.weight, m)
         spent = pipeline.total + exchange.seconds + optimizer + eff.step_seconds
         hidden = 0.0
         if self.overlaps:
-            behind = 0.0 if candidate.schedule in ("zb-h1", "zb-v") else eff.hidden * m * slowest.hideable
-            hidden = exchange.hideable + behind
+            hides = not (candidate.mesh.pp > 1 and candidate.schedule in ("zb-h1", "zb-v"))
+            hidden = exchange.hideable + (eff.hidden * m * slowest.hideable if hides else 0.0)
         return StepSeconds(
-            parts,
             pipeline,
             exchange.seconds,
             optimizer,
             eff.step_seconds + eff.jitter * spent,
             hidden * (1 + eff.jitter),
-            (eff.uneven - 1) * self._of_experts(candidate, parts),
+            (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0,
         )
 
     def hop(self, candidate: Candidate) -> float:
@@ -118,54 +122,53 @@ class StepClock:
 
     def of_kinds(self, candidate: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
         """Times of each kind of layer, of the embedding and of the head; the same in many layouts."""
-        mesh = candidate.mesh
-        key = Candidate(
-            mesh._replace(pp=1, dp=1),
-            candidate.micro_batch,
-            recompute=candidate.recompute,
-            sequence_parallel=candidate.sequence_parallel,
-        )
+        key = _without_stages(candidate)
         if key not in self._passes:
             kinds = tuple(self.layers.passes(row, key) for row in self.work.kinds)
             self._passes[key] = kinds, self.layers.embedding(key), self.layers.head(key)
         return self._passes[key]
 
-    def stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Passes]:
-        """Times of a micro-batch on the stages, and the passes of the slowest one."""
-        key = (candidate._replace(mesh=candidate.mesh._replace(dp=1), zero=0, schedule="", chunks=1), stages)
+    def stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
+        """Times of a micro-batch on the stages, and those of the slowest one."""
+        key = (_without_stages(candidate), candidate.mesh.dp if candidate.mesh.ep > 1 else 1, stages)
         if key not in self._stages:
-            passes = self.passes_of_stages(candidate, stages)
-            totals = [each.total for each in passes]
-            p = len(passes)
-            slowest = passes[max(range(p), key=totals.__getitem__)]
-            self._stages[key] = (
-                StageTimes(
-                    max(totals),
-                    sum(totals),
-                    sum(each.forward.total for each in passes) / p,
-                    sum(each.backward.total for each in passes) / p,
-                    sum(each.weight.total for each in passes) / p,
-                ),
-                slowest,
-            )
+            self._stages[key] = self._new_stage_times(key[0], stages)
         return self._stages[key]
+
+    def _new_stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
+        if candidate not in self._briefs:
+            kinds, first, last = self.of_kinds(candidate)
+            self._briefs[candidate] = tuple(map(Brief.of, kinds)), Brief.of(first), Brief.of(last)
+        of_kinds, embedding, head = self._briefs[candidate]
+        slowest, most, together, sums, p = Brief(), -1.0, 0.0, [0.0, 0.0, 0.0], 0
+        for counts, is_first, is_last, number in stages.shapes:
+            numbers = [0.0] * len(slowest)
+            of_stage = [*zip(of_kinds, counts, strict=True), (embedding, is_first), (head, is_last)]
+            for brief, times in of_stage:
+                if times:
+                    numbers = [value + times * more for value, more in zip(numbers, brief, strict=True)]
+            seconds = numbers[0] + numbers[1] + numbers[2]
+            together += number * seconds
+            p += number
+            for place in range(3):
+                sums[place] += number * numbers[place]
+            if seconds > most:
+                slowest, most = Brief(*numbers), seconds
+        return StageTimes(most, together, *(each / p for each in sums)), slowest
 
     def passes_of_stages(self, candidate: Candidate, stages: StageLayers) -> list[Passes]:
         """Times of a micro-batch on each stage, embedding and head where they are."""
         kinds, embedding, head = self.of_kinds(candidate)
-        found: dict[tuple[int, ...], Passes] = {}
         passes = []
         for number, counts in enumerate(stages.counts):
-            if counts not in found:
-                found[counts] = NOTHING
-                for kind, count in zip(kinds, counts, strict=True):
-                    found[counts] = found[counts].plus(kind, count) if count else found[counts]
-            of_stage = found[counts]
+            of_stage = NOTHING
+            for kind, count in zip(kinds, counts, strict=True):
+                of_stage = of_stage.plus(kind, count)
             of_stage = of_stage.plus(embedding) if number == stages.first else of_stage
             passes.append(of_stage.plus(head) if number == stages.last else of_stage)
         return passes
 
-    def _exchange(self, candidate: Candidate, stages: StageLayers, slowest: Passes, m: int) -> Exchange:
+    def _exchange(self, candidate: Candidate, stages: StageLayers, slowest: Brief, m: int) -> Exchange:
         """Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding."""
         mesh, work, links = candidate.mesh, self.work, self.links
         seconds = 0.0
@@ -184,8 +187,8 @@ class StepClock:
                 seconds += m * (half + 2 * links.gather(ranks, apart, work.element_bytes * count))
             else:
                 seconds += gradients * half + links.gather(ranks, apart, work.element_bytes * count)
-        behind = slowest.backward.total + slowest.weight.total
-        behind = m * (behind + slowest.forward.total) if candidate.zero == 3 else behind * max(1, gradients)
+        behind = slowest.backward + slowest.weight
+        behind = m * (behind + slowest.forward) if candidate.zero == 3 else behind * max(1, gradients)
         hideable = min(self.efficiencies.hidden * seconds, self.efficiencies.hidden * behind)
         if mesh.pp > 1 and work.model.tied:
             table = work.model.padded_vocab_size(work.vocab_size, mesh.tp) * work.model.hidden_size / mesh.tp
@@ -200,13 +203,16 @@ class StepClock:
         count = dense / shared[0] + experts / shared[1]
         return self.work.optimizer_bytes * count / self.machine.hbm
 
-    def _of_experts(self, candidate: Candidate, parts: Parts) -> float:
-        """Seconds of experts' products and transfers in a step, which an uneven load makes longer."""
-        if candidate.mesh.ep == 1 or not any(linear.copies > 1 for row in self.work.kinds for linear in row.linears):
-            return 0.0
-        flops = experts = 0
-        for row in self.work.kinds:
-            for linear in row.linears:
-                flops += linear.flops
-                experts += linear.flops if linear.copies > 1 else 0
-        return parts.experts + parts.products * experts / max(1, flops)
+
+def _without_stages(candidate: Candidate) -> Candidate:
+    """What of a layout decides the times of a layer."""
+    mesh = candidate.mesh
+    return Candidate(
+        Mesh(mesh.tp, 1, 1, mesh.cp, mesh.ep, mesh.etp),
+        candidate.micro_batch,
+        "",
+        1,
+        0,
+        candidate.recompute,
+        candidate.sequence_parallel,
+    )
