@@ -26,6 +26,7 @@ FILLED = 0.87
 """Part of a device's memory that a plan may fill: allocator, context and libraries take 2 to 4 GiB of the rest."""
 MOST_SAMPLES = 16  # of a micro-batch
 MOST_NODES_OF_TP = 2  # tensor parallelism over more nodes than this is never fast
+FEWEST_TOKENS = 512  # of a sequence on a rank of cp
 MOST_CHUNKS = 16
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -76,12 +77,17 @@ class Search:
                 legal += len(zeros)
                 stages = self.stages(candidate)
                 sizes = self.scale.fullest_by_zero(candidate, stages, zeros)
-                for zero, nbytes in zip(zeros, sizes, strict=True):
-                    if smallest is None or nbytes < smallest[0]:
-                        smallest = nbytes, candidate._replace(zero=zero)
-                    if nbytes <= self.limit:
-                        fitting = candidate._replace(zero=zero)
-                        found.append(Found(self.clock.step(fitting, stages).high, nbytes, fitting))
+                least = min(range(len(sizes)), key=sizes.__getitem__)
+                if smallest is None or sizes[least] < smallest[0]:
+                    smallest = sizes[least], candidate._replace(zero=zeros[least])
+                if sizes[least] > self.limit:
+                    continue
+                ends = self.clock.worse_ends(candidate, stages, zeros)
+                found += [
+                    Found(seconds, nbytes, candidate._replace(zero=zero))
+                    for zero, nbytes, seconds in zip(zeros, sizes, ends, strict=True)
+                    if nbytes <= self.limit
+                ]
         found.sort()
         return Tried(legal, found, smallest)
 
@@ -98,7 +104,10 @@ class Search:
         """All meshes that the rules allow."""
         most_tp = MOST_NODES_OF_TP * self.device.gpus_per_node
         for tp in divisors(self.gpus):
+            most_cp = max(1, self.work.seq_length // FEWEST_TOKENS)
             for cp in divisors(self.gpus // tp) if tp <= most_tp else ():
+                if cp > most_cp:
+                    break
                 for pp in divisors(self.gpus // (tp * cp)):
                     dense = Mesh(tp, pp, self.gpus // (tp * cp * pp), cp, 1, tp)
                     if pp > self.work.model.num_layers or self.work.global_batch % dense.dp:

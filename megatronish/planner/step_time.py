@@ -4,6 +4,7 @@ Two ends: the better one hides as much of each transfer as overlapping computati
 plan is ranked by the worse end; what is expected is the middle.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,13 +17,6 @@ from megatronish.planner.pipeline_time import PipelineSeconds, StageTimes, pipel
 from megatronish.planner.products import Machine
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.workload import Workload
-
-
-class Exchange(NamedTuple):
-    """Seconds of the data-parallel exchange of a step, and how much of it computation can hide."""
-
-    seconds: float = 0.0
-    hideable: float = 0.0
 
 
 class StepSeconds(NamedTuple):
@@ -68,7 +62,8 @@ class StepClock:
     """Whether transfers overlap with computation at all."""
     _passes: dict[Candidate, tuple[tuple[Passes, ...], Passes, Passes]] = field(default_factory=dict)
     _briefs: dict[Candidate, tuple[tuple[Brief, ...], Brief, Brief]] = field(default_factory=dict)
-    _stages: dict[tuple[Candidate, int, StageLayers], tuple[StageTimes, Brief]] = field(default_factory=dict)
+    _stages: dict[tuple[Candidate, StageLayers], tuple[StageTimes, Brief]] = field(default_factory=dict)
+    _around: dict[tuple[Mesh, StageLayers, int], tuple[float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.machine = Machine.of(self.device, self.efficiencies, self.work.precision)
@@ -79,38 +74,39 @@ class StepClock:
 
     def step(self, candidate: Candidate, stages: StageLayers) -> StepSeconds:
         """Seconds of a step in this layout, with these layers on the stages."""
-        m = candidate.num_microbatches(self.work.global_batch)
         times, slowest = self.stage_times(candidate, stages)
-        pipeline = pipeline_seconds(
-            times,
-            schedule=candidate.schedule,
-            stages=candidate.mesh.pp,
-            chunks=candidate.chunks,
-            microbatches=m,
-            hop=self.hop(candidate),
-        )
-        return self.around(candidate, stages, pipeline, slowest)
+        m = candidate.num_microbatches(self.work.global_batch)
+        return self.around(candidate, stages, self._pipeline(candidate, times, m), slowest)
 
     def around(
         self, candidate: Candidate, stages: StageLayers, pipeline: PipelineSeconds, slowest: Brief
     ) -> StepSeconds:
         """Seconds of a step whose pipeline takes so long."""
         eff, m = self.efficiencies, candidate.num_microbatches(self.work.global_batch)
-        exchange = self._exchange(candidate, stages, slowest, m)
-        optimizer = self._optimizer(candidate, stages)
-        spent = pipeline.total + exchange.seconds + optimizer + eff.step_seconds
+        once, each, optimizer = self._around_passes(candidate.mesh, stages, candidate.zero)
+        exchange = once + m * each
+        spent = pipeline.total + exchange + optimizer + eff.step_seconds
         hidden = 0.0
         if self.overlaps:
             hides = not (candidate.mesh.pp > 1 and candidate.schedule in ("zb-h1", "zb-v"))
-            hidden = exchange.hideable + (eff.hidden * m * slowest.hideable if hides else 0.0)
+            hidden = eff.hidden * min(exchange, self._behind(candidate, slowest, m))
+            hidden += eff.hidden * m * slowest.hideable if hides else 0.0
         return StepSeconds(
             pipeline,
-            exchange.seconds,
+            exchange,
             optimizer,
             eff.step_seconds + eff.jitter * spent,
             hidden * (1 + eff.jitter),
             (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0,
         )
+
+    @staticmethod
+    def _behind(candidate: Candidate, slowest: Brief, m: int) -> float:
+        """Seconds of computation that the exchange can overlap with: the last backward, with ZeRO-2 every one."""
+        backward = slowest.backward + slowest.weight
+        if candidate.zero == 3:
+            return m * (backward + slowest.forward)
+        return backward * (m if candidate.zero == 2 else 1)
 
     def hop(self, candidate: Candidate) -> float:
         """Seconds of a transfer between stages."""
@@ -130,7 +126,7 @@ class StepClock:
 
     def stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
         """Times of a micro-batch on the stages, and those of the slowest one."""
-        key = (_without_stages(candidate), candidate.mesh.dp if candidate.mesh.ep > 1 else 1, stages)
+        key = (_without_stages(candidate), stages)
         if key not in self._stages:
             self._stages[key] = self._new_stage_times(key[0], stages)
         return self._stages[key]
@@ -168,40 +164,59 @@ class StepClock:
             passes.append(of_stage.plus(head) if number == stages.last else of_stage)
         return passes
 
-    def _exchange(self, candidate: Candidate, stages: StageLayers, slowest: Brief, m: int) -> Exchange:
+    def worse_ends(self, candidate: Candidate, stages: StageLayers, zeros: Iterable[int]) -> list[float]:
+        """Worse ends of the step in this layout under several stages of ZeRO, which differ in little."""
+        eff, m = self.efficiencies, candidate.num_microbatches(self.work.global_batch)
+        times, slowest = self.stage_times(candidate, stages)
+        pipeline = self._pipeline(candidate, times, m)
+        uneven = (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0
+        found = []
+        for zero in zeros:
+            once, each, optimizer = self._around_passes(candidate.mesh, stages, zero)
+            spent = pipeline.total + once + m * each + optimizer + eff.step_seconds
+            found.append(spent * (1 + eff.jitter) + uneven)
+        return found
+
+    def _pipeline(self, candidate: Candidate, times: StageTimes, m: int) -> PipelineSeconds:
+        return pipeline_seconds(
+            times,
+            schedule=candidate.schedule,
+            stages=candidate.mesh.pp,
+            chunks=candidate.chunks,
+            microbatches=m,
+            hop=self.hop(candidate),
+        )
+
+    def _around_passes(self, mesh: Mesh, stages: StageLayers, zero: int) -> tuple[float, float, float]:
+        """Seconds of the data-parallel exchange, once a step and for each micro-batch, and of the optimizer."""
+        key = (mesh, stages, zero)
+        if key not in self._around:
+            self._around[key] = self._new_around(mesh, stages, zero)
+        return self._around[key]
+
+    def _new_around(self, mesh: Mesh, stages: StageLayers, zero: int) -> tuple[float, float, float]:
         """Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding."""
-        mesh, work, links = candidate.mesh, self.work, self.links
-        seconds = 0.0
-        stride, size = mesh.tp, mesh.cp * mesh.dp
+        work, links = self.work, self.links
+        once = each = 0.0
         dense, experts = stages.largest_parameters(mesh)
-        gradients = 1 if candidate.zero < 2 else m  # ZeRO-2 exchanges after every backward
-        wanted = work.gradient_bytes if candidate.zero < 3 else 4
-        groups = ((dense, size, stride), (experts, mesh.edp, mesh.ep * mesh.etp))
-        for count, ranks, apart in groups:
+        wanted = work.gradient_bytes if zero < 3 else 4
+        for count, ranks, apart in ((dense, mesh.cp * mesh.dp, mesh.tp), (experts, mesh.edp, mesh.ep * mesh.etp)):
             if count == 0 or ranks == 1:
                 continue
-            half = links.gather(ranks, apart, wanted * count)
-            if candidate.zero == 0:
-                seconds += 2 * half
-            elif candidate.zero == 3:
-                seconds += m * (half + 2 * links.gather(ranks, apart, work.element_bytes * count))
+            gradients = links.gather(ranks, apart, wanted * count)
+            parameters = links.gather(ranks, apart, work.element_bytes * count)
+            if zero < 2:
+                once += gradients + (parameters if zero else gradients)
+            elif zero == 2:  # exchanges after every backward
+                each, once = each + gradients, once + parameters
             else:
-                seconds += gradients * half + links.gather(ranks, apart, work.element_bytes * count)
-        behind = slowest.backward + slowest.weight
-        behind = m * (behind + slowest.forward) if candidate.zero == 3 else behind * max(1, gradients)
-        hideable = min(self.efficiencies.hidden * seconds, self.efficiencies.hidden * behind)
+                each += gradients + 2 * parameters
         if mesh.pp > 1 and work.model.tied:
             table = work.model.padded_vocab_size(work.vocab_size, mesh.tp) * work.model.hidden_size / mesh.tp
-            seconds += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
-        return Exchange(seconds, hideable)
-
-    def _optimizer(self, candidate: Candidate, stages: StageLayers) -> float:
-        """Reading and writing of parameters, masters, moments and gradients."""
-        mesh = candidate.mesh
-        dense, experts = stages.largest_parameters(mesh)
-        shared = (mesh.cp * mesh.dp, mesh.edp) if candidate.zero else (1, 1)
-        count = dense / shared[0] + experts / shared[1]
-        return self.work.optimizer_bytes * count / self.machine.hbm
+            once += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
+        shared = (mesh.cp * mesh.dp, mesh.edp) if zero else (1, 1)
+        on_rank = dense / shared[0] + experts / shared[1]
+        return once, each, work.optimizer_bytes * on_rank / self.machine.hbm
 
 
 def _without_stages(candidate: Candidate) -> Candidate:
