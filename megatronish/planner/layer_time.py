@@ -1,4 +1,4 @@
-"""Time of one layer on one device: products, attention, pointwise operations, transfers and the host that launches them.
+"""Time of one layer on one device: products, attention, pointwise operations, transfers and the host's launches.
 
 The shapes are those of the layer's cost row (layer_costs.py), so every kind of layer that has a row has a time: grouped
 queries, gated MLPs, windows and experts. T is the number of tokens of a micro-batch on a rank, B s / cp.
@@ -86,9 +86,7 @@ class Brief(NamedTuple):
     @classmethod
     def of(cls, passes: "Passes") -> "Brief":
         """The sums of a layer's passes."""
-        return cls(
-            passes.forward.total, passes.backward.total, passes.weight.total, passes.hideable, passes.experts
-        )
+        return cls(passes.forward.total, passes.backward.total, passes.weight.total, passes.hideable, passes.experts)
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,7 @@ class LayerClock:
         has_experts = any(linear.copies > 1 for linear in row.linears)
         sublayers = sum(linear.cut == "row" and linear.copies == 1 for linear in row.linears)
         tensor = self._tensor(candidate, tokens, sublayers, is_backward=False)
-        forward = forward.plus(
-            Parts(0.0, attended[0], pointwise, tensor, sum(part[0] for part in ring), exchanged)
-        )
+        forward = forward.plus(Parts(0.0, attended[0], pointwise, tensor, sum(part[0] for part in ring), exchanged))
         backward = backward.plus(
             Parts(
                 attention=attended[1],

@@ -13,8 +13,6 @@ class StageTimes(NamedTuple):
     weight: float
 
 
-
-
 class PipelineSeconds(NamedTuple):
     """Seconds that the slowest stage computes, that it waits in fill and drain, and that it waits for transfers."""
 

@@ -1,8 +1,8 @@
 """Search over every legal layout: memory first, then time, ranked by the worse end of the interval.
 
 The minimum over tens of thousands of predictions is where the model is most optimistic, so the search guards against
-it: overlap is charged at its worse end, a chunk must compute longer than its transfer takes, ZeRO-3 under a pipeline has
-to be asked for, and a result is one layout for each mesh and not one winner.
+it: overlap is charged at its worse end, a chunk must compute longer than its transfer takes, ZeRO-3 under a pipeline
+has to be asked for, and a result is one layout for each mesh and not one winner.
 """
 
 from collections.abc import Iterator

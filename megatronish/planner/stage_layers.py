@@ -30,7 +30,7 @@ class StageLayers:
         stages = Stages.of(parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
         chunks: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in range(stages.num_stages)}
         for place, layers in zip(stages.placement, stages.layers, strict=True):
-            chunks[place.stage].append(_counted(work, layers))
+            chunks[place.stage].append(counted(work, layers))
         counts = tuple(tuple(map(sum, zip(*chunks[stage], strict=True))) for stage in range(stages.num_stages))
         return cls(work, counts, stages.placement[0].stage, stages.placement[-1].stage)
 
@@ -38,7 +38,7 @@ class StageLayers:
     def by_hand(cls, work: Workload, sizes: tuple[int, ...]) -> "StageLayers":
         """Stages of one chunk with these numbers of layers, as published runs state them."""
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
-        counts = tuple(_counted(work, range(a, a + n)) for a, n in zip(starts, sizes, strict=True))
+        counts = tuple(counted(work, range(a, a + n)) for a, n in zip(starts, sizes, strict=True))
         return cls(work, counts, 0, len(sizes) - 1)
 
     def parameters(self, stage: int, tp: int) -> Count:
@@ -89,7 +89,7 @@ class StageLayers:
         return [row.parameters for row in self.work.kinds]
 
 
-def _counted(work: Workload, layers: range) -> tuple[int, ...]:
+def counted(work: Workload, layers: range) -> tuple[int, ...]:
     """Numbers of layers of each kind."""
     kinds = [work.layers[layer] for layer in layers]
     return tuple(kinds.count(kind) for kind in range(len(work.kinds)))

@@ -68,9 +68,7 @@ class StepClock:
     def __post_init__(self) -> None:
         self.machine = Machine.of(self.device, self.efficiencies, self.work.precision)
         self.links = Links.of(self.device, self.efficiencies)
-        self.layers = LayerClock(
-            self.work, self.machine, self.links, self.efficiencies, 1e-6 * self.device.host_us
-        )
+        self.layers = LayerClock(self.work, self.machine, self.links, self.efficiencies, 1e-6 * self.device.host_us)
 
     def step(self, candidate: Candidate, stages: StageLayers) -> StepSeconds:
         """Seconds of a step in this layout, with these layers on the stages."""
