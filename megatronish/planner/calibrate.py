@@ -46,6 +46,7 @@ def calibrated(device: Device, paths: Sequence[Path]) -> Device:
         device = replace(
             device,
             achievable_tflops=rate or device.achievable_tflops,
+            sustained=1.0 if rate else device.sustained,
             host_us=1e6 * probe["host_seconds_a_layer"] if "host_seconds_a_layer" in probe else device.host_us,
         )
         said.append(f"matrix products and host of {probe.get('device', 'a device')}")

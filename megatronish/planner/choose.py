@@ -79,6 +79,7 @@ def conventional(search: Search, found: list[Found]) -> Planned | None:
             across > node,
             -across,
             mesh.tp if has_experts else 0,
+            each.candidate.recompute == "full",
             mesh.pp,
             each.candidate.schedule != "1f1b",
             abs(each.candidate.zero - 1),

@@ -30,6 +30,8 @@ class Device:
     network_gb_s: float
     gpus_per_node: int = 8
     achievable_tflops: float | None = None
+    sustained: float = 0.88
+    """Part of the achievable rate that the power limit leaves in a training step; 1 where a probe measured it there."""
     all_reduce_gb_s: float | None = None
     network_all_reduce_gb_s: float | None = None
     """As measured over nodes, for each network card; None: the part of `network_gb_s` that the model has."""
@@ -42,9 +44,9 @@ class Device:
     source: str = ""
 
     def flops(self, precision: str) -> float:
-        """FLOP/s that the best matrix product reaches."""
+        """FLOP/s that the best matrix product reaches for a long time."""
         reached = (self.achievable_tflops or ACHIEVABLE * self.bf16_tflops) / self.bf16_tflops
-        return 1e12 * reached * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
+        return 1e12 * reached * self.sustained * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
 
     def peak(self, precision: str) -> float:
         """FLOP/s of the data sheet, for MFU."""

@@ -33,19 +33,19 @@ FITTED = {
 class Efficiencies:
     """Constants of the time model; fractions of `Device` figures unless stated otherwise."""
 
-    gemm: float = 0.92
+    gemm: float = 0.94
     """Of the achievable FLOP/s: a large matrix product in a training step."""
-    bmm: float = 0.57
+    bmm: float = 0.565
     """The same of the products of explicit attention scores."""
-    hbm: float = 0.80
+    hbm: float = 0.835
     node: float = 1.0
     """Of the measured bus bandwidth inside a node."""
     network: float = 0.74
-    step_seconds: float = 0.010
+    step_seconds: float = 0.009
     """Fixed time of a step."""
-    jitter: float = 0.023
+    jitter: float = 0.0188
     """Part of a step that ranks wait for the slowest."""
-    hop: float = 3.3
+    hop: float = 3.06
     """Times that a transfer between stages takes longer than its bytes at full speed: two sides have to meet."""
     flash: float = 0.6
     """Of the achievable FLOP/s: flash attention forward."""

@@ -86,7 +86,8 @@ def layout_does_not_fit(search: Search, planned: Planned) -> str:
     return (
         f"{candidate.mesh_text}, {candidate.choices_text} does not fit: it needs {total / GIB:.1f} GiB on stage "
         f"{fullest.stage} and lacks {(total - search.limit) / GIB:.1f} of them, as a plan may fill "
-        f"{search.limit / GIB:.1f} of {search.device.memory_gib:g} GiB; most are {owner} ({size / GIB:.1f} GiB); {remedy}"
+        f"{search.limit / GIB:.1f} of {search.device.memory_gib:g} GiB; most are {owner} ({size / GIB:.1f} GiB); "
+        f"{remedy}"
     )
 
 
