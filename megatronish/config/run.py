@@ -55,6 +55,8 @@ class LogConfig:
     """Folder of everything the run leaves. Derived: runs/<name of the config>."""
     dry_run: bool = False
     """Print the first lines of the run and end."""
+    forecast_device: str | None = None
+    """Device that forecast.json expects step times of: one of megatronish plan, or its TOML file. Derived: the GPU."""
     log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1
     """Steps between lines of the log."""
     tensorboard_dir: str | None = None

@@ -34,7 +34,7 @@ def short_list(search: Search, *, number: int) -> ShortList:
     by_mesh: dict[Mesh, list[Found]] = {}
     for each in tried.found:
         by_mesh.setdefault(each.candidate.mesh, []).append(each)
-    planned = []
+    planned: list[Planned] = []
     for found in by_mesh.values():
         # A few more than are printed, as the exact figures may order them differently.
         if len(planned) == number + 2:
@@ -79,10 +79,10 @@ def conventional(search: Search, found: list[Found]) -> Planned | None:
             across > node,
             -across,
             mesh.tp if has_experts else 0,
+            abs(each.candidate.zero - 1),
             each.candidate.recompute == "full",
             mesh.pp,
             each.candidate.schedule != "1f1b",
-            abs(each.candidate.zero - 1),
             mesh.tp > 1 and not each.candidate.sequence_parallel,
             each.seconds,
         )

@@ -72,7 +72,8 @@ def find_device(given: str) -> Device:
         return table[name]
     if given.endswith(".toml"):
         return read_device(Path(given))
-    nearest = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    begun = [each for each in table if each.startswith(name) or name.startswith(each)]
+    nearest = begun or difflib.get_close_matches(name, table, n=1, cutoff=0.5)
     meant = f"did you mean {nearest[0]}? " if nearest else ""
     raise UserError(f"--device {given} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
 

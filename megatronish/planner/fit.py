@@ -4,6 +4,7 @@ Without the penalty constants that the data do not identify run to their bounds,
 """
 
 from dataclasses import replace
+from typing import Any
 
 from megatronish.planner.efficiencies import FITTED, Efficiencies
 from megatronish.planner.published import published_steps
@@ -29,14 +30,16 @@ def penalty(efficiencies: Efficiencies) -> float:
 
 def fitted(start: Efficiencies | None = None) -> Efficiencies:
     """The constants that fit best, from the priors on unless a start is given."""
-    best = start or replace(Efficiencies(), **{name: bounds.prior for name, bounds in FITTED.items()})
+    priors: dict[str, Any] = {name: bounds.prior for name, bounds in FITTED.items()}
+    best = start or replace(Efficiencies(), **priors)
     least, width = loss(best), 0.1
     while width > SMALLEST:
         before = least
         for name, bounds in FITTED.items():
             for sign in (1, -1):
                 value = getattr(best, name) + sign * width * (bounds.high - bounds.low)
-                tried = replace(best, **{name: min(bounds.high, max(bounds.low, value))})
+                changed: dict[str, Any] = {name: min(bounds.high, max(bounds.low, value))}
+                tried = replace(best, **changed)
                 if (found := loss(tried)) < least:
                     best, least = tried, found
         if least == before:

@@ -100,7 +100,7 @@ def _neighbours(candidate: Candidate, has_experts: bool) -> Iterator[tuple[Candi
         yield candidate._replace(sequence_parallel=True), "sp (sequence parallelism)"
     for recompute in ("selective", "full"):
         if recompute != candidate.recompute:
-            yield candidate._replace(recompute=recompute), f"recompute={recompute}"  # type: ignore[arg-type]
+            yield candidate._replace(recompute=recompute), f"recompute={recompute}"
     if candidate.micro_batch > 1:
         yield candidate._replace(micro_batch=candidate.micro_batch // 2), f"micro={candidate.micro_batch // 2}"
     for name in ("tp", "pp", "cp", *(("ep",) if has_experts else ())):

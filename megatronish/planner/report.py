@@ -109,7 +109,8 @@ def short_report(search: Search, chosen: ShortList) -> str:
             f"layouts: {chosen.legal:,} are legal, {chosen.fitting:,} fit into {search.limit / GIB:.1f} GiB "
             f"({FILLED:.0%} of a device); the best of each mesh, ranked by the worse end of the interval",
             "",
-            f"time{length}: all that may overlap hidden to nothing hidden (* is a conventional layout)",
+            f"time{length}: from all that may overlap hidden to nothing hidden (* is a conventional layout); "
+            "the model's own error is 3 % on published steps of A100",
             table(times),
             "",
             "memory of the fullest stage in GiB; the allocator, the context and libraries take 2 to 4 GiB more",
