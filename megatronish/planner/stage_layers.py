@@ -22,24 +22,26 @@ class StageLayers:
     counts: tuple[tuple[int, ...], ...]
     first: int
     last: int
+    chunks: list[list[tuple[int, ...]]]
+    """The counts of each chunk of each stage."""
     _largest: dict[Mesh, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Workload, parallel: ParallelConfig) -> "StageLayers":
         """The stages that a config describes."""
         stages = Stages.of(parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
-        chunks: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in range(stages.num_stages)}
+        chunks: list[list[tuple[int, ...]]] = [[] for _ in range(stages.num_stages)]
         for place, layers in zip(stages.placement, stages.layers, strict=True):
             chunks[place.stage].append(counted(work, layers))
-        counts = tuple(tuple(map(sum, zip(*chunks[stage], strict=True))) for stage in range(stages.num_stages))
-        return cls(work, counts, stages.placement[0].stage, stages.placement[-1].stage)
+        counts = tuple(tuple(map(sum, zip(*each, strict=True))) for each in chunks)
+        return cls(work, counts, stages.placement[0].stage, stages.placement[-1].stage, chunks)
 
     @classmethod
     def by_hand(cls, work: Workload, sizes: tuple[int, ...]) -> "StageLayers":
         """Stages of one chunk with these numbers of layers, as published runs state them."""
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
         counts = tuple(counted(work, range(a, a + n)) for a, n in zip(starts, sizes, strict=True))
-        return cls(work, counts, 0, len(sizes) - 1)
+        return cls(work, counts, 0, len(sizes) - 1, [[each] for each in counts])
 
     def parameters(self, stage: int, tp: int) -> Count:
         """Parameters of a stage by how they are cut, with a vocabulary padded for tp."""
@@ -72,8 +74,15 @@ class StageLayers:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Stages of which one is the fullest: both ends, and the second one, as the first may have fewer layers."""
-        return sorted({0, self.first, self.last, min(1, len(self.counts) - 1)})
+        """Stages of which one is the fullest: both ends, and of stages with the same chunks the first and the last."""
+        found = {self.first, self.last}
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for stage, chunks in enumerate(self.chunks):
+            alike.setdefault(tuple(chunks), []).append(stage)
+        found |= {stages[0] for stages in alike.values()}
+        if self.first == self.last:  # a V: later stages hold as much as earlier ones
+            found |= {stages[-1] for stages in alike.values()}
+        return sorted(found)
 
     @cached_property
     def shapes(self) -> list[tuple[tuple[int, ...], bool, bool, int]]:

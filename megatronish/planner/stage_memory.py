@@ -8,11 +8,10 @@ exact figures (exact.py).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import ceil
 
 from megatronish.config.config import Config
 from megatronish.config.names import OPTIMIZER_NAMES
-from megatronish.costs.activations import Activations
+from megatronish.costs.activations import Activations, Instant
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.costs.model_state import ZeroSettings, model_state, temporary_bytes
@@ -53,34 +52,33 @@ class MemoryScale:
         return state._replace(activations=activations, logits=logits)
 
     def _waiting(self, candidate: Candidate, stages: StageLayers, stage: int) -> tuple[int, int]:
-        """(activations, logits) of all micro-batches in flight."""
+        """(activations, logits) of all micro-batches in flight, at the instant that holds most."""
         work, tp = self.work, candidate.mesh.tp
-        live, deferred = in_flight(
-            candidate.schedule,
-            candidate.mesh.pp,
-            candidate.chunks,
-            candidate.num_microbatches(work.global_batch),
-            stage,
-        )
         activations, of_kinds = self._of_kinds(candidate)
-        tokens = work.seq_length * candidate.micro_batch // candidate.mesh.cp
-        nbytes, again = 0.0, 0
-        for count, (kept, later, recomputed) in zip(stages.counts[stage], of_kinds, strict=True):
-            if count:
-                nbytes += count * (live * kept + deferred * later)
-                again = max(again, recomputed)
-        nbytes += again
-        if activations.bias_bytes:
-            nbytes += activations.bias_bytes * (1 if activations.shares_bias else live * candidate.chunks)
+        chunks, again = [], 0
+        for counts in stages.chunks[stage]:
+            kept = later = 0
+            for count, (live, deferred, recomputed) in zip(counts, of_kinds, strict=True):
+                if count:
+                    kept, later, again = kept + count * live, later + count * deferred, max(again, recomputed)
+            chunks.append((kept if activations.shares_bias else kept + activations.bias_bytes, later))
+        again += activations.bias_bytes if activations.shares_bias else 0
         cut = tp if candidate.sequence_parallel else 1
-        if stage == stages.first:
-            nbytes += live * activations.embedding_bytes // cut
-        logits = 0.0
+        begins = activations.embedding_bytes // cut if stage == stages.first else 0
+        ends = logits = 0
         if stage == stages.last:
-            losses = (1 + deferred) * activations.element_bytes
-            nbytes += losses * 2 * work.model.hidden_size // cut
-            logits = losses * work.model.padded_vocab_size(work.vocab_size, tp) // tp
-        return int(tokens * nbytes), int(tokens * logits)
+            ends = 2 * work.model.hidden_size * activations.element_bytes // cut
+            logits = work.model.padded_vocab_size(work.vocab_size, tp) * activations.element_bytes // tp
+        m = candidate.num_microbatches(work.global_batch)
+        most = (0, 0)
+        for live_of, deferred_of in in_flight(candidate.schedule, candidate.mesh.pp, candidate.chunks, m, stage):
+            losses = live_of[-1] + deferred_of[-1]
+            nbytes = losses * ends + (live_of[0] + deferred_of[0]) * begins
+            for (kept, later), live, deferred in zip(chunks, live_of, deferred_of, strict=True):
+                nbytes += live * kept + deferred * later
+            most = max(most, (nbytes, losses * logits), key=sum)
+        tokens = work.seq_length * candidate.micro_batch // candidate.mesh.cp
+        return int(tokens * (most[0] + again)), int(tokens * most[1])
 
     def _of_kinds(self, candidate: Candidate) -> tuple[Activations, list[tuple[int, int, int]]]:
         """For each kind of layer, bytes a token: live, deferred, and computed again."""
@@ -149,31 +147,34 @@ def _on_rank(count: Count, tp: int, experts: int | None) -> int:
 
 
 @lru_cache(maxsize=100_000)
-def in_flight(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[float, float]:
-    """Micro-batches of a whole stage whose activations wait at most, and those that wait for weight gradients alone."""
-    p, v, m = stages, chunks, microbatches
-    if p == 1 and schedule in ("1f1b", "zb-h1"):
-        return (1.0, 0.0) if schedule == "1f1b" else (1.0, 1.0)
+def in_flight(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Instant, ...]:
+    """The instants of a step of which one holds most."""
     if schedule == "1f1b":
-        return float(min(p - stage, m)), 0.0
+        return (Instant((min(stages - stage, microbatches),), (0,)),)
     if schedule == "gpipe":
-        return float(m), 0.0
-    if schedule == "interleaved":
-        return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v, 0.0
-    return _counted(schedule, p, min(m, 3 * p), stage)
+        return (Instant((microbatches,), (0,)),)
+    return _counted(schedule, stages, chunks, min(microbatches, 3 * stages), stage)
 
 
 @lru_cache(maxsize=10_000)
-def _counted(schedule: str, stages: int, microbatches: int, stage: int) -> tuple[float, float]:
-    """The same, counted from the plan, for schedules with weight gradients: where the weighted sum is largest."""
+def _counted(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Instant, ...]:
+    """The same, counted from the plan; without instants that hold no more than another one in any respect."""
+    live, deferred = [0] * chunks, [0] * chunks
+    found = set()
     plan = SCHEDULES[schedule]
-    chunks = plan.num_chunks or 1
-    row = plan.row(stage=stage, num_stages=stages, num_microbatches=microbatches)
-    live = deferred = 0
-    most = (0, 0)
-    for action in row:
-        live += (action.kind == "F") - (action.kind == "B")
-        deferred += (action.kind == "B") - (action.kind == "W")
-        if 2 * live + deferred > 2 * most[0] + most[1]:
-            most = live, deferred
-    return most[0] / chunks, ceil(most[1]) / chunks
+    for action in plan.row(stage=stage, num_stages=stages, num_microbatches=microbatches, num_chunks=chunks):
+        live[action.chunk] += (action.kind == "F") - (action.kind == "B")
+        if plan.has_weight_gradients:
+            deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
+        if action.kind != "W":
+            found.add(Instant(tuple(live), tuple(deferred)))
+    if chunks > 2:  # of many chunks: those with most of them all, or one less, that differ at the ends of the model
+        most = max(sum(each.live) for each in found)
+        near = [each for each in found if sum(each.live) >= most - 1]
+        return tuple({(sum(each.live), each.live[0], each.live[-1]): each for each in near}.values())
+    flat = {(*each.live, *each.deferred): each for each in found}
+    return tuple(
+        each
+        for one, each in flat.items()
+        if not any(other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in flat)
+    )
