@@ -27,7 +27,7 @@ from megatronish.errors import UserError
 from megatronish.formats.start import read_start
 from megatronish.layer_specs import layer_specs
 from megatronish.planner import calibrate
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.choose import ShortList, short_list
 from megatronish.planner.devices import Device, find_device, network_gb_s
 from megatronish.planner.estimators import Cluster, deepspeed_report
@@ -109,7 +109,10 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
 
         layout = config.layout
         return probe(
-            work, device, Candidate(Mesh(tp=layout.tp, cp=layout.cp), config.training.micro_batch_size), arguments.probe
+            work,
+            device,
+            Candidate(MeshSizes(tp=layout.tp, cp=layout.cp), config.training.micro_batch_size),
+            arguments.probe,
         )
     if arguments.gpus is None:
         if arguments.calibrate:

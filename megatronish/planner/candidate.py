@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 Recompute = Literal["none", "selective", "full"]
 
 
-class Mesh(NamedTuple):
+class MeshSizes(NamedTuple):
     """Sizes of the axes; layouts of one mesh differ in smaller choices."""
 
     tp: int = 1
@@ -29,7 +29,7 @@ class Mesh(NamedTuple):
 class Candidate(NamedTuple):
     """One layout of a run."""
 
-    mesh: Mesh
+    mesh: MeshSizes
     micro_batch: int = 1
     schedule: str = "1f1b"
     chunks: int = 1

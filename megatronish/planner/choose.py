@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatronish.errors import UserError
-from megatronish.planner.candidate import Mesh
+from megatronish.planner.candidate import MeshSizes
 from megatronish.planner.exact import Planned, plan_of, refusal
 from megatronish.planner.remedy import does_not_fit
 from megatronish.planner.search import Found, Search
@@ -31,7 +31,7 @@ def short_list(search: Search, *, number: int) -> ShortList:
     tried = search.run()
     if not tried.found:
         raise UserError(does_not_fit(search, tried))
-    by_mesh: dict[Mesh, list[Found]] = {}
+    by_mesh: dict[MeshSizes, list[Found]] = {}
     for each in tried.found:
         by_mesh.setdefault(each.candidate.mesh, []).append(each)
     planned: list[Planned] = []

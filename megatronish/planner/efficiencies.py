@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Range(NamedTuple):
+class Bounds(NamedTuple):
     """Physical bounds of a constant, and where it is expected without data."""
 
     low: float
@@ -17,14 +17,14 @@ class Range(NamedTuple):
 
 
 FITTED = {
-    "gemm": Range(0.80, 0.92, 1.0),
-    "bmm": Range(0.3, 0.55, 0.8),
-    "hbm": Range(0.6, 0.8, 0.95),
-    "node": Range(0.7, 1.0, 1.1),
-    "network": Range(0.5, 0.75, 0.95),
-    "step_seconds": Range(0.002, 0.01, 0.03),
-    "jitter": Range(0.0, 0.02, 0.05),
-    "hop": Range(1.0, 3.0, 6.0),
+    "gemm": Bounds(0.80, 0.92, 1.0),
+    "bmm": Bounds(0.3, 0.55, 0.8),
+    "hbm": Bounds(0.6, 0.8, 0.95),
+    "node": Bounds(0.7, 1.0, 1.1),
+    "network": Bounds(0.5, 0.75, 0.95),
+    "step_seconds": Bounds(0.002, 0.01, 0.03),
+    "jitter": Bounds(0.0, 0.02, 0.05),
+    "hop": Bounds(1.0, 3.0, 6.0),
 }
 """Bounds and priors of the fitted constants."""
 

@@ -28,7 +28,7 @@ class Cluster(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """All devices together."""
+        """Devices of all nodes together."""
         return self.gpus_per_node * self.nodes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatronish.config.config import Config
 from megatronish.errors import UserError
 from megatronish.layer_costs import DeviceType
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.devices import Device, device_table, find_device
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.exact import exact_step, fullest_stage
@@ -46,7 +46,7 @@ def candidate_of(config: Config) -> Candidate:
     layout, parallel = config.layout, config.parallel
     ep, etp = parallel.expert_layout
     return Candidate(
-        Mesh(layout.tp, layout.pp, layout.dp, layout.cp, ep, etp),
+        MeshSizes(layout.tp, layout.pp, layout.dp, layout.cp, ep, etp),
         config.training.micro_batch_size,
         parallel.schedule,
         parallel.num_chunks(config.model.num_layers),

@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatronish.layer_costs import AttentionCore, LayerCost, LinearShape
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.links import Links
 from megatronish.planner.products import Machine, gradient_seconds, product_seconds
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All seconds together."""
+        """Seconds of all of them together."""
         return sum(self)
 
 
@@ -170,7 +170,7 @@ class LayerClock:
         reduced = (1 if candidate.sequence_parallel else 2) * self.links.gather(mesh.tp, 1, nbytes)
         return Passes(Parts(pointwise=moved, tensor=reduced), Parts(), Parts(pointwise=2 * moved))
 
-    def _linear(self, linear: LinearShape, mesh: Mesh, tokens: int) -> tuple[float, float, float]:
+    def _linear(self, linear: LinearShape, mesh: MeshSizes, tokens: int) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of one linear layer."""
         inner, columns, rows, groups = linear.in_features, linear.out_features, tokens, 1
         cut = mesh.tp
@@ -192,7 +192,7 @@ class LayerClock:
             gradient_seconds(machine, rows, inner, columns, groups),
         )
 
-    def _core(self, core: AttentionCore, mesh: Mesh, samples: int) -> tuple[float, float]:
+    def _core(self, core: AttentionCore, mesh: MeshSizes, samples: int) -> tuple[float, float]:
         """Forward and backward of attention's core on one rank."""
         work, eff, s = self.work, self.efficiencies, self.work.seq_length
         rate = self.machine.flops / eff.gemm
@@ -242,7 +242,7 @@ class LayerClock:
         return sublayers * gathers * self.links.gather(tp, 1, nbytes)
 
     def _context(
-        self, row: LayerCost, core: AttentionCore, mesh: Mesh, tokens: int, seconds: tuple[float, float]
+        self, row: LayerCost, core: AttentionCore, mesh: MeshSizes, tokens: int, seconds: tuple[float, float]
     ) -> tuple[float, float, float]:
         """What cp adds forward and backward, and what of it attention can hide.
 
@@ -261,7 +261,7 @@ class LayerClock:
         hides = (cp - 1) / cp * self.efficiencies.hidden
         return forward, backward, min(forward, hides * seconds[0]) + min(backward, hides * seconds[1])
 
-    def _expert_transfers(self, row: LayerCost, mesh: Mesh, tokens: int) -> float:
+    def _expert_transfers(self, row: LayerCost, mesh: MeshSizes, tokens: int) -> float:
         """All-to-all of tokens to experts and back, and gathers over etp."""
         used = next((linear.used for linear in row.linears if linear.copies > 1), 0)
         if used == 0:

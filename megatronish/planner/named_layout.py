@@ -3,7 +3,7 @@
 import difflib
 
 from megatronish.errors import UserError
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.schedule.schedules import SCHEDULES
 
 NUMBERS = ("tp", "pp", "cp", "ep", "etp", "micro", "chunks", "zero")
@@ -41,7 +41,7 @@ def read_layout(text: str, *, gpus: int) -> Candidate:
     if schedule == "interleaved" and chunks < 2:
         raise UserError(f"--explain {text}: interleaved needs chunks=2 or more; add it")
     recompute = given.get("recompute", "none")
-    mesh = Mesh(
+    mesh = MeshSizes(
         sizes["tp"],
         sizes["pp"],
         gpus // ranks,

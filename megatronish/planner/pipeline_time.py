@@ -22,7 +22,7 @@ class PipelineSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All three together."""
+        """Seconds of all three together."""
         return self.compute + self.bubble + self.transfers
 
 

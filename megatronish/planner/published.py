@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.model import ModelConfig
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.devices import find_device
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.stage_layers import StageLayers
@@ -68,7 +68,7 @@ def _step(source: str, table: dict[str, Any], row: dict[str, Any]) -> PublishedS
         gradient_bytes=2,
     )
     candidate = Candidate(
-        Mesh(tp=row["tp"], pp=row["pp"], dp=row["dp"]),
+        MeshSizes(tp=row["tp"], pp=row["pp"], dp=row["dp"]),
         micro_batch=row["micro"],
         schedule=row.get("schedule", "interleaved" if row["v"] > 1 else "1f1b"),
         chunks=row["v"],

@@ -8,14 +8,14 @@ from megatronish.planner.candidate import Candidate
 from megatronish.planner.devices import device_table
 from megatronish.planner.exact import Planned, fullest_stage
 from megatronish.planner.layout_config import config_of
-from megatronish.planner.search import Search, Tried
+from megatronish.planner.search import Search, SearchResult
 
 GIB = 2**30
 MOST_TIMES = 64  # more devices than these times as many are not proposed
 NEIGHBOURS = 32
 
 
-def does_not_fit(search: Search, tried: Tried) -> str:
+def does_not_fit(search: Search, tried: SearchResult) -> str:
     """Why a search has no result, with a remedy."""
     if tried.smallest is None:
         return _nothing_legal(search)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatronish.config.check import problems
 from megatronish.config.config import Config
-from megatronish.planner.candidate import Candidate, Mesh, Recompute
+from megatronish.planner.candidate import Candidate, MeshSizes, Recompute
 from megatronish.planner.devices import Device
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.layout_config import config_of
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     candidate: Candidate
 
 
-class Tried(NamedTuple):
+class SearchResult(NamedTuple):
     """Result of a search: legal layouts that were tried, those that fit, best first, and the smallest one."""
 
     legal: int
@@ -68,7 +68,7 @@ class Search:
         """Bytes that a layout may fill."""
         return int(FILLED * 2**30 * self.device.memory_gib)
 
-    def run(self) -> Tried:
+    def run(self) -> SearchResult:
         """Try every legal layout."""
         legal, found = 0, []
         smallest: tuple[int, Candidate] | None = None
@@ -89,18 +89,18 @@ class Search:
                     if nbytes <= self.limit
                 ]
         found.sort()
-        return Tried(legal, found, smallest)
+        return SearchResult(legal, found, smallest)
 
     def stages(self, candidate: Candidate) -> StageLayers:
         """Layers of the stages in this layout."""
         key = (candidate.mesh.pp, candidate.schedule, candidate.chunks)
         if key not in self._stages:
-            mesh = Mesh(pp=candidate.mesh.pp)
+            mesh = MeshSizes(pp=candidate.mesh.pp)
             alone = Candidate(mesh, schedule=candidate.schedule, chunks=candidate.chunks)
             self._stages[key] = StageLayers.of(self.work, config_of(self.config, alone).parallel)
         return self._stages[key]
 
-    def meshes(self) -> Iterator[Mesh]:
+    def meshes(self) -> Iterator[MeshSizes]:
         """All meshes that the rules allow."""
         most_tp = MOST_NODES_OF_TP * self.device.gpus_per_node
         for tp in divisors(self.gpus):
@@ -109,14 +109,14 @@ class Search:
                 if cp > most_cp:
                     break
                 for pp in divisors(self.gpus // (tp * cp)):
-                    dense = Mesh(tp, pp, self.gpus // (tp * cp * pp), cp, 1, tp)
+                    dense = MeshSizes(tp, pp, self.gpus // (tp * cp * pp), cp, 1, tp)
                     if pp > self.work.model.num_layers or self.work.global_batch % dense.dp:
                         continue
                     for mesh in self._grids(dense):
                         if self.is_legal(Candidate(mesh, zero=self._least_zero)):
                             yield mesh
 
-    def _grids(self, dense: Mesh) -> Iterator[Mesh]:
+    def _grids(self, dense: MeshSizes) -> Iterator[MeshSizes]:
         """The mesh with every grid of experts."""
         number = self.work.model.num_experts
         if number is None:
@@ -132,7 +132,7 @@ class Search:
         """Whether the project's own rules accept the layout."""
         return not problems(config_of(self.config, candidate))
 
-    def families(self, mesh: Mesh) -> Iterator[tuple[Candidate, range]]:
+    def families(self, mesh: MeshSizes) -> Iterator[tuple[Candidate, range]]:
         """All layouts of a mesh: each that differs in more than ZeRO, with the stages of ZeRO that it may have."""
         shared = [False]
         if mesh.tp > 1 and self.is_legal(Candidate(mesh, zero=self._least_zero, sequence_parallel=True)):
@@ -176,8 +176,8 @@ class Search:
         times, _ = self.clock.stage_times(candidate, stages)
         return times.forward / chunks > self.clock.hop(candidate)
 
-    def _zeros(self, mesh: Mesh, schedule: str) -> range:
-        """Stages of ZeRO."""
+    def _zeros(self, mesh: MeshSizes, schedule: str) -> range:
+        """Stages of ZeRO that the schedule allows."""
         if mesh.dp * mesh.cp == 1:
             return range(self._least_zero, self._least_zero + 1)
         if SCHEDULES[schedule].has_weight_gradients and mesh.pp > 1:

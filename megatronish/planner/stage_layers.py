@@ -7,7 +7,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.costs.parameters import parameters_of_stage
 from megatronish.layer_costs import Count, sum_counts
 from megatronish.pipeline.stages import Stages
-from megatronish.planner.candidate import Mesh
+from megatronish.planner.candidate import MeshSizes
 from megatronish.planner.workload import Workload
 
 
@@ -24,7 +24,7 @@ class StageLayers:
     last: int
     chunks: list[list[tuple[int, ...]]]
     """The counts of each chunk of each stage."""
-    _largest: dict[Mesh, tuple[float, float]] = field(default_factory=dict)
+    _largest: dict[MeshSizes, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Workload, parallel: ParallelConfig) -> "StageLayers":
@@ -58,7 +58,7 @@ class StageLayers:
             count * size for count, size in zip(self._of_kinds, self.counts[stage], strict=True)
         )
 
-    def largest_parameters(self, mesh: Mesh) -> tuple[float, float]:
+    def largest_parameters(self, mesh: MeshSizes) -> tuple[float, float]:
         """(dense parameters, experts) on a rank of the stage that has most of them."""
         key = mesh._replace(dp=1, cp=1, pp=1)
         if key not in self._largest:

@@ -16,7 +16,7 @@ from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.costs.model_state import ZeroSettings, model_state, temporary_bytes
 from megatronish.layer_costs import Count, sum_counts
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.layout_config import config_of
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.workload import Workload
@@ -105,7 +105,7 @@ class MemoryScale:
             self._states[key] = self._new_state(candidate.mesh, stages, stage, zero)
         return self._states[key]
 
-    def _new_state(self, mesh: Mesh, stages: StageLayers, stage: int, zero_stage: int) -> Memory:
+    def _new_state(self, mesh: MeshSizes, stages: StageLayers, stage: int, zero_stage: int) -> Memory:
         parallel, counts = self.config.parallel, stages.counts[stage]
         held = stages.parameters(stage, mesh.tp)
         kinds = [(row, count) for row, count in zip(self.work.kinds, counts, strict=True) if count]

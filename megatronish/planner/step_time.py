@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.devices import Device
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.layer_time import NOTHING, Brief, LayerClock, Passes
@@ -63,7 +63,7 @@ class StepClock:
     _passes: dict[Candidate, tuple[tuple[Passes, ...], Passes, Passes]] = field(default_factory=dict)
     _briefs: dict[Candidate, tuple[tuple[Brief, ...], Brief, Brief]] = field(default_factory=dict)
     _stages: dict[tuple[Candidate, StageLayers], tuple[StageTimes, Brief]] = field(default_factory=dict)
-    _around: dict[tuple[Mesh, StageLayers, int], tuple[float, float, float]] = field(default_factory=dict)
+    _around: dict[tuple[MeshSizes, StageLayers, int], tuple[float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.machine = Machine.of(self.device, self.efficiencies, self.work.precision)
@@ -185,14 +185,14 @@ class StepClock:
             hop=self.hop(candidate),
         )
 
-    def _around_passes(self, mesh: Mesh, stages: StageLayers, zero: int) -> tuple[float, float, float]:
+    def _around_passes(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> tuple[float, float, float]:
         """Seconds of the data-parallel exchange, once a step and for each micro-batch, and of the optimizer."""
         key = (mesh, stages, zero)
         if key not in self._around:
             self._around[key] = self._new_around(mesh, stages, zero)
         return self._around[key]
 
-    def _new_around(self, mesh: Mesh, stages: StageLayers, zero: int) -> tuple[float, float, float]:
+    def _new_around(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> tuple[float, float, float]:
         """Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding."""
         work, links = self.work, self.links
         once = each = 0.0
@@ -221,7 +221,7 @@ def _without_stages(candidate: Candidate) -> Candidate:
     """What of a layout decides the times of a layer."""
     mesh = candidate.mesh
     return Candidate(
-        Mesh(mesh.tp, 1, 1, mesh.cp, mesh.ep, mesh.etp),
+        MeshSizes(mesh.tp, 1, 1, mesh.cp, mesh.ep, mesh.etp),
         candidate.micro_batch,
         "",
         1,

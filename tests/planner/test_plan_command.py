@@ -94,7 +94,16 @@ def test_impossible_requests_are_one_sentence_each(
 
 
 def test_what_does_not_fit_names_what_is_missing_and_the_cheapest_change(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(ROOT / "configs/llama-70b.toml"), "--gpus", "16", "--device", "a100-sxm-40"]
+    words = [
+        "--config",
+        str(ROOT / "configs/llama-70b.toml"),
+        "--vocab-size",
+        "128256",
+        "--gpus",
+        "16",
+        "--device",
+        "a100-sxm-40",
+    ]
     status, _, err = plan(*words, capsys=capsys)
     assert status == 2
     assert "lacks" in err and "most are" in err

@@ -8,12 +8,12 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.planner.candidate import Candidate, Mesh
+from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.choose import short_list
 from megatronish.planner.devices import find_device
 from megatronish.planner.exact import fullest_stage, plan_of
 from megatronish.planner.layout_config import complaints, config_of
-from megatronish.planner.search import Search, Tried, divisors
+from megatronish.planner.search import Search, SearchResult, divisors
 from megatronish.planner.workload import Workload
 
 CASES = {
@@ -30,7 +30,7 @@ def search_of(name: str, *flags: str, gpus: int | None = None) -> Search:
 
 
 @cache
-def searched(name: str) -> tuple[Search, Tried, float]:
+def searched(name: str) -> tuple[Search, SearchResult, float]:
     search = search_of(name)
     start = time.process_time()
     tried = search.run()
@@ -106,7 +106,7 @@ def test_a_chunk_computes_longer_than_its_transfer_takes() -> None:
 
 
 def step_of(search: Search, **changes: object) -> float:
-    mesh = Mesh(tp=8, pp=4, dp=16, cp=1, ep=1, etp=8)
+    mesh = MeshSizes(tp=8, pp=4, dp=16, cp=1, ep=1, etp=8)
     plain = Candidate(mesh, 1, "1f1b", 1, 1, "none", True)
     changed = plain._replace(**changes)  # type: ignore[arg-type]
     return search.clock.step(changed, search.stages(changed)).high
