@@ -24,6 +24,7 @@ from megatronish.launch.mishaps import mishap
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.pipeline.replayed import own_stream
+from megatronish.planner.forecast import forecast
 from megatronish.tokenizer import encode_prompt
 from megatronish.train.chat_audit import report_chats
 from megatronish.train.console import Console
@@ -31,6 +32,7 @@ from megatronish.train.engine import Engine
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.evaluate import Evaluate
 from megatronish.train.hooks.experts import LogExperts
+from megatronish.train.hooks.forecast import Forecast
 from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
@@ -208,6 +210,14 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
             extras=extras,
         ),
     ]
+    if folder is not None:
+        expected = forecast(
+            config,
+            vocab_size=job.vocab_size,
+            device_name=job.device_name,
+            device_type="cuda" if mesh.device.type == "cuda" else "cpu",
+        )
+        hooks.append(Forecast(folder / "forecast.json", expected, mesh.device))
     if config.model.num_experts is not None:
         hooks.append(LogExperts(config=log, folder=folder, trackers=trackers))
     if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
