@@ -19,7 +19,7 @@ STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """Collectives that the model has links from, with how often each byte passes a link, and each rank's latency."""
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """Bus bandwidth in bytes a second and latency of one step, by a fit that was accepted."""
 
     bandwidth: float
@@ -92,7 +92,7 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
         yield row
 
 
-def _links(rows: Iterable[Mapping[str, Any]]) -> Iterator[Link]:
+def _links(rows: Iterable[Mapping[str, Any]]) -> Iterator[MeasuredLink]:
     """One link for each collective and group whose fit was accepted: rows of several sizes repeat the fit."""
     found = {}
     for row in rows:
@@ -102,4 +102,4 @@ def _links(rows: Iterable[Mapping[str, Any]]) -> Iterator[Link]:
     for (name, ranks, nodes, _), row in found.items():
         times = STEPS[name]
         bus = row["fit"]["bandwidth_bytes_per_s"] * times * (ranks - 1) / ranks
-        yield Link(bus, max(0.1e-6, row["fit"]["alpha_s"] / (times * log2(ranks))), ranks, nodes)
+        yield MeasuredLink(bus, max(0.1e-6, row["fit"]["alpha_s"] / (times * log2(ranks))), ranks, nodes)
