@@ -93,13 +93,16 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _links(rows: Iterable[Mapping[str, Any]]) -> Iterator[MeasuredLink]:
-    """One link for each collective and group whose fit was accepted: rows of several sizes repeat the fit."""
+    """One link for each collective and group whose fit was accepted; of two fits by size that of the large ones."""
     found = {}
     for row in rows:
         fit = row.get("fit")
-        if row.get("collective") in STEPS and isinstance(fit, dict) and fit.get("accepted") and row["ranks"] > 1:
-            found[row["collective"], row["ranks"], row["nodes"], str(row.get("axis"))] = row
-    for (name, ranks, nodes, _), row in found.items():
+        if not isinstance(fit, dict) or not fit.get("accepted"):
+            continue
+        fit = {name: row[name] for name in ("collective", "ranks", "nodes", "axis") if name in row} | fit
+        if fit.get("collective") in STEPS and fit["ranks"] > 1:
+            found[fit["collective"], fit["ranks"], fit["nodes"], str(fit.get("axis"))] = fit
+    for (name, ranks, nodes, _), fit in found.items():
         times = STEPS[name]
-        bus = row["fit"]["bandwidth_bytes_per_s"] * times * (ranks - 1) / ranks
-        yield MeasuredLink(bus, max(0.1e-6, row["fit"]["alpha_s"] / (times * log2(ranks))), ranks, nodes)
+        bus = fit["bandwidth_bytes_per_s"] * times * (ranks - 1) / ranks
+        yield MeasuredLink(bus, max(0.1e-6, fit["alpha_s"] / (times * log2(ranks))), ranks, nodes)
