@@ -37,6 +37,8 @@ VOCABULARIES = {
     "llama-1b-1gpu": 128256,
     "llama-8b-8gpu": 128256,
     "qwen3-30b-a3b": 151936,
+    "llama-70b": 128256,
+    "gpt3-175b": 50257,
 }
 """The configs of the README's table with the vocabularies of their tokenizers."""
 

@@ -7,6 +7,7 @@ from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.costs.adapters import refuse_wrong_targets
 from megatronish.costs.quantised import refuse_cut_blocks
 from megatronish.formats.start import read_start
+from megatronish.planner.forecast import refuse_unknown_device
 
 
 def read_config(
@@ -20,4 +21,5 @@ def read_config(
     refuse_unrunnable_plans(found.config)
     refuse_wrong_targets(found.config.model, found.config.adapter)
     refuse_cut_blocks(found.config)
+    refuse_unknown_device(found.config)
     return found

@@ -72,7 +72,7 @@ def refuse_arguments(arguments: DrawArguments) -> None:
     if arguments.stages * arguments.microbatches * (arguments.chunks or 1) > MOST_ACTIONS:
         raise UserError(
             f"stages={arguments.stages} x microbatches={arguments.microbatches} is more than {MOST_ACTIONS:,}, "
-            "forwards, and nobody could look at them; draw fewer"
+            "forwards, too many to look at; draw fewer"
         )
     for name in ("forward", "backward", "weight", "transfer"):
         if not 0 <= getattr(arguments, name) < float("inf"):

@@ -27,6 +27,7 @@ COMMANDS = {
     "pretrain": Command("train", "pretrain", "train a GPT from a config and flags, on one rank or many"),
     "finetune": Command("train", "finetune", "train a model further, whole or with adapters"),
     "verify": Command("train", "verify", "check that a layout trains the same model as one process"),
+    "plan": Command("train", "plan", "find the layouts for a model and a machine, with time and memory"),
     "draw": Command("train", "draw", "draw a pipeline schedule, planned or recorded"),
     "bench-collectives": Command("train", "bench_collectives", "measure the links of a layout, or compare its ranks"),
     "collect-corpus": Command("data", "collect_corpus", "collect a small text corpus that every machine has"),
@@ -43,7 +44,6 @@ COMMANDS = {
 """A new command is a module in this folder and a line here."""
 
 TO_COME = {
-    "plan": "megatronish pretrain --dry-run prints the expected memory of a layout",
     "bench": "the benchmarks/ folder of a checkout has side-by-side measurements",
     "report": "metrics.jsonl and loss.png in a run's folder have its numbers",
 }

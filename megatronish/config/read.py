@@ -56,12 +56,12 @@ def read_config(
     world_size: int | None = None,
     read_start: ReadStart | None = None,
     program: str = PROGRAM,
+    needs_files: bool = True,
 ) -> ReadConfig:
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
-    `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help.
-
-    Prints and exits 0 on --help. ConfigError with every problem of file, flags, rules and files together.
+    `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help. Without
+    `needs_files`, data and tokenizer may be elsewhere. Prints and exits 0 on --help. ConfigError with all problems.
     """
     line = read_command_line(argv)
     if line.wants_help:
@@ -100,12 +100,12 @@ def read_config(
         *([] if start is None else contradictions(start, _of_start(settled.settings, given), given)),
         *derived.problems,
         *broken_rules(derived.config, invalid=invalid),
-        *missing_files(derived.config.data),
+        *(missing_files(derived.config.data) if needs_files else []),
     ]
     if problems:
         raise ConfigError(problems)
-    idle = [f"{name} (by {winner})" for name, winner in settled.idle.items()]
-    idle_line = [f"idle in {path}: {', '.join(idle)}"] if idle else []
+    idle = ", ".join(f"{name} (by {winner})" for name, winner in settled.idle.items())
+    idle_line = [f"idle in {path}: {idle}"] if idle else []
     notes = [*found_plugins, *idle_line, *merged.notes, *file.notes, *line.flags.notes, *derived.notes]
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)

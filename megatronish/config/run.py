@@ -57,6 +57,8 @@ class LogConfig:
     """Print the first lines of the run and end."""
     preflight: bool = False
     """Compare the ranks of the run (versions, config, data, clocks, disks, memory, links) and end: 1 if not well."""
+    forecast_device: str | None = None
+    """Device that forecast.json expects step times of: one of megatronish plan, or its TOML file. Derived: the GPU."""
     log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1
     """Steps between lines of the log."""
     tensorboard_dir: str | None = None

@@ -7,7 +7,7 @@ import errno
 from typing import Final
 
 REMEDIES: Final = {
-    errno.ENOSPC: "free space there, and start again: a run goes on from its newest checkpoint",
+    errno.ENOSPC: "free space there, and start again: a run continues from its newest checkpoint",
     errno.EDQUOT: "free space there or ask for a larger quota, and start again",
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
     errno.ENFILE: "the machine has too many open files; end other programs",

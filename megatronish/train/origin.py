@@ -37,7 +37,7 @@ OVERFLOW = (
 )
 
 
-class Found(NamedTuple):
+class FirstOfKind(NamedTuple):
     """What a rank first met of a kind: `samples` are places in the micro-batch, of a tensor [s, B, ...]."""
 
     phrase: str
@@ -52,7 +52,7 @@ class Watch:
     told: dict[str, str] = field(default_factory=dict)
     last_finite: str = ""
     """The module whose output had a finite gradient last."""
-    _found: dict[str, Found] = field(default_factory=dict)
+    _found: dict[str, FirstOfKind] = field(default_factory=dict)
 
     def is_done(self, kind: str) -> bool:
         """Whether something of this kind was found."""
@@ -63,7 +63,7 @@ class Watch:
         batch = self.micro_batches[0].tokens.shape[0]
         has_samples = tensor.dim() >= 3 and tensor.shape[1] == batch
         bad = [i for i in range(batch) if not _is_finite(tensor[:, i])] if has_samples else []
-        self._found[kind] = Found(phrase, tuple(bad[:4]))
+        self._found[kind] = FirstOfKind(phrase, tuple(bad[:4]))
 
     def after_action(self, action: Action, _start: float, _end: float) -> None:
         """Say of what was found in which action it was."""

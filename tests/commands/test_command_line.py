@@ -65,7 +65,7 @@ def test_the_help_of_a_command_names_the_command(words: list[str], capsys: pytes
         (["train_tokenizer"], "train_tokenizer is not a command; did you mean megatronish train-tokenizer?"),
         (["xyzzy"], "xyzzy is not a command; megatronish --help lists the commands"),
         (["--config", "demo"], "--config is not a command; the command comes first: megatronish pretrain --config ..."),
-        (["plan", "--lr", "1"], "megatronish plan is not there yet; megatronish pretrain --dry-run prints"),
+        (["bench", "--lr", "1"], "megatronish bench is not there yet; the benchmarks/ folder of a checkout"),
     ],
 )
 def test_an_unknown_command_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:

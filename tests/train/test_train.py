@@ -135,6 +135,7 @@ def test_a_run_leaves_its_logs_its_curve_and_its_config(run_dir: Path, data: str
     assert (run_dir / "logs" / "rank_1.log").exists()
     assert checkpoints_of(run_dir) == ["latest", "step_00000004", "step_00000006"]
     assert {path.name for path in run_dir.iterdir()} == {
+        "forecast.json",
         *(".lock", "checkpoints", "config.toml", "evaluations.jsonl", "logs", "loss.png", "metrics.jsonl"),
         *("printed", "tensorboard"),
     }

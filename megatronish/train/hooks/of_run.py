@@ -3,13 +3,16 @@
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from megatronish.config.config import Config
 from megatronish.mesh import Mesh
+from megatronish.planner.forecast import forecast
 from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.hooks.evaluate import Evaluate
 from megatronish.train.hooks.experts import LogExperts
+from megatronish.train.hooks.forecast import Forecast
 from megatronish.train.hooks.goodput import Goodput
 from megatronish.train.hooks.health import Health
 from megatronish.train.hooks.log import Log, ProgressBar
@@ -58,6 +61,8 @@ def hooks_of_run(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: T
             extras=extras,
         )
     )
+    if folder is not None:
+        hooks.append(_forecast(job, folder))
     if config.model.num_experts is not None:
         hooks.append(LogExperts(config=log, folder=folder, trackers=trackers))
     if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
@@ -83,6 +88,18 @@ def hooks_of_run(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: T
         saves = config.checkpoint.save_interval
         hooks.append(CheckReplicas(interval=limits.check_replicas_interval, save_interval=saves, stopper=stopper))
     return [*hooks, save] if goodput is None else [*hooks, save, goodput]
+
+
+def _forecast(job: TrainingJob, folder: Path) -> Hook:
+    """What is expected of the run, to be compared at its end."""
+    device = job.mesh.device
+    expected = forecast(
+        job.config,
+        vocab_size=job.vocab_size,
+        device_name=job.device_name,
+        device_type="cuda" if device.type == "cuda" else "cpu",
+    )
+    return Forecast(folder / "forecast.json", expected, device)
 
 
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:

@@ -1,0 +1,217 @@
+"""Planner of layouts: which tp, pp, dp, cp, schedule, ZeRO and recomputation for a model and a machine.
+
+    megatronish plan --config llama-70b --gpus 512 --device h100-sxm --gpus-per-node 8 --network 50GB/s
+    megatronish plan --config llama-70b --gpus 512 --device h100-sxm --explain 1 --write plan.toml
+
+Every legal layout is costed, memory first, then time, and the best of different meshes are printed, ranked by the worse
+end of the interval. --explain takes a row, or a layout such as tp=8,pp=4,micro=1,zero=1. Flags that are not listed here
+are those of pretrain (--seq-length, --global-batch-size, --vocab-size ...). See docs/PLANNER.md.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megatronish.config.arguments import read_arguments
+from megatronish.config.config import Config
+from megatronish.config.dump import to_toml
+from megatronish.config.fields import fields_of
+from megatronish.config.read import read_config
+from megatronish.config.settings import flags_of
+from megatronish.costs.parameters import num_parameters
+from megatronish.errors import UserError
+from megatronish.formats.start import read_start
+from megatronish.layer_specs import layer_specs
+from megatronish.planner import calibrate
+from megatronish.planner.candidate import Candidate, MeshSizes
+from megatronish.planner.choose import ShortList, short_list
+from megatronish.planner.devices import Device, find_device, network_gb_s
+from megatronish.planner.estimators import Cluster, deepspeed_report
+from megatronish.planner.exact import Planned, plan_of, refusal
+from megatronish.planner.named_layout import read_layout
+from megatronish.planner.remedy import layout_does_not_fit
+from megatronish.planner.report import explanation, short_report
+from megatronish.planner.search import Search
+from megatronish.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Plan the layout of a run before a machine is paid for."""
+
+    config: str
+    """A config's TOML file, or the name of a shipped one: model, batch and length of the run."""
+    device: str = "h100-sxm"
+    """A device of the table (a100-sxm, h100-sxm, h200, b200, mi300x ...), or a TOML file of one's own."""
+    gpus: Annotated[int | None, tyro.conf.arg(aliases=["--world-size"])] = None
+    """Devices in all."""
+    gpus_per_node: int | None = None
+    """Devices of a node. By default those of the device's row, 8 for most."""
+    network: str | None = None
+    """One direction of one device to other nodes, with its unit: 50GB/s, or 400Gb/s."""
+    layouts: int = 6
+    """Rows of the short list, each of another mesh."""
+    explain: str | None = None
+    """Where each second of a layout goes: a row of the list, or tp=8,pp=4,micro=1,zero=1,schedule=1f1b,sp."""
+    write: Path | None = None
+    """Write the config of the explained layout, or of the first one, to this file."""
+    zero3_in_pipelines: bool = False
+    """Try ZeRO-3 under a pipeline, too: its transfers are hard to predict."""
+    estimator: Literal["deepspeed"] | None = None
+    """Print the memory estimates of this program's own formulas instead."""
+    probe: Path | None = None
+    """Measure this machine's matrix products and host, and append them to this file."""
+    calibrate: tuple[Path, ...] = ()
+    """Files of measurements (of --probe, of collectives) that --device is corrected by."""
+    write_device: Path | None = None
+    """Write the calibrated device to this TOML file, which --device reads."""
+
+
+OWN = {flag for field in fields_of(PlanArguments).values() for flag in (field.flag, *field.aliases)}
+
+
+def main(argv: Sequence[str], *, program: str = "megatronish plan") -> int:
+    """Run the command; the exit status, 2 with a sentence for what cannot be planned."""
+    try:
+        own, others = split(argv)
+        arguments = read_arguments(PlanArguments, own, program=program, description=__doc__)
+        print(answer(arguments, others))
+    except UserError as error:
+        print(f"{Path(program).stem}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words of this command's flags, and words of the config's."""
+    own, others = list[str](), list[str]()
+    for flag, values in flags_of(argv):
+        is_own = flag.replace("_", "-") in {*OWN, "--no-zero3-in-pipelines", "-h", "--help", ""}
+        words = [f"{flag}={values[0]}", *values[1:]] if values and flag else [flag, *values]
+        (own if is_own else others).extend(word for word in words if word)
+    return own, others
+
+
+def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
+    """What the command prints; UserError for what cannot be planned."""
+    device = _device(arguments)
+    config = read_config(["--config", arguments.config, *flags], read_start=read_start, needs_files=False).config
+    vocab_size = _vocab_size(config)
+    work = Workload.of(config, vocab_size)
+    if arguments.estimator is not None:
+        return _estimates(arguments, device, work)
+    if arguments.probe is not None:
+        from megatronish.commands.probing import probe  # torch: only where it is used
+
+        layout = config.layout
+        return probe(
+            work,
+            device,
+            Candidate(MeshSizes(tp=layout.tp, cp=layout.cp), config.training.micro_batch_size),
+            arguments.probe,
+        )
+    if arguments.gpus is None:
+        if arguments.calibrate:
+            return _calibration(arguments, device)
+        raise UserError("--gpus is not given; say how many devices there are, for example --gpus 64")
+    search = Search(
+        config, work, device, _positive("--gpus", arguments.gpus), zero3_in_pipelines=arguments.zero3_in_pipelines
+    )
+    texts = [_calibration(arguments, device)] if arguments.calibrate else []
+    if arguments.explain is not None and not arguments.explain.isdecimal():
+        planned = _named(search, arguments.explain)
+        texts.append(explanation(search, planned))
+    else:
+        chosen = short_list(search, number=_positive("--layouts", arguments.layouts))
+        planned = _row(chosen, arguments.explain)
+        texts.append(short_report(search, chosen) if arguments.explain is None else explanation(search, planned))
+    if arguments.write is not None:
+        texts.append(_written(planned.config, arguments.write))
+    return "\n\n".join(texts)
+
+
+def _positive(flag: str, number: int) -> int:
+    if number < 1:
+        raise UserError(f"{flag} {number} must be at least 1; a plan needs devices, for example {flag} 8")
+    return number
+
+
+def _device(arguments: PlanArguments) -> Device:
+    """The device, with what flags and measurements say of it."""
+    if arguments.gpus is not None:
+        _positive("--gpus", arguments.gpus)
+    device = find_device(arguments.device)
+    if arguments.gpus_per_node is not None:
+        device = replace(device, gpus_per_node=_positive("--gpus-per-node", arguments.gpus_per_node))
+    if arguments.network is not None:
+        device = replace(device, network_gb_s=network_gb_s(arguments.network))
+    return calibrate.calibrated(device, arguments.calibrate) if arguments.calibrate else device
+
+
+def _calibration(arguments: PlanArguments, device: Device) -> str:
+    """What was measured of the device, and where it was written."""
+    text = calibrate.to_toml(device)
+    if arguments.write_device is None:
+        return text
+    return _write(arguments.write_device, text, "--write-device") + f": {device.calibrated}"
+
+
+def _vocab_size(config: Config) -> int:
+    """The vocabulary, by the config or by its tokenizer."""
+    if config.data.vocab_size is not None:
+        return config.data.vocab_size
+    try:
+        from megatronish.tokenizer import build_tokenizer  # where the config does not say it
+
+        return build_tokenizer(config.data).vocab_size
+    except (UserError, OSError) as error:
+        raise UserError(
+            "the tokenizer of the config is not on this machine; add --vocab-size 50257, or what it has"
+        ) from error
+
+
+def _named(search: Search, text: str) -> Planned:
+    """A layout that the user wrote; UserError if no run could have it."""
+    candidate = read_layout(text, gpus=search.gpus)
+    if not search.is_legal(candidate):
+        from megatronish.planner.layout_config import complaints, config_of
+
+        raise UserError(f"--explain {text}: {complaints(config_of(search.config, candidate))[0]}")
+    planned = plan_of(search, candidate)
+    if refusal(search, planned) is not None:
+        raise UserError(layout_does_not_fit(search, planned))
+    return planned
+
+
+def _row(chosen: ShortList, given: str | None) -> Planned:
+    """A row of the short list, the first one unless given."""
+    number = 1 if given is None else int(given)
+    if not 1 <= number <= len(chosen.planned):
+        raise UserError(f"--explain {number} is no row of the list, which has {len(chosen.planned)}; name one of them")
+    return chosen.planned[number - 1]
+
+
+def _estimates(arguments: PlanArguments, device: Device, work: Workload) -> str:
+    """The estimates of DeepSpeed for the model on these devices."""
+    gpus = _positive("--gpus", arguments.gpus if arguments.gpus is not None else device.gpus_per_node)
+    per_node = min(gpus, device.gpus_per_node)
+    parameters = num_parameters(work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
+    largest = max(spec.cost(work.model).parameters.total for spec in layer_specs(work.model))
+    largest = max(largest, work.vocab_size * work.model.hidden_size)
+    return deepspeed_report(parameters, largest, Cluster(per_node, -(-gpus // per_node)))
+
+
+def _written(config: Config, path: Path) -> str:
+    return _write(path, to_toml(config), "--write") + f"; start it with: megatronish pretrain --config {path}"
+
+
+def _write(path: Path, text: str, flag: str) -> str:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written: {error.strerror}; name another file") from error
+    return f"written to {path}"

@@ -1,0 +1,136 @@
+"""Devices that a plan is made for: rows of devices.toml, a TOML file of one's own, and the network between nodes."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatronish.errors import UserError
+
+TABLE = Path(__file__).with_name("devices.toml")
+ACHIEVABLE, RING = 0.8, 0.77
+"""Parts of the peak and of a link that are taken where nothing was measured: those of H100 and A100."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, its node and its network. Rates are TFLOP/s and 10^9 bytes a second in one direction of one device."""
+
+    name: str
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gib: float
+    hbm_gb_s: float
+    sms: int
+    node_gb_s: float
+    network_gb_s: float
+    gpus_per_node: int = 8
+    achievable_tflops: float | None = None
+    sustained: float = 0.88
+    """Part of the achievable rate that the power limit leaves in a training step; 1 where a probe measured it there."""
+    all_reduce_gb_s: float | None = None
+    network_all_reduce_gb_s: float | None = None
+    """As measured over nodes, for each network card; None: the part of `network_gb_s` that the model has."""
+    latency_us: float = 20.0
+    """Of one step of a collective."""
+    host_us: float = 300.0
+    """Time that Python needs to launch the forward of one dense layer."""
+    calibrated: str | None = None
+    """What was measured on this device, if anything was."""
+    source: str = ""
+
+    def flops(self, precision: str) -> float:
+        """FLOP/s that the best matrix product reaches for a long time."""
+        reached = (self.achievable_tflops or ACHIEVABLE * self.bf16_tflops) / self.bf16_tflops
+        return 1e12 * reached * self.sustained * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of the data sheet, for MFU."""
+        return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
+
+    @property
+    def ring_bytes_per_second(self) -> float:
+        """Bus bandwidth of a collective inside a node."""
+        return 1e9 * (self.all_reduce_gb_s or RING * self.node_gb_s)
+
+
+@cache
+def device_table() -> dict[str, Device]:
+    """{name: device} of all rows of devices.toml."""
+    return {name: _device(name, row, "devices.toml") for name, row in tomllib.loads(TABLE.read_text()).items()}
+
+
+def find_device(given: str) -> Device:
+    """Device of a name of the table, or of a TOML file; UserError with a suggestion if there is none."""
+    table = device_table()
+    name = given.lower().replace("_", "-").replace(" ", "-")
+    if name in table:
+        return table[name]
+    if given.endswith(".toml"):
+        return read_device(Path(given))
+    begun = [each for each in table if each.startswith(name) or name.startswith(each)]
+    nearest = begun or difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    meant = f"did you mean {nearest[0]}? " if nearest else ""
+    raise UserError(f"--device {given} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
+
+
+def read_device(path: Path) -> Device:
+    """Device of a TOML file with one table; UserError if it cannot be read or lacks a number."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--device {path} cannot be read: {error.strerror}; name a device or a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--device {path} is not TOML: {error}; correct that line") from error
+    rows = {name: row for name, row in tables.items() if isinstance(row, dict)}
+    if len(rows) != 1:
+        raise UserError(f"--device {path} must have one table, such as [my-device], and has {len(rows)}; correct it")
+    ((name, row),) = rows.items()
+    return _device(name, row, str(path))
+
+
+def _device(name: str, row: Mapping[str, Any], path: str) -> Device:
+    """Device of a row. A row that names another one with `like` takes what it lacks from it."""
+    row = dict(row)
+    if "like" in row:
+        base = find_device(str(row.pop("like")))
+        row = {each.name: getattr(base, each.name) for each in fields(Device)} | row
+    row["name"] = name
+    known = {each.name: each for each in fields(Device)}
+    for key, value in row.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            raise UserError(f"{path}: {key} is not a key of a device; {remedy}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key not in ("name", "source", "calibrated") and value is not None and not (is_number and value > 0):
+            raise UserError(f"{path}: {key}={value!r} of {name} must be a number above 0; correct it")
+    required = [each.name for each in fields(Device) if each.default is each.default_factory]
+    missing = [each for each in required if each not in row]
+    if missing:
+        raise UserError(f"{path}: {name} lacks {', '.join(missing)}; add them, or like = 'h100-sxm'")
+    return Device(**row)
+
+
+UNITS = {"B": 1e-9, "kB": 1e-6, "MB": 1e-3, "GB": 1.0, "TB": 1e3, "b": 1e-9 / 8, "Mb": 1e-3 / 8, "Gb": 1 / 8}
+
+
+def network_gb_s(given: str) -> float:
+    """ "50GB/s" -> 50.0, "400Gb/s" -> 50.0: one direction of one device; UserError without a unit."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([kMGT]?[Bb])(?:/s|ps|it/s)?\s*", given)
+    if found is None or found[2] not in UNITS:
+        raise UserError(
+            f"--network {given} needs a number and a unit: GB/s are bytes and Gb/s are bits, of one direction of one "
+            "device; write --network 50GB/s, which is 400Gb/s"
+        )
+    try:
+        value = float(found[1]) * UNITS[found[2]]
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise UserError(f"--network {given} must be above 0; write --network 50GB/s")
+    return value

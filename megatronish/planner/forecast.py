@@ -1,0 +1,103 @@
+"""Forecast of a run: what its step time and memory are expected to be when it starts, from its config alone."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from megatronish.config.config import Config
+from megatronish.errors import UserError
+from megatronish.layer_costs import DeviceType
+from megatronish.planner.candidate import Candidate, MeshSizes
+from megatronish.planner.devices import Device, device_table, find_device
+from megatronish.planner.efficiencies import Efficiencies
+from megatronish.planner.exact import exact_step, fullest_stage
+from megatronish.planner.stage_layers import StageLayers
+from megatronish.planner.step_time import StepClock
+from megatronish.planner.workload import Workload
+
+BY_WORDS = (
+    ("h200", "h200"),
+    ("gb200", "gb200-nvl72"),
+    ("b200", "b200"),
+    ("h100 pcie", "h100-pcie"),
+    ("h100 nvl", ""),
+    ("h100", "h100-sxm"),
+    ("a100 pcie", ""),
+    ("a100 40gb", "a100-sxm-40"),
+    ("a100", "a100-sxm"),
+    ("mi300x", "mi300x"),
+    ("l40s", "l40s"),
+    ("rtx 4090", "rtx-4090"),
+)
+"""Words of a device's name by torch -> its row of the table; the first fitting row counts, "" is no row."""
+
+
+def device_of(name: str) -> Device | None:
+    """Row of the table for a device that torch names so; None where there is none."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    for fitting, row in BY_WORDS:
+        if words.issuperset(fitting.split()):
+            return device_table()[row] if row else None
+    return None
+
+
+def candidate_of(config: Config) -> Candidate:
+    """The layout of a config."""
+    layout, parallel = config.layout, config.parallel
+    ep, etp = parallel.expert_layout
+    return Candidate(
+        MeshSizes(layout.tp, layout.pp, layout.dp, layout.cp, ep, etp),
+        config.training.micro_batch_size,
+        parallel.schedule,
+        parallel.num_chunks(config.model.num_layers),
+        parallel.zero,
+        config.recompute.recompute_granularity or "none",
+        parallel.sequence_parallel,
+    )
+
+
+def forecast(
+    config: Config, *, vocab_size: int, device_name: str, device_type: DeviceType, gpus_per_node: int | None = None
+) -> dict[str, Any]:
+    """{"layout", "step_seconds" or "no_time", "memory"} of a run, in JSON's types.
+
+    `step_seconds` has both ends of the interval, and whether the device was calibrated; `memory` is that of the fullest
+    stage, by owner.
+    """
+    candidate = candidate_of(config)
+    fullest = fullest_stage(config, vocab_size, device_type)
+    found: dict[str, Any] = {
+        "layout": f"{candidate.mesh_text}, {candidate.choices_text}",
+        "memory": {"stage": fullest.stage, "bytes": fullest.memory.total, "by_owner": fullest.owners},
+    }
+    given = config.log.forecast_device
+    device = find_device(given) if given is not None else device_of(device_name)
+    if device is None:
+        return found | {
+            "no_time": f"{device_name} is not calibrated; megatronish plan --probe and --calibrate measure it, and "
+            "--forecast-device names the result"
+        }
+    if config.adapter.is_used:
+        return found | {"no_time": "the time of adapters is not modelled"}
+    if gpus_per_node is not None:
+        device = replace(device, gpus_per_node=gpus_per_node)
+    work = Workload.of(config, vocab_size)
+    clock = StepClock(work, device, Efficiencies())
+    step = exact_step(clock, candidate, StageLayers.of(work, config.parallel), config)
+    return found | {
+        "step_seconds": {
+            "low": step.low,
+            "high": step.high,
+            "device": device.name,
+            "calibrated": device.calibrated or "no: figures of data sheets",
+        }
+    }
+
+
+def refuse_unknown_device(config: Config) -> None:
+    """UserError if --forecast-device names no device."""
+    if config.log.forecast_device is not None:
+        try:
+            find_device(config.log.forecast_device)
+        except UserError as error:
+            raise UserError(str(error).replace("--device", "--forecast-device")) from error

@@ -1,0 +1,46 @@
+"""Tests of forecast.json: what a run expects of itself, and what it measured at its end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import tiny, train_on_ranks
+
+from megatronish.commands.configuration import read_config
+from megatronish.costs.memory import expected_memory
+from megatronish.errors import UserError
+from megatronish.pipeline.stages import Stages
+from megatronish.planner.forecast import forecast
+
+VOCABULARY = 101
+
+
+def test_a_forecast_has_the_interval_of_a_known_device_and_none_of_an_unknown_one() -> None:
+    config = read_config(tiny(Path("never-written"), "--pp 2 --tp 2 --sequence-parallel")).config
+    sizes = {"vocab_size": VOCABULARY, "device_type": "cuda"}
+    known = forecast(config, device_name="NVIDIA H100 80GB HBM3", **sizes)
+    assert 0 < known["step_seconds"]["low"] <= known["step_seconds"]["high"]
+    assert known["step_seconds"]["calibrated"].startswith("no")
+    unknown = forecast(config, device_name="cpu", **sizes)
+    assert "step_seconds" not in unknown
+    assert unknown["no_time"].startswith("cpu is not calibrated")
+    stages = Stages.of(config.parallel, config.model, vocab_size=VOCABULARY, seq_length=16)
+    expected = expected_memory(config, stages.loads(4), vocab_size=VOCABULARY)
+    assert unknown["memory"]["bytes"] == max(each.total for each in expected)
+
+
+def test_a_device_that_does_not_exist_is_refused_before_a_run_starts() -> None:
+    with pytest.raises(UserError, match="--forecast-device h1000 is not known"):
+        read_config(tiny(Path("never-written"), "--forecast-device h1000"))
+
+
+def test_a_run_ends_with_what_was_expected_and_measured(tmp_path: Path) -> None:
+    said = train_on_ranks(tiny(tmp_path / "run", "--pp 2 --forecast-device cpu"), world_size=2)
+    written = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    expected, measured = written["expected"], written["measured"]
+    assert expected["layout"].startswith("tp 1 pp 2 dp 1")
+    assert expected["step_seconds"]["device"] == "cpu"
+    assert measured["steps"] == 6
+    assert 0 < measured["step_seconds"] < 60
+    assert measured["peak_memory_bytes"] > expected["memory"]["bytes"]
+    assert " forecast: a step took " in said

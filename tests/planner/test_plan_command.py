@@ -1,0 +1,186 @@
+"""Tests of `megatronish plan`: what it prints and writes, and a sentence for each impossible request."""
+
+import json
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from megatronish.commands.plan import main, split
+from megatronish.config.plans import refuse_unrunnable_plans
+from megatronish.config.read import read_config
+from megatronish.planner.devices import find_device
+
+SMALL = [
+    *("--config", str(ROOT / "configs/llama-8b-8gpu.toml"), "--vocab-size", "128256"),
+    *("--gpus", "16", "--device", "h100-sxm"),
+]
+
+
+def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = main(list(words), program="megatronish plan")
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_list_the_explanation_and_the_config_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = plan(*SMALL, "--network", "400Gb/s", "--layouts", "3", capsys=capsys)
+    assert status == 0
+    assert "16 h100-sxm, 8 a node, 450 GB/s inside, 50 GB/s a device to other nodes; not calibrated" in out
+    for word in ("s/step", "MFU %", "GPU-hours", "weights", "in flight", "temporaries", "1 ", "* "):
+        assert word in out
+    path = tmp_path / "plan.toml"
+    status, out, _ = plan(*SMALL, "--explain", "2", "--write", str(path), capsys=capsys)
+    assert status == 0
+    for word in (
+        "matrix products",
+        "data-parallel exchange",
+        "all of it, nothing hidden",
+        "logits",
+        f"--config {path}",
+    ):
+        assert word in out
+    written = read_config(["--config", str(path)], world_size=16, needs_files=False).config
+    refuse_unrunnable_plans(written)
+    assert written.layout.world_size == 16
+    assert written.global_batch_size == 128
+
+
+def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, out, _ = plan(*SMALL, "--explain", "tp=4,pp=2,micro=1,zero=1,sp", capsys=capsys)
+    assert status == 0
+    assert "layout: tp 4 pp 2 dp 2, 1f1b, micro-batch 1, ZeRO-1, sequence parallel; 64 micro-batches a step" in out
+    status, _, err = plan(*SMALL, "--explain", "tp=1,pp=1,zero=0,micro=4", capsys=capsys)
+    assert status == 2
+    assert err.count("\n") == 1
+    for part in ("does not fit: it needs", "and lacks", "most are", "the cheapest change that makes it fit is"):
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--gpus", "0"], "--gpus 0 must be at least 1"),
+        (["--gpus", "-4"], "--gpus -4 must be at least 1"),
+        (["--device", "h100"], "--device h100 is not known; did you mean h100-sxm?"),
+        (["--device", "a1000-sxm"], "--device a1000-sxm is not known; did you mean a100-sxm"),
+        (["--network", "50"], "--network 50 needs a number and a unit"),
+        (["--gpus-per-node", "0"], "--gpus-per-node 0 must be at least 1"),
+        (["--layouts", "0"], "--layouts 0 must be at least 1"),
+        (["--gpus", "1"], "no layout fits:"),
+        (["--gpus", "37"], "no layout of --gpus 37 is legal for this model with global_batch_size=128"),
+        (["--explain", "tp=3"], "tp x pp x cp = 3 must divide --gpus 16"),
+        (["--explain", "tp=16"], "num_query_groups=8 must be divisible by tensor_model_parallel_size=16"),
+        (["--explain", "tq=4"], "tq is no part of a layout; did you mean tp=?"),
+        (["--explain", "tp=four"], "tp needs a whole number"),
+        (["--explain", "schedule=fast"], "schedule must be one of gpipe, 1f1b"),
+        (["--explain", "99"], "--explain 99 is no row of the list"),
+        (["--calibrate", "nowhere.json"], "--calibrate nowhere.json cannot be read"),
+        (["--hiden-size", "64"], "--hiden-size is not a flag; did you mean --hidden-size?"),
+        (["--write", "/nowhere/plan.toml"], "--write /nowhere/plan.toml cannot be written"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_impossible_requests_are_one_sentence_each(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = dict(zip(SMALL[::2], SMALL[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
+    status, out, err = plan(*(word for pair in flags.items() for word in pair), capsys=capsys)
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_what_does_not_fit_names_what_is_missing_and_the_cheapest_change(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--config",
+        str(ROOT / "configs/llama-70b.toml"),
+        "--vocab-size",
+        "128256",
+        "--gpus",
+        "16",
+        "--device",
+        "a100-sxm-40",
+    ]
+    status, _, err = plan(*words, capsys=capsys)
+    assert status == 2
+    assert "lacks" in err and "most are" in err
+    assert err.rstrip().endswith(("--zero3-in-pipelines", "which is slower", "--gpus 32"))
+
+
+def test_without_a_vocabulary_the_remedy_is_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), "--gpus", "8"]
+    status, _, err = plan(*words, capsys=capsys)
+    assert status == 2
+    assert "add --vocab-size" in err
+
+
+def test_flags_of_the_config_are_told_apart() -> None:
+    own, others = split(["--config", "x.toml", "--gpus", "8", "--seq-length", "128", "--bf16", "--calibrate", "a", "b"])
+    assert own == ["--config=x.toml", "--gpus=8", "--calibrate=a", "b"]
+    assert others == ["--seq-length=128", "--bf16"]
+
+
+def test_deepspeeds_estimates_are_printed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = plan(*SMALL, "--estimator", "deepspeed", capsys=capsys)
+    assert status == 0
+    assert "2 nodes of 8 devices" in out
+    assert "offload_param=cpu  offload_optimizer=cpu  zero_init=1" in out
+
+
+def collective(name: str, *, ranks: int, nodes: int, bandwidth: float, alpha: float, accepted: bool = True) -> str:
+    fit = {"alpha_s": alpha, "bandwidth_bytes_per_s": bandwidth, "mean_error": 0.05, "accepted": accepted}
+    times = {"seconds_min": 1e-3, "seconds_median": 2e-3, "seconds_max": 3e-3}
+    return json.dumps(
+        {"collective": name, "bytes": 2**20, "ranks": ranks, "nodes": nodes, "axis": "tp", "fit": fit} | times
+    )
+
+
+def test_measurements_calibrate_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured, device = tmp_path / "measured.jsonl", tmp_path / "mine.toml"
+    probe = {"device": "MyGPU", "precision": "bf16", "tflops": 600.0, "host_seconds_a_layer": 2e-4}
+    lines = [
+        json.dumps({"probe": probe}),
+        collective("all_reduce", ranks=8, nodes=1, bandwidth=160e9, alpha=60e-6),
+        collective("all_reduce", ranks=8, nodes=1, bandwidth=160e9, alpha=60e-6),
+        collective("all_gather", ranks=8, nodes=1, bandwidth=9e9, alpha=1.0, accepted=False),
+        collective("all_gather", ranks=16, nodes=2, bandwidth=256e9, alpha=80e-6),
+    ]
+    measured.write_text("\n".join(lines))
+    words = ["--config", SMALL[1], "--vocab-size", "128256", "--device", "h100-sxm", "--calibrate", str(measured)]
+    status, out, _ = plan(*words, "--write-device", str(device), capsys=capsys)
+    assert status == 0
+    assert "matrix products and host of MyGPU, 1 collectives in a node, 1 collectives over nodes" in out
+    mine = find_device(str(device))
+    assert mine.flops("bf16") == pytest.approx(600e12)
+    assert mine.host_us == pytest.approx(200)
+    assert mine.all_reduce_gb_s == pytest.approx(160 * 2 * 7 / 8)
+    assert mine.latency_us == pytest.approx(10)
+    assert mine.network_all_reduce_gb_s == pytest.approx(256 * 15 / 16 / 8)
+    status, out, _ = plan(*SMALL[:6], "--device", str(device), "--layouts", "1", capsys=capsys)
+    assert status == 0
+    assert "calibrated: matrix products and host of MyGPU" in out
+
+
+def test_measurements_of_which_none_can_be_used_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = tmp_path / "noisy.jsonl"
+    measured.write_text(collective("all_reduce", ranks=8, nodes=1, bandwidth=1e9, alpha=1e-3, accepted=False))
+    status, _, err = plan(*SMALL, "--calibrate", str(measured), capsys=capsys)
+    assert status == 2
+    assert "has no probe and no accepted fit" in err
+
+
+@pytest.mark.processes
+def test_a_probe_of_this_machine_calibrates_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = tmp_path / "probe.jsonl"
+    words = ["--config", str(ROOT / "configs/quick.toml"), "--vocab-size", "257", "--device", "cpu"]
+    status, out, _ = plan(*words, "--probe", str(measured), capsys=capsys)
+    assert status == 0, out
+    (row,) = map(json.loads, measured.read_text().splitlines())
+    assert row["probe"]["tflops"] > 0
+    assert 1e-6 < row["probe"]["host_seconds_a_layer"] < 1
+    status, out, _ = plan(*words, "--gpus", "2", "--calibrate", str(measured), "--layouts", "2", capsys=capsys)
+    assert status == 0
+    assert "calibrated: matrix products and host of" in out

@@ -1,0 +1,60 @@
+"""Tests of the planner's devices: the table, TOML files, and the network's units."""
+
+from pathlib import Path
+
+import pytest
+
+from megatronish.costs.devices import peak_tflops
+from megatronish.errors import UserError
+from megatronish.planner.devices import device_table, find_device, network_gb_s
+from megatronish.planner.forecast import device_of
+
+
+def test_every_row_has_a_source_and_the_peak_of_the_other_table() -> None:
+    names = {"a100-sxm": "NVIDIA A100-SXM4-80GB", "h100-sxm": "NVIDIA H100 80GB HBM3", "b200": "NVIDIA B200"}
+    for name, device in device_table().items():
+        assert device.source, name
+        assert (device.achievable_tflops or 0) <= device.bf16_tflops, name
+    for name, by_torch in names.items():
+        assert find_device(name).bf16_tflops == peak_tflops(by_torch, "bf16")
+        assert device_of(by_torch) == find_device(name)
+    assert device_of("NVIDIA A100-SXM4-40GB") == find_device("a100-sxm-40")
+    assert device_of("NVIDIA H100 NVL") is None
+    assert device_of("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "gb_s"), [("50GB/s", 50), ("400Gb/s", 50), ("400 Gbps", 50), ("200Gbit/s", 25), ("2500MB/s", 2.5)]
+)
+def test_a_network_has_its_unit(given: str, gb_s: float) -> None:
+    assert network_gb_s(given) == pytest.approx(gb_s)
+
+
+@pytest.mark.parametrize("given", ["50", "50 GiB/s", "fast", "0GB/s", "1.2.3GB/s"])
+def test_a_network_without_a_unit_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match="write --network 50GB/s"):
+        network_gb_s(given)
+
+
+def test_a_device_of_ones_own_takes_the_rest_from_another(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[mine]\nlike = "h100-sxm"\nmemory_gib = 94\n')
+    device = find_device(str(path))
+    assert (device.name, device.memory_gib, device.bf16_tflops) == ("mine", 94, 989)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[mine]\nbf16_tflops = 5\n", "mine lacks fp32_tflops"),
+        ('[mine]\nlike = "h100-sxm"\nmemory = 5\n', "memory is not a key of a device; did you mean memory_gib"),
+        ('[mine]\nlike = "h100-sxm"\nmemory_gib = -5\n', "must be a number above 0"),
+        ("memory_gib = 5\n", "must have one table"),
+        ("[mine", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_of_a_device_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        find_device(str(path))
