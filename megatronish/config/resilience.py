@@ -27,6 +27,6 @@ class ResilienceConfig:
     skip_loss_spikes: Annotated[float | None, greater_than(1)] = None
     """Leave out steps whose gradient norm is above this many times the median of the last 100."""
     straggler_interval: Annotated[int, at_least(0), at_most(2**63 - 1)] = 16
-    """Steps between comparisons of the ranks' own times of a step; a rank that is slow twice is told. 0: never."""
+    """Steps between comparisons of the ranks' own times of a step; a rank that is slow twice is named. 0: never."""
     straggler_ratio: Annotated[float, greater_than(1)] = 1.3
     """A rank is slow whose own time is above this many times that of its peers."""

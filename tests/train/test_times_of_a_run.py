@@ -15,7 +15,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.mesh import Mesh
 from megatronish.model.block import TransformerBlock
 from megatronish.train.hooks.goodput import Ledger
-from megatronish.train.hooks.stragglers import Stragglers, Worker
+from megatronish.train.hooks.stragglers import Stragglers, RankAtWork
 from megatronish.train.plot import read_lines
 
 
@@ -41,7 +41,7 @@ def test_a_slow_rank_is_named_and_no_other(tmp_path: Path) -> None:
 
 def test_a_rank_is_told_after_two_windows_and_again_when_it_is_quick() -> None:
     hook = Stragglers(Mesh.of(ParallelConfig()), interval=10, ratio=1.3)
-    hook._workers = [Worker(rank, "host", rank // 3, f"dp {rank % 3}") for rank in range(6)]
+    hook._workers = [RankAtWork(rank, "host", rank // 3, f"dp {rank % 3}") for rank in range(6)]
     usual = [0.1, 0.11, 0.1, 0.3, 0.31, 0.3]  # stage 1 has other layers than stage 0
     slow = [0.1, 0.11, 0.1, 0.3, 0.31, 0.45]
     assert hook.compare(usual, step=10) == [] and hook.compare(slow, step=20) == []
@@ -56,11 +56,11 @@ def test_a_rank_is_told_after_two_windows_and_again_when_it_is_quick() -> None:
 
 
 def test_the_ledger_moves_what_was_done_again_and_counts_the_pause_after_a_failure() -> None:
-    ledger = Ledger(seconds={"training": 10.0, "saving": 2.0}, step=10, num_steps=10, num_starts=1, seen=100.0)
+    ledger = Ledger({"training": 10.0, "saving": 2.0}, {"last_step": 10, "steps": 10, "starts": 1}, seen=100.0)
     ledger.has_ended = False
     assert ledger.begin(6, now=103.0) == 3.0
     assert ledger.seconds == {"training": 6.0, "saving": 2.0, "lost": 4.0, "down": 3.0}
-    assert (ledger.lost_steps, ledger.num_steps, ledger.num_starts) == (4, 6, 2)
+    assert ledger.counts == {"last_step": 6, "steps": 6, "starts": 2, "lost_steps": 4}
     assert ledger.goodput == pytest.approx(6 / 15)
     ledger.has_ended = True
     assert ledger.begin(6, now=1e6) is None and ledger.seconds["down"] == 3.0  # nobody waited
@@ -80,7 +80,7 @@ def test_a_killed_run_accounts_for_its_time_and_its_recovery(tmp_path: Path) -> 
     assert not before["has_ended"]
     output = train_on_ranks([*argv, "--exit-interval", "1"], world_size=2)
     after = json.loads((run_dir / "goodput.json").read_text())
-    assert after["has_ended"] and after["num_starts"] == 2 and len(after["recoveries"]) == 1
+    assert after["has_ended"] and after["counts"]["starts"] == 2 and len(after["recoveries"]) == 1
     assert after["seconds"]["down"] >= 0.9 and "recovery, on average in" in output and " goodput " in output
     line = read_lines(run_dir / "metrics.jsonl")[-1]
     assert 0 < line["goodput"] < 1

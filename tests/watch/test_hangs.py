@@ -73,9 +73,8 @@ def test_a_rank_that_does_not_leave_at_the_end_is_named(tmp_path: Path) -> None:
 
 def test_ranks_that_make_different_collectives_are_named_at_once(tmp_path: Path) -> None:
     errors = hang(tmp_path, "desync")
-    assert errors.startswith("the run failed: ranks do different things: in collective 9 of world rank 1 (tp 1)"), (
-        errors
-    )
+    begin = r"the run failed: ranks do different things: in collective \d+ of world rank 1 \(tp 1\)"
+    assert re.match(begin, errors), errors
     assert "all_reduce of [3] float32, and rank 0 (tp 0) all_reduce of [6] float64" in errors
 
 

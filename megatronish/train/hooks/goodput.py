@@ -2,15 +2,15 @@
 
 RUN_DIR/goodput.json adds up seconds by cause:
 
-    training     steps, but for those that a later start had to do again
-    lost         steps that were done again: those after the checkpoint from which a start went on
+    training     steps, except those that a later start did again
+    lost         steps that were done again: those after the checkpoint from which a start resumed
     data         the main rank waited for its next batch
     saving, evaluating
     starting     from the start of the process to the first step: folders, data, model, loading
     down         from the last sign of a start that failed to the next start
     other        logs, pictures, hooks of plug-ins
 
-A start that ended as it should (finished, or stopped on request) is followed by no `down` time: nobody waited.
+A start that ended as it should (finished, or stopped on request) is followed by no `down` time: the run was not waited for.
 """
 
 import json
@@ -36,18 +36,16 @@ CAUSES = {
     "end": "other",
 }
 """Causes of the ledger by the phases of a rank."""
+COUNTS = ("last_step", "steps", "starts", "lost_steps")
 WRITE_SECONDS = 5.0
 
 
 @dataclass
 class Ledger:
-    """Sums over all starts of a run. `recoveries` are seconds from the last sign of a failed start to a new step."""
+    """Sums over all starts of a run. `counts` has the last step, steps, starts and lost steps. `recoveries` are seconds from the last sign of a failed start to a new step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    step: int = 0
-    num_steps: int = 0
-    num_starts: int = 0
-    lost_steps: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
     seconds_to_first_step: float | None = None
     recoveries: list[float] = field(default_factory=list)
     seen: float = 0.0
@@ -58,7 +56,7 @@ class Ledger:
         """The ledger of the starts before; a new one where there is none that can be read."""
         try:
             found = cls(**json.loads(path.read_text()))
-            return found if isinstance(found.seconds, dict) and isinstance(found.recoveries, list) else cls()
+            return found if isinstance(found.seconds, dict) and isinstance(found.counts, dict) and isinstance(found.recoveries, list) else cls()
         except (OSError, ValueError, TypeError):
             return cls()
 
@@ -69,19 +67,20 @@ class Ledger:
         return self.seconds.get("training", 0.0) / total if total else 0.0
 
     def begin(self, step: int, *, now: float) -> float | None:
-        """Count a start that goes on after `step`; seconds since the last sign, if the start before has failed."""
-        self.num_starts += 1
-        again = self.step - step
-        if again > 0 and self.num_steps:
-            lost = min(self.seconds.get("training", 0.0), again * self.seconds.get("training", 0.0) / self.num_steps)
-            self.seconds["training"] = self.seconds.get("training", 0.0) - lost
+        """Count a start that resumes after `step`; seconds since the last sign, if the start before has failed."""
+        counts = self.counts = {name: self.counts.get(name, 0) for name in COUNTS}
+        counts["starts"] += 1
+        again = min(counts["last_step"] - step, counts["steps"])
+        if again > 0:
+            lost = self.seconds.get("training", 0.0) * again / counts["steps"]
+            self.seconds["training"] -= lost
             self.seconds["lost"] = self.seconds.get("lost", 0.0) + lost
-            self.lost_steps += again
-            self.num_steps = max(self.num_steps - again, 0)
+            counts["lost_steps"] += again
+            counts["steps"] -= again
         down = None if self.has_ended or not self.seen else max(now - self.seen, 0.0)
         if down is not None:
             self.seconds["down"] = self.seconds.get("down", 0.0) + down
-        self.step, self.has_ended = step, False
+        counts["last_step"], self.has_ended = step, False
         return down
 
     def told(self) -> str:
@@ -94,7 +93,8 @@ class Ledger:
         if self.recoveries:
             mean, number = sum(self.recoveries) / len(self.recoveries), len(self.recoveries)
             line += f"; {number} recover{'y' if number == 1 else 'ies'}, on average in {mean:.1f} s"
-        return line + (f"; {self.lost_steps} steps done again" if self.lost_steps else "")
+        lost = self.counts.get("lost_steps", 0)
+        return line + (f"; {lost} steps done again" if lost else "")
 
 
 class Goodput(Hook):
@@ -122,7 +122,8 @@ class Goodput(Hook):
                 ledger.seconds_to_first_step = self.record.age()
             if self._down is not None:
                 ledger.recoveries.append(self._down + self.record.age())
-        ledger.step, ledger.num_steps = record.step, ledger.num_steps + 1
+        ledger.counts["last_step"] = record.step
+        ledger.counts["steps"] += 1
         if (now := time.monotonic()) >= self._next_write:
             self._next_write = now + WRITE_SECONDS
             self._count()
@@ -136,7 +137,7 @@ class Goodput(Hook):
         tqdm.write(self.ledger.told())
 
     def share(self) -> float:
-        """Goodput so far."""
+        """Share of the time so far that was training."""
         self._count()
         return self.ledger.goodput
 

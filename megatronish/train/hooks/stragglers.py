@@ -23,12 +23,12 @@ from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
 
 WINDOWS = 2
-"""Windows in a row in which a rank is slow before it is told: one may be an accident."""
+"""Windows in a row in which a rank is slow before it is reported: one may be an accident."""
 FEWEST_SECONDS = 1e-3
 """Own times below this are noise of the host."""
 
 
-class Worker(NamedTuple):
+class RankAtWork(NamedTuple):
     """A rank, where it is, and the stage whose work it does."""
 
     rank: int
@@ -73,13 +73,13 @@ class Stragglers(Hook):
         self._suspects: dict[int, int] = {}  # windows in a row, by rank
         self._since: dict[int, int] = {}  # first step of the first of them
         self._waited = 0.0
-        self._workers: list[Worker] = []
+        self._workers: list[RankAtWork] = []
         self._device = DeviceWaits(mesh.record) if mesh.device.type == "cuda" else None
 
     def start(self, trainer: Trainer) -> None:
         """Learn which ranks do the same work."""
         coordinates = ", ".join(f"{axis.name} {axis.rank}" for axis in (self.mesh.tp, self.mesh.dp) if axis.size > 1)
-        mine = Worker(self.mesh.world.rank, socket.gethostname(), self.mesh.pp.rank, coordinates)
+        mine = RankAtWork(self.mesh.world.rank, socket.gethostname(), self.mesh.pp.rank, coordinates)
         self._workers = from_all(self.mesh.world, lambda: mine)
 
     def before_step(self, trainer: Trainer) -> None:
@@ -126,7 +126,7 @@ class Stragglers(Hook):
                 told.append(f" rank {rank} is as quick as its peers again, at step {step}")
         return told
 
-    def _slow(self, worker: Worker, own: float, usual: float, since: int) -> str:
+    def _slow(self, worker: RankAtWork, own: float, usual: float, since: int) -> str:
         where = f"{worker.host}; {worker.coordinates}" if worker.coordinates else worker.host
         return (
             f" rank {worker.rank} ({where}) is slow since step {since}: it computes {1000 * own:.3g} ms a step, "
