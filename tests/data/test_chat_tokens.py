@@ -158,11 +158,11 @@ def test_an_end_that_takes_the_space_after_it_along_is_trained() -> None:
 @pytest.mark.parametrize("name", ["plain", "vicuna", "alpaca", "llama2"])
 def test_sentencepiece_models_read_chats(tmp_path: Path, name: str) -> None:
     tokenizer = sentencepiece_tokenizer(tmp_path)
-    record = said("what is </s> this?", "a text é", "many words?", "words")
+    record = said("what is </s> thïs \U0001f642?", "日本 a text é", "many wörds?", "words")
     (sample,) = encode(encoder(tokenizer, built_in_template(name)), record)
     space = {"vicuna": (" ", ""), "llama2": (" ", " ")}.get(name, ("", ""))
     trained = [text.strip() for text in trained_text(sample, tokenizer)]
-    assert trained == [f"a text é{space[1]}</s>", f"words{space[1]}</s>"]
+    assert trained == [f"日本 a text é{space[1]}</s>", f"words{space[1]}</s>"]
     assert sample.tokens.tolist().count(tokenizer.eod) == 2
 
 
