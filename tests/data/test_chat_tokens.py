@@ -166,6 +166,14 @@ def test_sentencepiece_models_read_chats(tmp_path: Path, name: str) -> None:
     assert sample.tokens.tolist().count(tokenizer.eod) == 2
 
 
+@pytest.mark.parametrize("record", [said("a", "b \ud83d"), {"text": "\ud83d"}, {"prompt": "a", "completion": "\ud83d"}])
+def test_half_of_a_character_makes_a_bad_line(tmp_path: Path, record: dict[str, object]) -> None:
+    for tokenizer in (sentencepiece_tokenizer(tmp_path), with_controls(), BytesTokenizer()):
+        made = encoder(tokenizer, built_in_template("plain"), eos=tokenizer.control_encoder().eos)
+        with pytest.raises(ValueError, match="is half of a character, which has no tokens"):
+            encode(made, record)
+
+
 def test_bytes_are_a_tokenizer_of_chats() -> None:
     tokenizer = BytesTokenizer()
     made = encoder(tokenizer, built_in_template("plain"), bos="", eos="<|endoftext|>")
