@@ -84,7 +84,9 @@ class TextRequest(BaseModel):
     def refuse_unsupported(self) -> None:
         """ApiError for a parameter that would change the answer and is not supported."""
         for name, value in (self.model_extra or {}).items():
-            harmless = [each for each in HARMLESS.get(name, (value,)) if isinstance(each, bool) == isinstance(value, bool)]
+            harmless = [
+                each for each in HARMLESS.get(name, (value,)) if isinstance(each, bool) == isinstance(value, bool)
+            ]
             if value is not None and value not in harmless:
                 raise ApiError(f"{name}={value!r} is not supported; leave it out", param=name)
 

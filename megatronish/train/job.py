@@ -168,6 +168,11 @@ def _refuse_other_data(config: Config, data: Dataset) -> None:
     wanted = OBJECTIVE_NAMES[name].learns_from
     if not isinstance(data, ChatDataset) or data.learned_by == wanted:
         return
+    if (wanted, data.learned_by) == ("labelled", "pairs"):
+        raise UserError(
+            f"{data.files[0].path} has {WHAT['pairs']}, and objective={name} learns from {WHAT[wanted]}; add "
+            "--chat-format labelled, which reads a pair as a wanted and an unwanted completion"
+        )
     fitting = [other for other, choice in OBJECTIVE_NAMES.items() if choice.learns_from == data.learned_by]
     raise UserError(
         f"{data.files[0].path} has {WHAT[data.learned_by]}, and objective={name} learns from {WHAT[wanted]}; use "

@@ -53,7 +53,7 @@ def test_its_nested_state_dequantised_here_has_its_bits(dtype: torch.dtype) -> N
 
 
 def test_own_nested_codes_are_its() -> None:
-    """They are the nearest values, as on its GPUs; on CPUs it rounds to a grid first, and on that grid all are equal."""
+    """They are the nearest values, as on its GPUs; on CPUs it rounds to a grid first: on that grid all are equal."""
     absmax = torch.randn(65_536, 64, generator=torch.Generator().manual_seed(2)).abs().amax(1)
     mine = quantise_scales(absmax)
     assert mine.offset.item() == pytest.approx(absmax.mean().item(), rel=2e-7)
