@@ -8,7 +8,7 @@ for 256 blocks:
     absmax of block i = DYNAMIC[code_i] * scale[i // 256] + offset
 
 Codes and scales have the bits of bitsandbytes', with two exceptions. The mean is summed in fp64, so that it depends on
-neither device nor number of threads. The 8-bit codes are the nearest values, as bitsandbytes finds them on GPUs; on CPUs
+neither device nor number of threads. The 8-bit codes are the nearest values, as bitsandbytes finds on GPUs; on CPUs
 it rounds to 16 bits before, and one code in 600 is the neighbour.
 """
 
