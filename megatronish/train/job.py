@@ -1,6 +1,6 @@
 """Training job: a config's data, engine and schedules on one rank, made in one place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.collate import Collator
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
-from megatronish.data.sample import Dataset
+from megatronish.data.sample import Dataset, Sample
+from megatronish.data.shortened import places_together, shortened
 from megatronish.errors import RunError, UserError
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
@@ -137,8 +138,11 @@ class TrainingJob:
         """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
         dp = self.mesh.dp
         share = BatchShare(dp.rank, dp.size, self.config.training.micro_batch_size)
-        collate = Collator.of(self.config.data, eod=self.tokenizer.eod)
+        of_rows, multiple = Collator.of(self.config.data, eod=self.tokenizer.eod), places_together(self.config)
         pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
+
+        def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
+            return of_rows(shortened(samples, multiple=multiple), sample_ids)
 
         def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
             return micro_batches(
