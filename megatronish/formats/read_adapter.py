@@ -32,7 +32,7 @@ def refuse_other_model(
     for adapter in adapters:
         if adapter.base is None and over.is_first:
             logger.warning(
-                "the adapter %s does not record the weights that it was trained with, so nobody checks that they are "
+                "the adapter %s does not record the weights that it was trained with, and they cannot be compared with "
                 "those of %s; it calls its base %s",
                 adapter.folder,
                 source,
