@@ -1,7 +1,7 @@
 """Training job: a config's data, engine and schedules on one rank, made in one place."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,8 +141,13 @@ class TrainingJob:
         of_rows, multiple = Collator.of(self.config.data, eod=self.tokenizer.eod), places_together(self.config)
         pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
 
+        train = self.datasets.train
+        is_other = isinstance(dataset, ChatDataset) and isinstance(train, ChatDataset) and dataset.names != train.names
+
         def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
-            return of_rows(shortened(samples, multiple=multiple), sample_ids)
+            rows = shortened(samples, multiple=multiple)
+            # Losses of each data set are reported under the names of the training files, which these have not.
+            return of_rows([replace(row, dataset_ids=None) for row in rows] if is_other else rows, sample_ids)
 
         def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
             return micro_batches(
