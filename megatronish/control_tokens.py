@@ -8,7 +8,7 @@ before every piece would change the tokens of a text that is cut; each token has
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tokenizers
@@ -120,26 +120,33 @@ class SentencePieceControls:
             raise UserError("the SentencePiece model has no eos piece to end an answer with; take another tokenizer")
         self.eos = model.id_to_piece(model.eos_id())
         self.bos = model.id_to_piece(model.bos_id()) if model.bos_id() >= 0 else None
-        self.identity = hashlib.sha256(model.serialized_model_proto()).hexdigest()
+        # What was tokenized when places were counted in bytes has wrong masks: it is found under another identity.
+        self.identity = hashlib.sha256(b"places in characters" + model.serialized_model_proto()).hexdigest()
         self._model = model
 
     def encode(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:
         found, done = PlacedTokens([], [], []), 0
         for begin, end in [*places, (len(text), len(text))]:
             if done < begin:
-                for piece in self._pieces(text[done:begin]):
-                    _add(found, piece.id, done + piece.begin, done + piece.end)
+                for number, (first, last) in self._pieces(text[done:begin]):
+                    # All but one of the bytes of a character have an empty place: they belong to the character.
+                    _add(found, number, done + first, done + max(last, first + 1))
             if begin < end:
                 _add(found, self.names[text[begin:end]], begin, end)
             done = end
         return found
 
-    def _pieces(self, text: str) -> Any:
-        """Pieces with their places. Versions of the library up to 0.2.0 have another word for them."""
+    def _pieces(self, text: str) -> Iterable[tuple[int, tuple[int, int]]]:
+        """Pieces with their places in characters. Versions of the library up to 0.2.0 have another word for them.
+
+        What newer versions call `proto` counts bytes.
+        """
         try:
-            return self._model.encode(text, return_type="proto").pieces
+            found = self._model.encode(text, return_type="offset_mapping")
         except (TypeError, ValueError):
-            return self._model.encode(text, out_type="immutable_proto").pieces
+            pieces = self._model.encode(text, out_type="immutable_proto").pieces
+            return [(piece.id, (piece.begin, piece.end)) for piece in pieces]
+        return zip(found["ids"], found["offsets"], strict=True)
 
 
 class ByteControls:

@@ -12,7 +12,8 @@ class ChatConfig:
     """Chats: their format, the template that writes them as text, the tokens that are trained, and packing."""
 
     chat_format: ChatFormat = "auto"
-    """Format of the files; `auto` takes that of the first good line of each file."""
+    """Format of the files; `auto` takes that of the first good line of each file. `labelled` reads pairs, too: as a
+    wanted and an unwanted completion."""
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: its own."""
     chat_date: str = "2024-07-26"

@@ -6,13 +6,12 @@ samples make up the same step.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
-from megatronish.data.collate import Collator
-from megatronish.data.sample import Dataset
+from megatronish.data.sample import Dataset, Sample
 from megatronish.model.batch import MicroBatch
 
 
@@ -40,7 +39,7 @@ def micro_batches(
     consumed_samples: int,
     global_batch_size: int,
     share: BatchShare,
-    collate: Collator,
+    collate: Callable[[Sequence[Sample], Sequence[int]], MicroBatch],
     pin_memory: bool = False,
 ) -> list[MicroBatch]:
     """All micro-batches of one step for one data-parallel rank, on the CPU; `pin_memory` needs a GPU."""

@@ -5,7 +5,7 @@ A new kind of data set is one file with a class that has the members of `Dataset
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,6 +31,8 @@ class Sample:
 
     `pair_labels` are those of P pairs of completions, where an objective compares them: the sample's documents 2 p and
     2 p + 1 are pair p, and other documents follow. `pair_reference` are log-probabilities by a reference model.
+
+    The last `num_filler` tokens only make the sample as long as others: no loss reads them, no other token sees them.
     """
 
     tokens: NDArray[np.int64]  # [S + 1]
@@ -39,6 +41,7 @@ class Sample:
     dataset_ids: NDArray[np.int64] | None = None  # [S + 1]
     pair_labels: NDArray[np.bool_] | None = None  # [P]
     pair_reference: NDArray[np.float32] | None = None  # [P, 2]
+    num_filler: int = 0
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape
@@ -48,6 +51,13 @@ class Sample:
         if self.document_ids is not None:
             assert self.document_ids.shape == shape, f"{self.document_ids.shape} is not {shape}"
             assert (np.diff(self.document_ids) >= 0).all(), "document ids fall along a sample"
+
+    def until(self, length: int) -> "Sample":
+        """The first `length` tokens; those that are left out must be filler."""
+        assert length >= len(self.tokens) - self.num_filler, "tokens that are read are not left out"
+        names = ("tokens", "loss_mask", "document_ids", "dataset_ids")
+        cut = {name: array[:length] for name in names if (array := getattr(self, name)) is not None}
+        return replace(self, **cut, num_filler=max(0, length - len(self.tokens) + self.num_filler))
 
 
 class Dataset(Protocol):

@@ -28,13 +28,14 @@ INFIX = f".adapters.{DEFAULT}."  # in the names of a checkpoint: layers.0.attent
 class SavedAdapter(NamedTuple):
     """An adapter that is not read yet: its config, tensors by section, and the identity of its base, if it has one.
 
-    `folder` is where it was read.
+    `folder` is where it was read. `base_name` is what PEFT calls the base, which tells nothing of its weights.
     """
 
     folder: Path
     config: AdapterConfig
     tensors: dict[str, LazyTensor]
     base: str | None = None
+    base_name: str | None = None
 
     @property
     def sections(self) -> dict[str, dict[str, LazyTensor]]:

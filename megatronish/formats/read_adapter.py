@@ -1,5 +1,6 @@
 """Reader of an adapter in either format: PEFT's, or that of a run."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from megatronish.formats.peft.config import CONFIG
 from megatronish.formats.weights import Description, LazyTensor
 from megatronish.mesh import Axis
 
+logger = logging.getLogger(__name__)
+
 
 def read_adapter(load: Path, description: Description) -> SavedAdapter:
     """Adapter in a folder of PEFT or of a run, for a model of this description."""
@@ -23,8 +26,18 @@ def refuse_other_model(
 ) -> None:
     """UserError if an adapter says that it was trained with other weights than these. Collective: it reads them all.
 
-    PEFT's format does not say.
+    PEFT's format does not say; of such an adapter the main rank tells the name of its base.
     """
+    adapters = list(adapters)
+    for adapter in adapters:
+        if adapter.base is None and over.is_first:
+            logger.warning(
+                "the adapter %s does not record the weights that it was trained with, and they cannot be compared with "
+                "those of %s; it calls its base %s",
+                adapter.folder,
+                source,
+                adapter.base_name or "nothing",
+            )
     known = [adapter for adapter in adapters if adapter.base is not None]
     if not known:
         return

@@ -23,14 +23,21 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
+    "top_logprobs": (0,),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
     "tools": ([],),
     "functions": ([],),
     "response_format": ({"type": "text"},),
 }
-"""Parameters that are not supported, with the values that ask for nothing. Others that are unknown are ignored."""
+"""Parameters that are not supported, with the values that ask for nothing. Others that are unknown are ignored.
+
+0 is not False: `logprobs` of 0 asks for those of the chosen tokens.
+"""
 
 
 class ApiError(Exception):
@@ -77,7 +84,10 @@ class TextRequest(BaseModel):
     def refuse_unsupported(self) -> None:
         """ApiError for a parameter that would change the answer and is not supported."""
         for name, value in (self.model_extra or {}).items():
-            if value is not None and value not in HARMLESS.get(name, (value,)):
+            harmless = [
+                each for each in HARMLESS.get(name, (value,)) if isinstance(each, bool) == isinstance(value, bool)
+            ]
+            if value is not None and value not in harmless:
                 raise ApiError(f"{name}={value!r} is not supported; leave it out", param=name)
 
 

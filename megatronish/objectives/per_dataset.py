@@ -26,8 +26,13 @@ class PerDataset:
         return self.objective.weight(batch)
 
     def sums(self, token_losses: Tensor, batch: MicroBatch) -> Sums:
-        """[S/cp, B] -> the sums of the objective, and of each data set its loss and its trained tokens."""
-        assert batch.dataset_ids is not None, "the batch does not tell the data sets of its tokens"
+        """[S/cp, B] -> the sums of the objective, and of each data set its loss and its trained tokens.
+
+        The latter are zeros for a batch of other data, as that of a validation set with files of its own.
+        """
+        if batch.dataset_ids is None:
+            none = token_losses.new_zeros((), dtype=torch.float32)
+            return {**self.objective.sums(token_losses, batch), **dict.fromkeys([*self._losses, *self._tokens], none)}
         mask = batch.loss_mask.t().to(torch.float32).flatten()
         ids = batch.dataset_ids.t().flatten()
         losses = token_losses.detach().float().flatten() * mask

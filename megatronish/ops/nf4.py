@@ -7,8 +7,9 @@ for 256 blocks:
 
     absmax of block i = DYNAMIC[code_i] * scale[i // 256] + offset
 
-Codes and scales have the bits of bitsandbytes'. The mean alone is summed in fp64, so that it depends on neither
-device nor number of threads.
+Codes and scales have the bits of bitsandbytes', with two exceptions. The mean is summed in fp64, so that it depends on
+neither device nor number of threads. The 8-bit codes are the nearest values, as bitsandbytes finds on GPUs; on CPUs
+it rounds to 16 bits before, and one code in 600 is the neighbour.
 """
 
 from typing import NamedTuple

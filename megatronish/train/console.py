@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from tqdm import tqdm
@@ -14,6 +15,7 @@ from megatronish.launch.rank import Shown
 from megatronish.train.metrics import METRICS, Value, console_parts, duration, metric_of
 
 DATA_BOUND = 0.1  # share of a step's time: from here on the wait for data is shown
+NOTHING: Mapping[str, float] = MappingProxyType({})
 _CODES = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "plain": "0"}
 
 
@@ -51,14 +53,18 @@ class Console:
         full = full_line(values, num_steps)
         self._write(compact_parts(values, num_steps), full=full)
 
-    def evaluation(self, *, name: str, step: int, loss: float, perplexity: float) -> None:
-        """Print the line of an evaluation."""
+    def evaluation(
+        self, *, name: str, step: int, loss: float, perplexity: float, others: Mapping[str, float] = NOTHING
+    ) -> None:
+        """Print the line of an evaluation; `others` are what an objective reports besides its loss."""
         full = f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        full += "".join(f" {other}: {value:.6E} |" for other, value in others.items())
         parts = [
             Part("eval", name, "bold"),
             Part("loss", f"{loss:.4f}", "bold"),
             Part("perplexity", f"{perplexity:.2f}"),
             Part("at step", str(step)),
+            *(Part(metric_of(other).tag or other, f"{value:.4g}", rank=1) for other, value in others.items()),
         ]
         self._write(parts, full=full)
 

@@ -1,7 +1,7 @@
 """Training job: a config's data, engine and schedules on one rank, made in one place."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.collate import Collator
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
-from megatronish.data.sample import Dataset
+from megatronish.data.sample import Dataset, Sample
+from megatronish.data.shortened import places_together, shortened
 from megatronish.errors import RunError, UserError
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
@@ -137,8 +138,16 @@ class TrainingJob:
         """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
         dp = self.mesh.dp
         share = BatchShare(dp.rank, dp.size, self.config.training.micro_batch_size)
-        collate = Collator.of(self.config.data, eod=self.tokenizer.eod)
+        of_rows, multiple = Collator.of(self.config.data, eod=self.tokenizer.eod), places_together(self.config)
         pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
+
+        train = self.datasets.train
+        is_other = isinstance(dataset, ChatDataset) and isinstance(train, ChatDataset) and dataset.names != train.names
+
+        def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
+            rows = shortened(samples, multiple=multiple)
+            # Losses of each data set are reported under the names of the training files, which these have not.
+            return of_rows([replace(row, dataset_ids=None) for row in rows] if is_other else rows, sample_ids)
 
         def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
             return micro_batches(
@@ -168,6 +177,11 @@ def _refuse_other_data(config: Config, data: Dataset) -> None:
     wanted = OBJECTIVE_NAMES[name].learns_from
     if not isinstance(data, ChatDataset) or data.learned_by == wanted:
         return
+    if (wanted, data.learned_by) == ("labelled", "pairs"):
+        raise UserError(
+            f"{data.files[0].path} has {WHAT['pairs']}, and objective={name} learns from {WHAT[wanted]}; add "
+            "--chat-format labelled, which reads a pair as a wanted and an unwanted completion"
+        )
     fitting = [other for other, choice in OBJECTIVE_NAMES.items() if choice.learns_from == data.learned_by]
     raise UserError(
         f"{data.files[0].path} has {WHAT[data.learned_by]}, and objective={name} learns from {WHAT[wanted]}; use "

@@ -21,7 +21,7 @@ from megatronish.layout import Layout
 from megatronish.mesh import Mesh, leave
 from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.sharding import Piece
-from megatronish.train.hooks.evaluate import mean_loss
+from megatronish.train.hooks.evaluate import mean_metrics
 from megatronish.train.resume import resume
 from megatronish.train.state import tensors_of
 
@@ -51,7 +51,7 @@ def load_and_save(
     state = read_state(source) | {"optimizer_steps": engine.optimizer.num_steps}
     save_checkpoint(target, step=progress.step, tensors=tensors, state=state, mesh=engine.mesh)
     batches = job.evaluation_of(MockSamples(name="any seed's", seq_length=16, seed=0, vocab_size=VOCABULARY, eod=0))
-    loss, _ = mean_loss(engine, batches, 1)
+    loss = mean_metrics(engine, batches, 1)[0]["loss"]
     leave()
     return loss
 

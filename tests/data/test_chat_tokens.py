@@ -158,12 +158,20 @@ def test_an_end_that_takes_the_space_after_it_along_is_trained() -> None:
 @pytest.mark.parametrize("name", ["plain", "vicuna", "alpaca", "llama2"])
 def test_sentencepiece_models_read_chats(tmp_path: Path, name: str) -> None:
     tokenizer = sentencepiece_tokenizer(tmp_path)
-    record = said("what is </s> this?", "a text é", "many words?", "words")
+    record = said("what is </s> thïs \U0001f642?", "日本 a text é", "many wörds?", "words")
     (sample,) = encode(encoder(tokenizer, built_in_template(name)), record)
     space = {"vicuna": (" ", ""), "llama2": (" ", " ")}.get(name, ("", ""))
     trained = [text.strip() for text in trained_text(sample, tokenizer)]
-    assert trained == [f"a text é{space[1]}</s>", f"words{space[1]}</s>"]
+    assert trained == [f"日本 a text é{space[1]}</s>", f"words{space[1]}</s>"]
     assert sample.tokens.tolist().count(tokenizer.eod) == 2
+
+
+@pytest.mark.parametrize("record", [said("a", "b \ud83d"), {"text": "\ud83d"}, {"prompt": "a", "completion": "\ud83d"}])
+def test_half_of_a_character_makes_a_bad_line(tmp_path: Path, record: dict[str, object]) -> None:
+    for tokenizer in (sentencepiece_tokenizer(tmp_path), with_controls(), BytesTokenizer()):
+        made = encoder(tokenizer, built_in_template("plain"), eos=tokenizer.control_encoder().eos)
+        with pytest.raises(ValueError, match="is half of a character, which has no tokens"):
+            encode(made, record)
 
 
 def test_bytes_are_a_tokenizer_of_chats() -> None:

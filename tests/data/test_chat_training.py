@@ -24,6 +24,7 @@ from megatronish.data.chat.dataset import ChatDataset
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh
 from megatronish.train.job import TrainingJob
+from megatronish.train.plot import read_lines
 
 S = 128
 IM = ("<|im_start|>", "<|im_end|>")
@@ -151,6 +152,19 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_resumes_with_the_same_rows(f
     assert len(steps_of(parted)) == 5
     train_on_ranks(tiny(parted, "--train-iters 9", data=flags(folder)))
     assert steps_of(parted) == steps_of(whole_run)
+
+
+def test_validation_files_of_their_own_have_no_names_of_training_files(folder: Path, tmp_path: Path) -> None:
+    data = flags(folder).replace("--data-path", "--train-data-path").replace(" --split 1", "")
+    for run, files in (("other", [folder / "b.jsonl"]), ("more", [folder / "b.jsonl", folder / "a.jsonl"])):
+        more = f"--train-iters 1 --eval-iters 1 --valid-data-path {' '.join(map(str, files))}"
+        train_on_ranks(tiny(tmp_path / run, more, data=data))
+        (line,) = read_lines(tmp_path / run / "evaluations.jsonl")
+        assert line["loss"] > 0 and not {"loss/a", "loss/b"} & line.keys()
+    parts = "--train-iters 1 --eval-iters 4 --split 50,50,0"
+    train_on_ranks(tiny(tmp_path / "parts", parts, data=flags(folder).replace(" --split 1", "")))
+    (line, *_) = read_lines(tmp_path / "parts" / "evaluations.jsonl")
+    assert line["loss/a"] > 0 and line["loss/b"] > 0
 
 
 def test_dp_changes_no_row(folder: Path, tmp_path: Path) -> None:

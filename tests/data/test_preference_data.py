@@ -21,12 +21,16 @@ from megatronish.errors import UserError
 from megatronish.tokenizer import build_tokenizer
 
 END = 257  # </s>
+FIRST_LETTER = "!"  # token 0
+CHATS = ChatConfig()
 
 
-def opened(folder: Path, records: list[dict[str, Any]], *, seq_length: int = 64, pack: bool = True) -> ChatDataset:
+def opened(
+    folder: Path, records: list[dict[str, Any]], *, seq_length: int = 64, chats: ChatConfig = CHATS
+) -> ChatDataset:
     tokenizer = save_tokenizer(folder / "tokenizer", IM, template=chatml())
     data = DataConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer))
-    setup = ChatSetup.of(ChatConfig(pack_samples=pack), data, build_tokenizer(data))
+    setup = ChatSetup.of(chats, data, build_tokenizer(data))
     path = write_lines(folder / "records.jsonl", records)
     settings = DatasetSettings(seq_length=seq_length, seed=1, vocab_size=264, eod=END, chats=setup)
     return open_chats(DatasetSource("training", str(path)), settings)
@@ -110,7 +114,7 @@ def test_a_labelled_completion_has_the_completion_of_the_next_record_beside_it(t
         {"prompt": prompt, "completion": completion, "label": label}
         for prompt, completion, label in zip("pqr", "xyz", labels, strict=True)
     ]
-    data = opened(tmp_path, records, pack=False)
+    data = opened(tmp_path, records, chats=ChatConfig(pack_samples=False))
     found = {}
     for number in range(3):
         sample = data.sample(number)
@@ -121,6 +125,26 @@ def test_a_labelled_completion_has_the_completion_of_the_next_record_beside_it(t
     assert len(letters) == 3 and sorted(found.values()) == sorted(labels)
     assert len({first[:2] for first, _ in found}) == 3
     assert all(first[:2] == second[:2] and first != second for first, second in found)
+
+
+def test_pairs_that_are_read_as_labelled_are_a_wanted_and_an_unwanted_completion(tmp_path: Path) -> None:
+    records = [pair("p", "a", "b"), pair("q", "c", "d"), {"prompt": "r", "completion": "e", "label": False}]
+    file = opened(tmp_path, records, chats=ChatConfig(chat_format="labelled")).files[0]
+    found = {
+        tuple("".join(chr(ord(FIRST_LETTER) + token) for token in text.tokens[:2]) for text in file.texts(place)): (
+            file.label(place)
+        )
+        for place in range(file.num_samples)
+    }
+    assert found == {
+        ("pa", "pc"): True,
+        ("pb", "pd"): False,
+        ("qc", "qe"): True,
+        ("qd", "qe"): False,
+        ("re", "ra"): False,
+    }
+    with pytest.raises(UserError, match="the only record of its file"):
+        opened(tmp_path / "one", records[:1], chats=ChatConfig(chat_format="labelled"))
 
 
 def test_pairs_and_chats_do_not_mix(tmp_path: Path) -> None:

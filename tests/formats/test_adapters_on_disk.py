@@ -47,7 +47,9 @@ def test_merged_weights_compute_what_base_and_adapter_compute(tmp_path: Path, ru
     torch.testing.assert_close(logits_of(base, TOKENS, tp=2, adapter=adapted), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exported_adapter_is_the_same_adapter(tmp_path: Path, runs: tuple[Path, Path]) -> None:
+def test_an_exported_adapter_is_the_same_adapter(
+    tmp_path: Path, runs: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     base, adapted = runs
     if native.read(base).description.model.num_experts is not None:
         assert convert(f"--from megatronish --to peft --load {adapted} --save {tmp_path / 'peft'}".split()) == 2
@@ -57,6 +59,12 @@ def test_an_exported_adapter_is_the_same_adapter(tmp_path: Path, runs: tuple[Pat
     back, own = peft.read(tmp_path / "peft", native.read(base).description), read_native(adapted)
     assert back.tensors.keys() == own.tensors.keys()
     assert all(torch.equal(back.tensors[name].read(), each.read()) for name, each in own.tensors.items())
+    merged = f"--from megatronish --to megatronish --load {base} --adapter {tmp_path / 'peft'} --save {tmp_path / 'm'}"
+    assert convert(merged.split()) == 0
+    assert (
+        f"does not record the weights that it was trained with, and they cannot be compared with those of {base}"
+        in (caplog.text)
+    )
 
 
 def test_evaluation_and_generation_apply_it(tmp_path: Path, runs: tuple[Path, Path]) -> None:

@@ -53,18 +53,26 @@ def test_its_nested_state_dequantised_here_has_its_bits(dtype: torch.dtype) -> N
 
 
 def test_own_nested_codes_are_its() -> None:
-    """Its search on CPUs rounds to 16 bits first, so it is compared with its plain definition as well."""
+    """They are the nearest values, as on its GPUs; on CPUs it rounds to a grid first: on that grid all are equal."""
     absmax = torch.randn(65_536, 64, generator=torch.Generator().manual_seed(2)).abs().amax(1)
     mine = quantise_scales(absmax)
     assert mine.offset.item() == pytest.approx(absmax.mean().item(), rel=2e-7)
-    # in fp64 its operator searches by distance
-    codes, scales = torch.ops.bitsandbytes.quantize_blockwise((absmax - mine.offset).double(), DYNAMIC, 256)
-    assert torch.equal(scales.float(), mine.scales)
-    assert (codes.flatten() == mine.codes).float().mean() >= 0.999
-    fast, scales = torch.ops.bitsandbytes.quantize_blockwise(absmax - mine.offset, DYNAMIC, 256)
+    codes, scales = torch.ops.bitsandbytes.quantize_blockwise(absmax - mine.offset, DYNAMIC, BLOCKS_PER_SCALE)
     assert torch.equal(scales, mine.scales)
-    assert (fast.flatten() == mine.codes).float().mean() >= 0.997
-    assert (fast.flatten().int() - mine.codes.int()).abs().max() <= 1
+    x = (absmax - mine.offset) * (1 / scales).repeat_interleave(BLOCKS_PER_SCALE)
+    assert torch.equal(nearest(x), mine.codes.long())
+    assert torch.equal(nearest(on_its_grid(x)), codes.flatten().long())
+    assert (codes.flatten() == mine.codes).float().mean() >= 0.997
+
+
+def nearest(x: Tensor) -> Tensor:
+    """Numbers of the nearest values of the 8-bit table."""
+    return torch.bucketize(x, (DYNAMIC[1:] + DYNAMIC[:-1]) / 2)
+
+
+def on_its_grid(x: Tensor) -> Tensor:
+    """[-1, 1] -> the nearest of 65,536 values of equal distances: its search on CPUs is a table with one code each."""
+    return ((x + 1) * 32767.5 + 0.5).int() / 32767.5 - 1
 
 
 def test_a_stored_weight_has_the_bytes_of_its_sections() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatronish.config.adapter import AdapterConfig
 from megatronish.costs.adapters import adapted_sections
 from megatronish.formats import native
-from megatronish.formats.adapters import SavedAdapter, under_names_of_checkpoints
+from megatronish.formats.adapters import INFIX, SavedAdapter, under_names_of_checkpoints
 from megatronish.formats.convert import convert
 from megatronish.formats.peft import folder as ours
 from megatronish.formats.weights import Description, LazyTensor
@@ -120,7 +120,8 @@ def gradients_of(trained: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
     batch = MicroBatch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), positions, torch.arange(len(tokens)))
     logits = trained.model.logits(trained.model.hidden(None, batch, step=None))
     logits[..., : trained.description.vocab_size].square().mean().backward()
-    return {name: each.grad for name, each in learning.items() if each.grad is not None}
+    found = {name: each.grad for name, each in learning.items() if each.grad is not None}
+    return {name.replace(".adapters.0.", INFIX): grad for name, grad in found.items()}
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3"])

@@ -130,8 +130,10 @@ def test_a_reader_that_leaves_ends_its_text(client: Any) -> None:
         ({"temperature": -1}, openai.BadRequestError, "temperature: "),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: "),
         ({"n": 2}, openai.BadRequestError, "n=2 is not supported; leave it out"),
+        ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs=2 is not supported; leave it out"),
+        ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k=5 is not supported; leave it out"),
     ],
-    ids=["model", "no messages", "null", "role", "long", "temperature", "max_tokens", "n"],
+    ids=["model", "no messages", "null", "role", "long", "temperature", "max_tokens", "n", "top_logprobs", "top_k"],
 )
 def test_a_bad_request_is_an_error_in_a_sentence(client: Any, options: dict[str, Any], kind: Any, words: str) -> None:
     with pytest.raises(kind) as error:

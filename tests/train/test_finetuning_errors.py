@@ -31,6 +31,9 @@ TABLE = {
         f"--load-hf {{model}} {LORA} --adapter-targets W_pack --mock-data",
         (r"W_pack matches no linear layer", r"q k v o"),
     ),
+    "4-bit blocks that are cut": Wrong(
+        f"--load-hf {{model}} {LORA} --quantize-base nf4 --mock-data", (r"needs whole blocks of 64 inputs",)
+    ),
     "adapter without a base": Wrong(
         f"{LORA} --mock-data --seq-length 16 {{sizes}}", (r"is for a trained model", r"--load-hf DIR")
     ),

@@ -108,10 +108,21 @@ def test_numbers_that_are_stored_in_part_are_completed(folder: Path, base: Path,
 
 def test_validation_is_measured_on_pairs(folder: Path, base: Path, tmp_path: Path) -> None:
     flags = (
-        f"--objective simpo --split 70,30,0 --eval-iters 1 --eval-interval 2 --finetune --load {base} --train-iters 2"
+        f"--objective dpo {LORA} --split 70,30,0 --eval-iters 1 --eval-interval 2 --finetune --load {base} "
+        "--train-iters 2 --optimizer sgd"
     )
-    train_on_ranks(tiny(tmp_path / "run", flags, data=data(folder, "pairs").replace("--split 1 ", "")))
-    assert read_lines(tmp_path / "run" / "evaluations.jsonl")[0]["loss"] > 0
+    lines = []
+    for run, more, ranks in (("one", "", 1), ("two", "--dp 2 --pp 2", 4)):
+        given = data(folder, "pairs", more).replace("--split 1 ", "")
+        output = train_on_ranks(tiny(tmp_path / run, flags, data=given), world_size=ranks)
+        assert "rewards/accuracies: " in next(
+            line for line in output.splitlines() if " valid" in line and "PPL" in line
+        )
+        lines.append(read_lines(tmp_path / run / "evaluations.jsonl")[0])
+    one, two = ({name: each for name, each in line.items() if name != "name"} for line in lines)
+    assert {"rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/rejected"} <= one.keys()
+    assert one["rewards/margins"] == pytest.approx(one["rewards/chosen"] - one["rewards/rejected"], abs=1e-6)
+    assert one["loss"] > 0 and two == pytest.approx(one, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +130,7 @@ def test_validation_is_measured_on_pairs(folder: Path, base: Path, tmp_path: Pat
     [
         ("pairs", "--objective causal_lm", ("has pairs of chosen and rejected", "objective=causal_lm", "dpo, ipo")),
         ("chats", f"--objective dpo {LORA}", ("has texts or chats", "objective=dpo learns from pairs")),
-        ("pairs", f"--objective kto {LORA}", ("has pairs of chosen and rejected", "completions with a label")),
+        ("pairs", f"--objective kto {LORA}", ("has pairs of chosen and rejected", "add --chat-format labelled")),
         ("labelled", "--objective orpo", ("has completions with a label", "--objective kto")),
         ("pairs", "--objective simpo --reference model", ("reference=model is not read by objective=simpo",)),
         ("pairs", f"--objective dpo {LORA} --beta 0", ("beta=0.0 must be greater than 0",)),

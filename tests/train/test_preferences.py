@@ -21,6 +21,7 @@ CASES = {
     "cpo": Case("cpo", {"beta": 0.5}, dropout=0.1),
     "orpo": Case("orpo", {"beta": 0.5}, dropout=0.1),
     "kto": Case("kto", {"beta": 0.5, "undesirable_weight": 1.3}, LORA, dropout=0.1),
+    "orpo, a pair a row": Case("orpo", {"beta": 0.5}, dropout=0.1, pack=False),
     "dpo with a model": Case("dpo", {"beta": 0.5, "reference": "model"}),
     "kto with a model": Case("kto", {"beta": 0.5, "reference": "model"}),
 }
@@ -48,6 +49,7 @@ CHOSEN = [
         for layout in ("cp 2 a2a x dp 2, ZeRO 2", "dp 2, ZeRO 3, recomputed", "pp 2 x cp 2")
     ),
     ("kto with a model", "dp 2 x tp 2"),
+    *(("orpo, a pair a row", layout) for layout in ("dp 2 x tp 2", "pp 2 x cp 2", "cp 2, micro-batches of 2")),
     *((name, "cp 2 a2a x dp 2, ZeRO 2") for name in ("hinge", "robust", "ipo", "simpo", "cpo", "orpo")),
     *((name, "dp 2 x tp 2") for name in ("simpo", "orpo")),
     *((name, "pp 2, zb-h1, recomputed") for name in ("ipo", "cpo", "orpo")),

@@ -229,6 +229,22 @@ def test_a_quantised_run_goes_on_in_another_layout(tmp_path: Path, base: Path, t
         assert steps_of(run_dir)[step] == pytest.approx(expected, rel=1e-5), step
 
 
+OFFLOAD = "--zero-stage 3 --dp 2 --optimizer-cpu-offload --param-cpu-offload"
+FP16 = "--fp16 --initial-loss-scale 1024"  # without overflows
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("", 1e-5), (FP16, 2e-3)], ids=["fp32", "fp16"])
+def test_a_quantised_run_waits_in_the_memory_of_the_cpu(
+    tmp_path: Path, base: Path, precision: str, tolerance: float
+) -> None:
+    flags = f"{LORA} --quantize-base nf4 --load {base} {precision}"
+    for run, more, ranks in (("one", "", 1), ("two", OFFLOAD, 2)):
+        train_on_ranks(tiny(tmp_path / run, f"{flags} {more}"), world_size=ranks)
+    assert len(steps_of(tmp_path / "one")) == 4
+    for step, expected in steps_of(tmp_path / "one").items():
+        assert steps_of(tmp_path / "two")[step] == pytest.approx(expected, rel=tolerance), step
+
+
 def test_its_base_is_that_of_an_unquantised_run_and_its_losses_are_not(
     tmp_path: Path, base: Path, tuned: tuple[Path, str]
 ) -> None:

@@ -111,10 +111,11 @@ class ChatDataset:
             np.concatenate([*(text.mask for _, text in texts), np.zeros(left, np.bool_)]),
             np.repeat(np.arange(len(lengths) + 1), [*lengths, left]),
             np.repeat([*(file for file, _ in texts), 0], [*lengths, left]) if mixes else None,
+            num_filler=left,
             **self._pairs(chats) if self.is_paired else {},
         )
 
-    def _pairs(self, chats: Sequence[tuple[int, int]]) -> dict[str, NDArray[Any]]:
+    def _pairs(self, chats: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Labels of the pairs of a row, and their log-probabilities by a reference, where these are stored."""
         found = {"pair_labels": np.array([self.files[file].label(place) for file, place in chats])}
         references = [self.files[file].reference(place) for file, place in chats]

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.config.chat import TrainOn
-from megatronish.control_tokens import ControlEncoder
+from megatronish.control_tokens import ControlEncoder, PlacedTokens
 from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
 from megatronish.data.chat.conversation import Conversation, Message, PlainText
 from megatronish.data.chat.template import ChatTemplate
@@ -63,7 +63,15 @@ class ChatEncoder:
         shield = self.template.shield
         shielded = self.template.render(shield(list(messages)), shield(list(tools)), generation_prompt=True)
         places = self.template.control_places(shielded)
-        return self.controls.encode(self.template.unshield(shielded), places).ids
+        return self._placed(self.template.unshield(shielded), places).ids
+
+    def _placed(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:
+        """Tokens of a text. ValueError for half a surrogate pair: JSON can spell one, and the libraries fail on it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{text[error.start]!r} is half of a character, which has no tokens") from None
+        return self.controls.encode(text, places)
 
     def _trained(self, chat: Conversation) -> list[int]:
         """Numbers of the answers to train on; with train_on=all, of those to leave out."""
@@ -78,7 +86,7 @@ class ChatEncoder:
         assert self.template is not None
         rendered = render_answers(self.template, chat, answers)
         text = self.template.unshield(rendered.text)
-        placed = self.controls.encode(text, rendered.controls)
+        placed = self._placed(text, rendered.controls)
         begins, ends = np.array(placed.begins, np.int64), np.array(placed.ends, np.int64)
         mask = _inside(begins, ends, rendered.answers)
         closing = tuple(sorted(set(self._closing(rendered, text))))
@@ -93,7 +101,7 @@ class ChatEncoder:
 
     def _plain(self, record: PlainText) -> EncodedChat:
         """Plain text with an end: special tokens that it spells are text. A token across the border is the prompt's."""
-        placed = self.controls.encode(record.prompt + record.completion, ())
+        placed = self._placed(record.prompt + record.completion, ())
         border = 0 if self.train_on == "all" else len(record.prompt)
         tokens = [*self._beginning, *placed.ids, self._eos]
         mask = [*(border == 0 for _ in self._beginning), *(begin >= border for begin in placed.begins), True]

@@ -94,7 +94,7 @@ def _text(record: Record) -> PlainText:
     return PlainText("", text)
 
 
-ChatRecord = Conversation | PlainText | CompletionPair | LabelledCompletion
+ChatRecord = Conversation | PlainText | CompletionPair | tuple[LabelledCompletion, ...]
 
 FORMATS: dict[str, Callable[[Record], ChatRecord]] = {
     "openai": _openai,

@@ -2,7 +2,7 @@
 
 Both become two completions of one sample. Of a labelled one, the second has its prompt and the completion of the next
 record of the file, of the last record that of the first: KTO measures by it how far the model has moved. Which it is
-follows from the file alone.
+follows from the file alone. A pair that is read as two labelled ones is compared with the halves of the next pair.
 """
 
 from dataclasses import dataclass
@@ -58,12 +58,15 @@ def chosen_and_rejected(record: dict[str, Any]) -> tuple[Prompted, Prompted]:
     return (prompt, chosen), (prompt, rejected)
 
 
-def labelled(record: dict[str, Any]) -> LabelledCompletion:
-    """Record {"prompt", "completion", "label"}."""
+def labelled(record: dict[str, Any]) -> tuple[LabelledCompletion, ...]:
+    """Record {"prompt", "completion", "label"}; a pair is two, of which the chosen one is wanted."""
+    if {"chosen", "rejected"} & record.keys():
+        both = zip(chosen_and_rejected(record), (True, False), strict=True)
+        return tuple(LabelledCompletion(*prompted, record.get("tools"), label) for prompted, label in both)
     label = record.get("label")
     if not isinstance(label, bool):
         raise ValueError(f"label={label!r} must be true or false; or name --chat-format prompt_completion")
-    return LabelledCompletion(record.get("prompt"), record.get("completion"), record.get("tools"), label)
+    return (LabelledCompletion(record.get("prompt"), record.get("completion"), record.get("tools"), label),)
 
 
 def kind_of(chat_format: str) -> Literal["text", "pairs", "labelled"]:

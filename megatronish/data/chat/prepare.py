@@ -38,6 +38,10 @@ class NothingToTrainError(UserError):
     """UserError: a file of chats has no trained token."""
 
 
+Labelled = tuple[LabelledCompletion, ...]
+"""Labelled completions of a line: one, or the two of a pair."""
+
+
 @dataclass(frozen=True)
 class ChatLine:
     """A line with its place in its file: a record, or what is wrong with it."""
@@ -154,18 +158,24 @@ def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[C
 
     A labelled completion becomes a pair with the completion of the next record, the last one's with that of the first.
     """
-    first: LabelledCompletion | None = None
-    waiting: tuple[str, LabelledCompletion] | None = None
+    first: Labelled = ()
+    waiting: tuple[str, Labelled] | None = None
     for where, record in _records(path, config, counts):
-        if not isinstance(record, LabelledCompletion):
+        if not isinstance(record, tuple):
             yield ChatLine(where, record)
             continue
         first = first or record
         if waiting is not None:
-            yield _with_mismatch(*waiting, record)
+            yield from _with_mismatches(*waiting, record)
         waiting = where, record
-    if waiting is not None and first is not None:
-        yield _with_mismatch(*waiting, first)
+    if waiting is not None:
+        yield from _with_mismatches(*waiting, first)
+
+
+def _with_mismatches(where: str, records: Labelled, others: Labelled) -> Iterator[ChatLine]:
+    """Pairs of the labelled completions of a line and of those of another line, with the same prompts."""
+    for number, record in enumerate(records):
+        yield _with_mismatch(where, record, others[min(number, len(others) - 1)])
 
 
 def _with_mismatch(where: str, record: LabelledCompletion, other: LabelledCompletion) -> ChatLine:

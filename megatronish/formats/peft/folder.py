@@ -92,7 +92,9 @@ def read(load: Path, description: Description) -> SavedAdapter:
             f"{load / FILE} holds {left[0]}, which is no adapter of a linear layer of this model; the adapter is of "
             "another model, or was trained with modules_to_save"
         )
-    return SavedAdapter(load, replace(config, adapter_targets=_short(targets, description)), found)
+    name = theirs.get("base_model_name_or_path")
+    config = replace(config, adapter_targets=_short(targets, description))
+    return SavedAdapter(load, config, found, base_name=None if name is None else str(name))
 
 
 def _short(targets: list[str], description: Description) -> tuple[str, ...]:

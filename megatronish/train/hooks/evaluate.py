@@ -1,11 +1,12 @@
-"""The Evaluate hook: mean loss and perplexity on validation and test sets."""
+"""The Evaluate hook: loss, perplexity and what else an objective reports, on validation and test sets."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from megatronish.model.batch import MicroBatch
-from megatronish.objectives.objective import LOSS
+from megatronish.objectives.objective import LOSS, Metrics, metrics_of
 from megatronish.train.console import Console
 from megatronish.train.engine import Engine
 from megatronish.train.folder import add_line
@@ -16,14 +17,17 @@ BatchOf = Callable[[int], list[MicroBatch]]
 """This rank's micro-batches of evaluation batch number i."""
 
 
-def mean_loss(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[float, int]:
-    """Mean loss over all predictions of `num_batches` global batches, and the number of these predictions."""
-    total, tokens = 0.0, 0
+def mean_metrics(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[Metrics, int]:
+    """What the objective reports of `num_batches` global batches, "loss" among it, and what its sums are divided by.
+
+    That is the number of predictions, or of pairs of completions.
+    """
+    total, weight = Counter[str](), 0
     for i in range(num_batches):
         totals = engine.evaluate(batch_of(i))
-        total += totals.sums[LOSS]
-        tokens += totals.weight
-    return total / max(tokens, 1), tokens
+        total.update(totals.sums)
+        weight += totals.weight
+    return metrics_of(engine.objective, total, weight=weight), weight
 
 
 class Evaluate(Hook):
@@ -66,19 +70,22 @@ class Evaluate(Hook):
             self._one(trainer, name, batch_of)
 
     def _one(self, trainer: Trainer, name: str, batch_of: BatchOf) -> None:
-        loss, tokens = mean_loss(trainer.engine, batch_of, self.num_batches)
+        metrics, weight = mean_metrics(trainer.engine, batch_of, self.num_batches)
         if self.file is None:
             return
+        loss = metrics.pop(LOSS)
         perplexity = math.exp(min(loss, 700.0))
         line = {
             "step": trainer.progress.step,
             "name": name,
             "loss": loss,
             "perplexity": perplexity,
-            "tokens": tokens,
+            "tokens": weight,
             "consumed_samples": trainer.progress.consumed_samples,
+            **metrics,
         }
         points = {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}
+        points |= {f"{metric} {name}": value for metric, value in metrics.items()}
         self.trackers.add(points, step=trainer.progress.step, samples=trainer.progress.consumed_samples)
         add_line(self.file, line)
-        self.console.evaluation(name=name, step=trainer.progress.step, loss=loss, perplexity=perplexity)
+        self.console.evaluation(name=name, step=trainer.progress.step, loss=loss, perplexity=perplexity, others=metrics)
