@@ -15,7 +15,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.mesh import Mesh
 from megatronish.model.block import TransformerBlock
 from megatronish.train.hooks.goodput import Ledger
-from megatronish.train.hooks.stragglers import Stragglers, RankAtWork
+from megatronish.train.hooks.stragglers import RankAtWork, Stragglers
 from megatronish.train.plot import read_lines
 
 

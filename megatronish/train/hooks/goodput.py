@@ -56,7 +56,13 @@ class Ledger:
         """The ledger of the starts before; a new one where there is none that can be read."""
         try:
             found = cls(**json.loads(path.read_text()))
-            return found if isinstance(found.seconds, dict) and isinstance(found.counts, dict) and isinstance(found.recoveries, list) else cls()
+            return (
+                found
+                if isinstance(found.seconds, dict)
+                and isinstance(found.counts, dict)
+                and isinstance(found.recoveries, list)
+                else cls()
+            )
         except (OSError, ValueError, TypeError):
             return cls()
 
