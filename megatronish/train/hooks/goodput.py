@@ -10,7 +10,7 @@ RUN_DIR/goodput.json adds up seconds by cause:
     down         from the last sign of a start that failed to the next start
     other        logs, pictures, hooks of plug-ins
 
-A start that ended as it should (finished, or stopped on request) is followed by no `down` time: the run was not waited for.
+After a start that ended as it should (finished, or stopped on request) no `down` time is counted.
 """
 
 import json
@@ -42,7 +42,10 @@ WRITE_SECONDS = 5.0
 
 @dataclass
 class Ledger:
-    """Sums over all starts of a run. `counts` has the last step, steps, starts and lost steps. `recoveries` are seconds from the last sign of a failed start to a new step."""
+    """Sums over all starts of a run. `counts` has the last step, steps, starts and lost steps.
+
+    `recoveries` are seconds from the last sign of a failed start to a new step.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -114,7 +117,7 @@ class Goodput(Hook):
         self._is_first = True
 
     def start(self, trainer: Trainer) -> None:
-        """Go on with the ledger of the starts before."""
+        """Continue the ledger of the starts before."""
         self.ledger = Ledger.read(self.path)
         began = time.time() - self.record.age()
         self._down = self.ledger.begin(trainer.progress.step, now=began)
