@@ -91,6 +91,7 @@ METRICS: dict[str, Metric] = {
         Metric("world_size", "ranks", "world-size"),
         Metric("params_norm", "2-norm", "params-norm", lambda value: f"params norm: {value:.3f}"),
         Metric("num_zeros", "gradient elements", "num-zeros", lambda value: f"num zeros: {int(value)}"),
+        Metric("goodput", "share of the time so far that was training"),
         # These count from one line of the log to the next, or are the config's: not in the file.
         Metric(
             "global_batch_size",
