@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ import torch
 
 from megatronish.errors import UserError
 from megatronish.launch.imports import importing
+from megatronish.launch.leftovers import meeting_folder
 from megatronish.launch.orphans import end_with_agent, end_with_parent
 from megatronish.launch.place import Place, place_from_environment, threads_per_rank
 from megatronish.launch.rank import Ending, failure, run_here, run_rank
@@ -137,7 +137,7 @@ def _attempt(wanted: _RanksToStart) -> _Attempt:
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
     forwarded = _forwarded_signals(ranks, ignores_interrupts=interactive)
-    with tempfile.TemporaryDirectory(prefix="megatronish-") as folder, forwarded as received:
+    with meeting_folder() as folder, forwarded as received:
         try:
             with _signals_held():
                 for rank in range(world_size):

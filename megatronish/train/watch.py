@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatronish.config.config import Config
 from megatronish.launch.flight_recorder import dump_flight_record
+from megatronish.launch.leftovers import RINGS
 from megatronish.launch.meeting import has_lasting_store
 from megatronish.launch.place import Place
 from megatronish.watch.beat import Beat
@@ -61,4 +62,4 @@ def share_by_store(watchdog: Watchdog, place: Place, store: KeyValueStore) -> No
     watchdog.share(PatientBoard(StoreBoard(store)), kept_by=keeper)
     if place.is_on_one_machine:
         # The process that started the ranks is the same for all of them.
-        watchdog.share_ring(Path(tempfile.gettempdir()) / f"megatronish-rings-{os.getppid()}")
+        watchdog.share_ring(Path(tempfile.gettempdir()) / f"{RINGS}{os.getppid()}")

@@ -1,0 +1,55 @@
+"""Tests of what killed launchers leave in the temporary directory: the next one removes it, and nothing else."""
+
+import os
+from pathlib import Path
+
+import pytest
+from jobs import run_job, started, tiny
+from ranks import wait_until
+
+from megatronish.launch.leftovers import MEETING, RINGS, remove_leftovers
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def use_temporary(folder: str) -> None:
+    """Planted in a job: its temporary directory is another."""
+    import tempfile
+
+    tempfile.tempdir = folder
+
+
+def test_the_next_launcher_removes_the_folder_of_a_killed_one(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    plant = {"plant": use_temporary, "plant_args": (str(temporary),)}
+    with started(tiny(tmp_path / "a", "--dp 2 --train-iters 100000"), tmp_path, **plant) as job:
+        assert wait_until(lambda: any(name.startswith(MEETING) for name in names(temporary)))
+        in_use = names(temporary)
+        remove_leftovers(temporary)
+        assert names(temporary) == in_use  # its lock is held
+        job.kill()
+        assert job.is_gone()
+    assert in_use <= names(temporary)
+    assert run_job(tiny(tmp_path / "b", "--dp 2"), tmp_path, **plant).status == 0
+    assert not [name for name in names(temporary) if name.startswith(MEETING)]
+
+
+def test_other_folders_stay(tmp_path: Path) -> None:
+    for name in ("megatronish-of-mine", f"{RINGS}{os.getpid()}", f"{MEETING}new", "others"):
+        (tmp_path / name).mkdir()
+    before = names(tmp_path)
+    (tmp_path / f"{RINGS}999999999").mkdir()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's folder needs root to be made")
+def test_folders_of_other_users_stay(tmp_path: Path) -> None:
+    folder = tmp_path / f"{RINGS}999999999"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    remove_leftovers(tmp_path)
+    assert folder.exists()
