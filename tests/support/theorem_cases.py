@@ -6,7 +6,7 @@ from itertools import product
 from math import lcm
 from typing import Any
 
-from pairwise import Chosen, pairwise
+from pairwise import Chosen, Pair, covered_pairs, pairwise
 from problem import CHUNKS, Problem, Spread
 
 from megatronish.config.adapter import AdapterConfig
@@ -87,8 +87,23 @@ def with_adapters(dealt: Sequence[Chosen]) -> list[Chosen]:
     return pairwise(choices_of_adapters, seed=ADAPTER_SEED)
 
 
+def fewest_adapted(dealt: Sequence[Chosen]) -> set[int]:
+    """Numbers of few cases in which every kind of adapter meets every feature that it meets in all of them."""
+    pairs = [
+        {pair for pair in covered_pairs([chosen]) if any(name == "adapter" for name, _ in pair)} for chosen in dealt
+    ]
+    missing, found = set[Pair]().union(*pairs), set[int]()
+    while missing:
+        best = max(range(len(dealt)), key=lambda number: len(pairs[number] & missing))
+        found.add(best)
+        missing -= pairs[best]
+    return found
+
+
 ADAPTER_SEED = 0
 DEALT = with_adapters(pairwise(CHOICES, seed=34))
+ADAPTED = fewest_adapted(DEALT)
+"""Cases whose adapters are trained in the usual run; `pytest --all-layouts` trains those of all."""
 
 
 def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
