@@ -1,6 +1,6 @@
 """Cases of the theorem: every layout of at most eight ranks, and the features that are dealt to it."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import product
 from math import lcm
@@ -87,11 +87,14 @@ def with_adapters(dealt: Sequence[Chosen]) -> list[Chosen]:
     return pairwise(choices_of_adapters, seed=ADAPTER_SEED)
 
 
+def pairs_of_adapters(pairs: Set[Pair]) -> set[Pair]:
+    """Those that are a kind of adapter and a value of another feature."""
+    return {pair for pair in pairs if any(name == "adapter" for name, _ in pair)}
+
+
 def fewest_adapted(dealt: Sequence[Chosen]) -> set[int]:
     """Numbers of few cases in which every kind of adapter meets every feature that it meets in all of them."""
-    pairs = [
-        {pair for pair in covered_pairs([chosen]) if any(name == "adapter" for name, _ in pair)} for chosen in dealt
-    ]
+    pairs = [pairs_of_adapters(covered_pairs([chosen])) for chosen in dealt]
     missing, found = set[Pair]().union(*pairs), set[int]()
     while missing:
         best = max(range(len(dealt)), key=lambda number: len(pairs[number] & missing))
