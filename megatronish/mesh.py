@@ -182,6 +182,8 @@ class Mesh:
         everyone = tuple(range(layout.world_size))
         world = Axis("world", len(everyone), rank, everyone, dist.group.WORLD if everyone[1:] else None)
         axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend))
+        # The fake process group of a dry run has no peers that gloo could connect to.
+        background = None if backend == "fake" else "gloo"
         stages = layout.groups("pp")
         ends = [[ranks[stage] for stage in embedding_stages] for ranks in stages]
         tp = axis("tp", layout.groups("tp"))
@@ -198,7 +200,7 @@ class Mesh:
             coordinates=layout.coordinates(rank),
             device=device,
             world=world,
-            checkpoint_axis=axis("checkpoint", [everyone], backend=backend_of("cpu", backend, otherwise="gloo")),
+            checkpoint_axis=axis("checkpoint", [everyone], backend=backend_of("cpu", backend, otherwise=background)),
             pp=axis("pp", stages),
             dp=axis("dp", layout.groups("dp"), backend=backend_of("cpu", backend)),
             cp=axis("cp", layout.groups("cp")),
