@@ -1,29 +1,29 @@
 """Recorder of a dry run: every operator of a step passes here on its way to tensors that have no memory.
 
-It counts operators, FLOPs, bytes that groups of ranks exchange, and what the host waits for; it answers what tensors
-without values cannot, and tells the ledger of every storage.
+It counts operators, FLOPs, the bytes that groups of ranks exchange, and what the host waits for; it answers what
+tensors without values cannot, and tells the ledger of every storage.
 """
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatronish.dry_run.ledger import Ledger
 
-PACKAGE = Path(__file__).parents[1]
-aten = torch.ops.aten
+PACKAGE = str(Path(__file__).parents[1])
+OWN = str(Path(__file__).parent)
+aten, prim = torch.ops.aten, torch.ops.prim
 
 # What a GPU computes in two parts, between which the host reads a size or a value.
 WAITING = {aten.nonzero, aten.masked_select, aten._unique2, aten.bincount, aten._local_scalar_dense, aten.equal}
@@ -34,59 +34,59 @@ COLLECTIVES = {
     "alltoall_base_": "all-to-all",
     "send": "send",
     "recv_": "receive",
-    "broadcast_": "broadcast",
 }
 
 
-class Sent(NamedTuple):
-    """A kind of traffic: the axis, the collective, and the part of the step that repeats it."""
+class Traffic(NamedTuple):
+    """Kind of traffic: the name of the group of ranks, and the collective."""
 
     axis: str
     collective: str
 
 
-class Totals(NamedTuple):
-    """What a part of a step has counted."""
+@dataclass
+class Counts:
+    """What a part of a step does. `sent` are bytes: of each call, those of its largest tensor."""
 
-    calls: Counter[Sent]
-    bytes: Counter[Sent]
-    flops: Counter[str]
-    waits: Counter[str]
+    calls: Counter[Traffic] = field(default_factory=Counter)
+    sent: Counter[Traffic] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    operators: int = 0
 
-    @classmethod
-    def empty(cls) -> "Totals":
-        """Nothing counted yet."""
-        return cls(Counter(), Counter(), Counter(), Counter())
+
+class Answer(NamedTuple):
+    """Result of an operator that is not carried out."""
+
+    value: Any
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode above FakeTensorMode. `part` names the part of the step that counts are for.
+    """Dispatch mode above FakeTensorMode. Counts are kept for each part of the step by itself (`begin_part`).
 
-    `number` is what the host reads wherever it reads an integer; truth values are True and fractions 2.
+    `number` is what the host reads wherever it reads an integer of the device; truth values are True, fractions 2.
+    `references` are the operators that run by the operators that they are made of.
     """
 
-    def __init__(self, ledger: Ledger, *, number: int, references: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, device_type: str, *, number: int, references: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.ledger, self.number, self.references = ledger, number, references
-        self.num_operators = 0
-        self.part = "build"
-        self.totals: dict[str, Totals] = {}
-        self._counts = Totals.empty()
+        self.ledger = Ledger(device_type, _allocation_site)
+        self.number, self.references = number, references
+        self.parts: dict[str, Counts] = {}
         self.begin_part("build")
 
     def begin_part(self, part: str) -> None:
         """From now on counts are for this part."""
-        self.part = part
-        self._counts = self.totals.setdefault(part, Totals.empty())
+        self._counts = self.parts.setdefault(part, Counts())
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
-        self._counts.waits[f"{_call_site()} {what}"] += 1
+        self._counts.waits[f"{_call_site()} ({what})"] += 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Meanwhile lists of tensors and sizes of storages are seen, too, which pass no operator."""
-        resize = torch.UntypedStorage.resize_
+        """Meanwhile operators are recorded, and lists of tensors and sizes of storages, which pass no operator."""
+        resize, to_list = torch.UntypedStorage.resize_, FakeTensor.tolist
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             done = resize(storage, size)
@@ -98,61 +98,70 @@ class Recorder(TorchDispatchMode):
                 self.wait("tolist")
             return _nested(tensor.shape, self._value(tensor.dtype))
 
-        with patch.object(torch.UntypedStorage, "resize_", resized), patch.object(FakeTensor, "tolist", as_list), self:
-            yield
+        torch.UntypedStorage.resize_, FakeTensor.tolist = resized, as_list  # type: ignore[method-assign]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_, FakeTensor.tolist = resize, to_list  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """One operator: counted, answered here or carried out on tensors without memory."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, with the local tensors
-        kwargs = kwargs or {}
-        self.num_operators += 1
         packet = func._overloadpacket
-        if func.namespace == "c10d":
-            self._exchange(func, args)
-        elif packet in flop_registry:
-            self._counts.flops[packet.__name__] += 0
+        if packet is prim.device:
+            return func(*args)
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # its local tensors come here next
+        kwargs = kwargs or {}
         reference = self.references.get(packet)
         if reference is not None:
             with self:
                 return reference(*args, **kwargs)
-        self._see_waits(packet, args, kwargs)
+        self._counts.operators += 1
+        if func.namespace == "c10d":
+            self._see_exchange(packet.__name__, args)
+        elif func.namespace == "aten":
+            self._see_wait(packet, args, kwargs)
         answer = self._answer(packet, args, kwargs)
         out = func(*args, **kwargs) if answer is None else answer.value
         if packet in flop_registry:
-            self._counts.flops[packet.__name__] += flop_registry[packet](*args, **kwargs, out_val=out)
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor):
-                self.ledger.note(each, packet.__name__)
+            # Products that return another dtype than their operands' have it as a third argument.
+            operands = args[:2] if packet in (aten.mm, aten.bmm) else args
+            self._counts.flops[packet.__name__] += flop_registry[packet](*operands, **kwargs, out_val=out)
+        if isinstance(out, Tensor):
+            self.ledger.note(out, packet.__name__)
+        elif isinstance(out, tuple | list):
+            for each in tree_leaves(out):
+                if isinstance(each, Tensor):
+                    self.ledger.note(each, packet.__name__)
         return out
 
-    def _exchange(self, func: Any, args: tuple[Any, ...]) -> None:
-        name = func._overloadpacket.__name__
+    def _see_exchange(self, name: str, args: tuple[Any, ...]) -> None:
         group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
         axis = "" if group is None else torch.distributed.ProcessGroup.unbox(group).group_desc
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-        sent = Sent(axis, COLLECTIVES.get(name, name))
-        self._counts.calls[sent] += 1
-        self._counts.bytes[sent] += max((each.numel() * each.element_size() for each in tensors), default=0)
+        traffic = Traffic(axis, COLLECTIVES.get(name, name))
+        self._counts.calls[traffic] += 1
+        self._counts.sent[traffic] += max((each.numel() * each.element_size() for each in tensors), default=0)
 
-    def _see_waits(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        device = self.ledger.device_type
+    def _see_wait(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Whether the host waits: for a value, a size, or a copy between the device and memory that is not pinned."""
         if packet in WAITING:
-            if args[0].device.type == device:
+            if args[0].device.type == self.ledger.device_type:
                 self.wait(packet.__name__)
-        elif packet is aten._to_copy:
-            to = kwargs.get("device")
-            if to is not None and {to.type, args[0].device.type} == {device, "cpu"} and not kwargs.get("non_blocking"):
-                self.wait("copy")
+            return
+        ends: set[str] = set()
+        if packet is aten._to_copy and kwargs.get("device") is not None:
+            ends = {kwargs["device"].type, args[0].device.type}
         elif packet is aten.copy_:
-            target, source = args[:2]
-            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-            if waits and {target.device.type, source.device.type} == {device, "cpu"}:
-                self.wait("copy")
+            ends = {args[0].device.type, args[1].device.type}
+            kwargs = {"non_blocking": args[2]} if len(args) > 2 else kwargs
+        if ends == {self.ledger.device_type, "cpu"} and not kwargs.get("non_blocking"):
+            self.wait("copy")
 
-    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Answer | None":
+    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer | None:
         """What tensors without values cannot compute."""
         if packet is aten._local_scalar_dense:
             return Answer(self._value(args[0].dtype))
@@ -174,12 +183,6 @@ class Recorder(TorchDispatchMode):
         return 2.0 if dtype.is_floating_point else self.number
 
 
-class Answer(NamedTuple):
-    """Result of an operator that is not carried out."""
-
-    value: Any
-
-
 def _nested(shape: Sequence[int], value: Any) -> Any:
     return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
 
@@ -187,10 +190,13 @@ def _nested(shape: Sequence[int], value: Any) -> Any:
 def _call_site() -> str:
     """`file:line function` of the innermost line of the package that is no part of the dry run."""
     frame = sys._getframe(1)
-    own = str(PACKAGE / "dry_run")
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(str(PACKAGE)) and not path.startswith(own):
-            return f"{Path(path).relative_to(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "?"
+        if path.startswith(PACKAGE) and not path.startswith(OWN):
+            return f"{path[len(PACKAGE) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "torch"
+
+
+def _allocation_site() -> str:
+    return _call_site()

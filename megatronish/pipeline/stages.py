@@ -77,9 +77,10 @@ class Stages:
 
     def loads(self, num_microbatches: int) -> list[StageLoad]:
         """The load of every stage: its layers, and the numbers of live activations at every instant of a step."""
-        return [self._load(stage, num_microbatches) for stage in range(self.num_stages)]
+        return [self.load(stage, num_microbatches) for stage in range(self.num_stages)]
 
-    def _load(self, stage: int, num_microbatches: int) -> StageLoad:
+    def load(self, stage: int, num_microbatches: int) -> StageLoad:
+        """The load of one stage."""
         places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
         live, deferred = [0] * self.num_chunks, [0] * self.num_chunks
         instants = {Instant(tuple(live), tuple(deferred))}
