@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
 
     def _see_exchange(self, name: str, args: tuple[Any, ...]) -> None:
         group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
-        axis = "" if group is None else torch.distributed.ProcessGroup.unbox(group).group_desc
+        axis = "" if group is None else torch.distributed.ProcessGroup.unbox(group).group_desc.replace("default_pg", "world")
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         traffic = Traffic(axis, COLLECTIVES.get(name, name))
         self._counts.calls[traffic] += 1
