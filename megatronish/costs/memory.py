@@ -35,7 +35,7 @@ def expected_memory(
     costs = [layer.cost(model) for layer in specs]
     padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
     tokens = training.seq_length * training.micro_batch_size // layout.cp
-    zero, activations = ZeroSettings.of(config.parallel, layout), _activations(config, device)
+    zero, activations = ZeroSettings.of(config.parallel, layout), activations_of(config, device)
     # Dense parameters are shared over dp and cp, experts over the ranks that hold the same ones.
     domains = ((_dense_on(layout.tp), zero), (_experts_on(grid), zero.of_experts(layout, grid)))
     expected = []
@@ -82,7 +82,8 @@ def expected_memory(
     return expected
 
 
-def _activations(config: Config, device: DeviceType) -> Activations:
+def activations_of(config: Config, device: DeviceType) -> Activations:
+    """Settings of a config that decide what its layers keep."""
     parallel, layout = config.parallel, config.layout
     element_bytes = 4 if config.training.precision == "fp32" else 2
     is_ring = layout.cp > 1 and parallel.cp_comm_type == "p2p"  # which keeps no probabilities, whatever it drops

@@ -18,12 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.attention import dropped
 from megatronish.config.config import Config
+from megatronish.costs.traffic import TrafficKey
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
-from megatronish.dry_run.recorder import Counts, Recorder, Traffic
+from megatronish.dry_run.recorder import Counts, Recorder
 from megatronish.launch.place import Place
 from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
@@ -218,7 +219,7 @@ def whole_step(parts: Mapping[str, Counts], num_run: int, planned: int) -> Count
         for counts in of_step:
             total.update(getattr(counts, name))
         for key, value in list(total.items()):
-            if isinstance(key, Traffic) and key.axis.startswith(("F ", "B ")):
+            if isinstance(key, TrafficKey) and key.axis.startswith(("F ", "B ")):
                 total[key] = value * planned // num_run
             else:
                 total[key] = value + more * getattr(first, name)[key]

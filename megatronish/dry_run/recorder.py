@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatronish.costs.traffic import TrafficKey
 from megatronish.dry_run.ledger import Ledger
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -37,19 +38,12 @@ COLLECTIVES = {
 }
 
 
-class Traffic(NamedTuple):
-    """Kind of traffic: the name of the group of ranks, and the collective."""
-
-    axis: str
-    collective: str
-
-
 @dataclass
 class Counts:
     """What a part of a step does. `sent` are bytes: of each call, those of its largest tensor."""
 
-    calls: Counter[Traffic] = field(default_factory=Counter)
-    sent: Counter[Traffic] = field(default_factory=Counter)
+    calls: Counter[TrafficKey] = field(default_factory=Counter)
+    sent: Counter[TrafficKey] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     operators: int = 0
@@ -142,7 +136,7 @@ class Recorder(TorchDispatchMode):
         group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
         axis = "" if group is None else torch.distributed.ProcessGroup.unbox(group).group_desc.replace("default_pg", "world")
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-        traffic = Traffic(axis, COLLECTIVES.get(name, name))
+        traffic = TrafficKey(axis, COLLECTIVES.get(name, name))
         self._counts.calls[traffic] += 1
         self._counts.sent[traffic] += max((each.numel() * each.element_size() for each in tensors), default=0)
 

@@ -5,30 +5,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.costs.memory import expected_memory
 from megatronish.costs.memory_table import Memory, format_bytes
+from megatronish.costs.peak import expected_peak
+from megatronish.costs.traffic import TrafficKey, expected_traffic
 from megatronish.dry_run.rank import Planned, RankRecord
+from megatronish.ops.library import load_kernels
 
 GIB = 2**30
 
 
 class Expected(NamedTuple):
-    """A rank's record with the memory that is expected of its stage."""
+    """A rank's record, with the memory and the bytes by axis that costs/ expects of its stage."""
 
     record: RankRecord
     memory: Memory
+    sent: dict[TrafficKey, int]
 
 
 def with_expected(planned: Planned, record: RankRecord) -> Expected:
     """The record, and what costs/memory.py expects of its stage."""
     loads = planned.stages.loads(planned.num_microbatches)
-    found = expected_memory(planned.config, [loads[record.stage]], vocab_size=planned.vocab_size)
-    return Expected(record, found[0])
+    load, kernels = loads[record.stage], load_kernels() is None
+    memory = expected_peak(planned.config, [load], vocab_size=planned.vocab_size, kernels=kernels)[0]
+    sent = expected_traffic(planned.config, load, record.stage, vocab_size=planned.vocab_size)
+    return Expected(record, memory, sent)
 
 
 def text_of(planned: Planned, found: Expected) -> str:
     """Lines about one rank."""
-    record, memory = found
+    record, memory = found.record, found.memory
     counts, layout = record.counts, planned.config.layout
     run = f"{record.num_run} micro-batches" if record.num_run > 1 else "1 micro-batch"
     more = planned.num_microbatches - record.num_run
@@ -71,7 +76,7 @@ def json_of(planned: Planned, found: Sequence[Expected], *, notes: Sequence[str]
 
 
 def _json_of_rank(found: Expected) -> dict[str, Any]:
-    record, memory = found
+    record, memory = found.record, found.memory
     counts = record.counts
     return {
         "rank": record.rank,
@@ -83,12 +88,13 @@ def _json_of_rank(found: Expected) -> dict[str, Any]:
         "peak_phase": record.phase,
         "build_peak_bytes": record.build_peak,
         "owners": record.owners,
-        "expected": {**memory._asdict(), "total": memory.total},
+        "expected_memory": {**memory._asdict(), "total": memory.total},
+        "expected_only": {f"{key.axis} {key.collective}": size for key, size in found.sent.items() if not counts.calls[key]},
         "largest": [
             {"bytes": size, "number": number, **group._asdict()} for group, number, size in record.largest
         ],
         "traffic": [
-            {**traffic._asdict(), "calls": calls, "bytes": counts.sent[traffic]}
+            {**traffic._asdict(), "calls": calls, "bytes": counts.sent[traffic], "expected": found.sent.get(traffic, 0)}
             for traffic, calls in sorted(counts.calls.items())
         ],
         "flops": dict(counts.flops),

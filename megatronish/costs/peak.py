@@ -1,0 +1,310 @@
+"""Peak of a rank's memory in a step: the moment when most is held, and what an operator at work needs beside it.
+
+memory.py adds up the most of each kind of bytes, which are not there at the same time. Here every instant of the
+schedule is looked at as a backward begins in it, at two of its moments:
+
+    the output layer  all activations and the logits are there; its weight's gradient and its input's are added
+    a layer           the logits of the micro-batch are gone; of full recomputation its activations are there once more,
+                      and the gradients of its weights, inputs and outputs are added, the largest at a time
+
+Layers are counted as they are on a GPU, with fused operators or without (`kernels`): RoPE keeps what it has turned
+beside what it was turned from, the router an fp32 copy of its tokens, SwiGLU without its operator the activated gate,
+dropout of attention needs gradients in fp32 and some blocks of scores, and without operators hashes. Not counted: what
+the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.costs.activations import Instant, StageLoad
+from megatronish.costs.memory import activations_of, expected_memory
+from megatronish.costs.memory_table import Memory
+from megatronish.layer_specs import ExpertsSpec, LayerSpec, layer_specs
+
+BLOCK_BYTES = 8 * 2**20
+"""Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
+
+
+class Moment(NamedTuple):
+    """Bytes of activations, of logits and of what is at work, when a backward has come so far."""
+
+    activations: float
+    logits: float
+    temporary: float
+
+
+def expected_peak(
+    config: Config, stages: Sequence[StageLoad], *, vocab_size: int, kernels: bool = True
+) -> list[Memory]:
+    """Bytes on a GPU of each pipeline stage when most is held, by owner."""
+    usual = expected_memory(config, stages, vocab_size=vocab_size)
+    found = []
+    for stage, memory in zip(stages, usual, strict=True):
+        most = max(_StagePeak(config, stage, memory, vocab_size, kernels).moments(), key=sum)
+        found.append(
+            memory._replace(
+                activations=round(most.activations), logits=round(most.logits), temporary=round(most.temporary)
+            )
+        )
+    return found
+
+
+@dataclass
+class _StagePeak:
+    """Moments of a stage's step; `memory` is what memory.py says of it. Sizes are bytes of one micro-batch."""
+
+    config: Config
+    stage: StageLoad
+    memory: Memory
+    vocab_size: int
+    kernels: bool
+
+    def moments(self) -> Iterator[Moment]:
+        """All that may be the fullest."""
+        for instant in self.stage.instants:
+            activations = self.waiting(instant)
+            logits = (instant.live[-1] + instant.deferred[-1]) * self.logits if self.stage.is_last else 0
+            yield Moment(activations, logits, self.in_flight)
+            if self.stage.is_last and instant.live[-1]:
+                yield Moment(activations, logits, self.in_flight + self.of_head)
+            for chunk, number in enumerate(instant.live):
+                if number:
+                    ends = self.stage.is_last and chunk == len(instant.live) - 1
+                    gone = self.logits if ends and not self.defers else 0
+                    again = max((self.of_layer(spec) for spec in self.recomputed(chunk)), default=0)
+                    yield Moment(
+                        activations + again, logits - gone, self.in_flight + self.shared_work + self.of_layers(chunk)
+                    )
+            if any(instant.deferred):
+                yield Moment(activations, logits, self.in_flight + self.of_weight)
+            if self.zero == 3 and any(instant.live):  # the end of a backward: what is left of the stage is reduced
+                chunk = next(number for number, live in enumerate(instant.live) if live)
+                freed = self.of_chunk(chunk)
+                gone = self.logits if self.stage.is_last else 0
+                yield Moment(activations - freed, logits - gone, self.in_flight + self.rest * (2 * self.width + 4))
+
+    # Sizes
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.config.training.precision == "fp32" else 2
+
+    @property
+    def zero(self) -> int:
+        """Stage of ZeRO."""
+        return self.config.parallel.zero
+
+    @property
+    def tp(self) -> int:
+        """Ranks of tensor parallelism."""
+        return self.config.layout.tp
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether there is sequence parallelism."""
+        return self.config.parallel.sequence_parallel and self.tp > 1
+
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients wait for actions of their own."""
+        return any(any(instant.deferred) for instant in self.stage.instants)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a cp rank."""
+        training = self.config.training
+        return training.seq_length * training.micro_batch_size // self.config.layout.cp
+
+    @property
+    def hidden(self) -> float:
+        """Hidden states of whole sequences (of a cp rank)."""
+        return self.tokens * self.config.model.hidden_size * self.width
+
+    @property
+    def residual(self) -> float:
+        """Hidden states between layers."""
+        return self.hidden / self.tp if self.cuts_sequence else self.hidden
+
+    @cached_property
+    def rest(self) -> float:
+        """Elements of embedding and head on this rank."""
+        model = self.config.model
+        table = model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
+        tables = self.stage.is_first + (self.stage.is_last and not (model.tied and self.stage.is_first))
+        learned = model.position_embedding_type == "learned_absolute" and self.stage.is_first
+        positions = (model.max_position_embeddings or self.config.training.seq_length) if learned else 0
+        return table * tables + positions * model.hidden_size
+
+    @cached_property
+    def logits(self) -> float:
+        """Logits of a micro-batch."""
+        model = self.config.model
+        return self.tokens * model.padded_vocab_size(self.vocab_size, self.tp) // self.tp * self.width
+
+    @cached_property
+    def specs(self) -> list[list[LayerSpec]]:
+        """Layers of each chunk."""
+        specs = layer_specs(self.config.model)
+        return [[specs[layer] for layer in layers] for layers in self.stage.layers]
+
+    @property
+    def in_flight(self) -> float:
+        """A tensor that arrives early and one that is sent."""
+        return 2 * self.hidden / self.tp if self.config.layout.pp > 1 else 0
+
+    # What waits
+
+    def waiting(self, instant: Instant) -> float:
+        """Activations of all micro-batches at an instant."""
+        found = 0.0
+        for chunk, (live, deferred) in enumerate(zip(instant.live, instant.deferred, strict=True)):
+            found += live * self.of_chunk(chunk) + deferred * self.deferred_of_chunk(chunk)
+        if self.stage.is_last:  # inputs of the final norm and of the head
+            found += (instant.live[-1] + instant.deferred[-1]) * 2 * self.residual
+        return found
+
+    def of_chunk(self, chunk: int) -> float:
+        """What a micro-batch keeps in a chunk."""
+        again = self.recomputed(chunk)
+        kept = self.specs[chunk][len(again) :] if self.config.recompute.recompute_method == "block" else []
+        if self.config.recompute.recompute_granularity != "full":
+            again, kept = [], self.specs[chunk]
+        size = self.config.recompute.recompute_num_layers
+        inputs = len(again) if self.config.recompute.recompute_method == "block" else -(-len(again) // size)
+        offloads, shares = (
+            self.config.recompute.offload_saved_activations,
+            self.config.recompute.distribute_saved_activations,
+        )
+        one = 0 if offloads else self.hidden / self.tp if shares else self.residual
+        model = self.config.model
+        tables = 4 * self.tokens * model.head_size if model.position_embedding_type == "rope" else 0
+        return inputs * one + sum(self.of_layer(spec) for spec in kept) + tables
+
+    def recomputed(self, chunk: int) -> list[LayerSpec]:
+        """Layers of a chunk that are computed again."""
+        recompute, specs = self.config.recompute, self.specs[chunk]
+        if recompute.recompute_granularity != "full":
+            return []
+        return specs[: recompute.recompute_num_layers] if recompute.recompute_method == "block" else specs
+
+    def deferred_of_chunk(self, chunk: int) -> float:
+        """What a micro-batch keeps for its weight gradients alone."""
+        settings = activations_of(self.config, "cuda")
+        return self.tokens * sum(settings.deferred(spec.cost(self.config.model)) for spec in self.specs[chunk])
+
+    def of_layer(self, spec: LayerSpec) -> float:
+        """What a layer keeps for its backward."""
+        model, training, attention = self.config.model, self.config.training, spec.attention
+        settings = activations_of(self.config, "cuda")
+        scores = self.config.recompute.recompute_granularity is None
+        found = float(self.tokens * settings.of_layer(spec.cost(model), scores=scores))
+        unit = self.tokens * self.width / self.tp
+        heads, kv_heads = attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size
+        drops, by_heads = model.attention_dropout > 0, self.config.parallel.cp_comm_type == "a2a"
+        if self.config.layout.cp > 1 and by_heads:
+            found += unit * heads  # the output as it was computed, and as it has come back
+        else:
+            if model.position_embedding_type == "rope" and attention.rotary:
+                found += unit * (heads + kv_heads)
+            if self.config.layout.cp == 1 and training.micro_batch_size > 1 and not drops:
+                found += unit * heads  # in the order of the heads, and in that of the sequence
+        if isinstance(spec.mlp, ExpertsSpec):
+            found += self.tokens * model.hidden_size * 4 / self.tp - self.residual
+            if self.kernels and spec.mlp.expert.activation == "swiglu":
+                found -= unit * spec.mlp.num_chosen * spec.mlp.expert.ffn_size
+        elif self.kernels and spec.mlp.activation == "swiglu" and spec.mlp.is_plain:
+            found -= unit * spec.mlp.ffn_size
+        return found
+
+    # What is at work
+
+    @property
+    def shared_work(self) -> float:
+        """What ZeRO has whole while a layer is at work."""
+        return self.memory.temporary if self.zero > 1 else 0
+
+    @cached_property
+    def of_head(self) -> float:
+        """Gradients of the output layer's weight and input."""
+        model = self.config.model
+        weight = model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size / self.tp * self.width
+        gathered = self.hidden + self.residual if self.cuts_sequence else 0
+        found = (0 if self.defers else weight) + self.hidden + gathered
+        if self.zero == 3:
+            found += self.width * (self.rest + max(self._parameters(spec) for spec in self.specs[-1]))
+        return found
+
+    @cached_property
+    def of_weight(self) -> float:
+        """Weight gradient of an action of its own."""
+        model = self.config.model
+        sizes = [self._matrix(spec) for chunk in self.specs for spec in chunk]
+        if self.stage.is_last:
+            sizes.append(model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size / self.tp)
+        return self.width * max(sizes) + (self.hidden if self.cuts_sequence else 0)
+
+    def of_layers(self, chunk: int) -> float:
+        """What the backward of a layer of the chunk needs, the largest."""
+        return max(self._work(spec) for spec in self.specs[chunk]) if self.specs[chunk] else 0
+
+    def _work(self, spec: LayerSpec) -> float:
+        model, unit = self.config.model, self.tokens * self.width / self.tp
+        gathered, reduced = (self.hidden, self.residual) if self.cuts_sequence else (0.0, 0.0)
+        if isinstance(spec.mlp, ExpertsSpec):
+            grid = self.config.parallel.expert_layout
+            used, features = spec.mlp.num_chosen, spec.mlp.expert.ffn_size
+            up = sum(spec.mlp.expert.sections.values())
+            rows = unit * used * model.hidden_size
+            experts = self.width * spec.mlp.num_experts * model.hidden_size / (grid.ep * grid.etp)
+            down = rows + unit * used * features + experts * features
+            back = rows - unit * used * features + experts * up
+            weight = max(down, back)
+            mlp = self.residual + weight
+        else:
+            features, up = spec.mlp.ffn_size, sum(spec.mlp.sections.values())
+            matrix = 0 if self.defers else self.width * model.hidden_size / self.tp
+            down = gathered + unit * features + matrix * features
+            back = self.hidden + gathered + reduced - unit * features + matrix * up
+            mlp = self.residual + max(down, back)
+        return max(mlp, self._attention_work(spec) - self._mlp_freed(spec)) + self._hashes
+
+    def _attention_work(self, spec: LayerSpec) -> float:
+        model, attention = self.config.model, spec.attention
+        heads = attention.num_heads * attention.head_size
+        sizes = heads + 2 * attention.num_kv_heads * attention.head_size
+        unit = self.tokens / self.tp
+        is_ring = self.config.layout.cp > 1 and self.config.parallel.cp_comm_type == "p2p"
+        if not is_ring and model.attention_dropout == 0:
+            return self.residual + unit * self.width * (sizes + heads)
+        found = self.residual + unit * (4 * sizes + self.width * (sizes + heads))
+        if is_ring:
+            found += unit * 4 * 2 * (sizes - heads)
+        if model.attention_dropout:
+            found += BLOCK_BYTES * (3 if self.kernels else 8)
+        return found
+
+    def _mlp_freed(self, spec: LayerSpec) -> float:
+        """What the MLP has freed before attention is at work."""
+        unit = self.tokens * self.width / self.tp
+        if isinstance(spec.mlp, ExpertsSpec):
+            return unit * spec.mlp.num_chosen * (2 * self.config.model.hidden_size + 3 * spec.mlp.expert.ffn_size)
+        return unit * (sum(spec.mlp.sections.values()) + spec.mlp.ffn_size) + 2 * self.residual
+
+    @property
+    def _hashes(self) -> float:
+        """Hashes of the mask of hidden states, int32, where no operator draws it."""
+        if self.kernels or not self.config.model.hidden_dropout:
+            return 0
+        return 3 * 4 / self.width * self.residual
+
+    def _matrix(self, spec: LayerSpec) -> int:
+        grid = self.config.parallel.expert_layout
+        return spec.cost(self.config.model).largest_matrix.per_rank(self.tp, experts=grid.ep * grid.etp)
+
+    def _parameters(self, spec: LayerSpec) -> int:
+        grid = self.config.parallel.expert_layout
+        return spec.cost(self.config.model).parameters.per_rank(self.tp, experts=grid.ep * grid.etp)
