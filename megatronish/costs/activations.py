@@ -23,13 +23,22 @@ class Instant(NamedTuple):
     deferred: tuple[int, ...]
 
 
+class Backward(NamedTuple):
+    """A backward of a chunk begins at an instant; it is the first of the step or not."""
+
+    instant: Instant
+    chunk: int
+    is_first: bool
+
+
 class StageLoad(NamedTuple):
-    """What a pipeline stage holds: the layers of each of its chunks, and the instants of a step."""
+    """What a pipeline stage holds: the layers of each of its chunks, and the instants and backwards of a step."""
 
     layers: tuple[range, ...]
     instants: frozenset[Instant]
     is_first: bool
     is_last: bool
+    backwards: frozenset[Backward] = frozenset()
 
     @property
     def all_layers(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatronish.config.config import Config
@@ -29,11 +30,15 @@ BLOCK_BYTES = 8 * 2**20
 
 
 class Moment(NamedTuple):
-    """Bytes of activations, of logits and of what is at work, when a backward has come so far."""
+    """Bytes of activations, of logits and of what is at work, when a backward has come so far.
+
+    `gradients` below zero are those of the step that have not come yet.
+    """
 
     activations: float
     logits: float
     temporary: float
+    gradients: float = 0.0
 
 
 def expected_peak(
@@ -46,7 +51,10 @@ def expected_peak(
         most = max(_StagePeak(config, stage, memory, vocab_size, kernels).moments(), key=sum)
         found.append(
             memory._replace(
-                activations=round(most.activations), logits=round(most.logits), temporary=round(most.temporary)
+                gradients=memory.gradients + round(most.gradients),
+                activations=round(most.activations),
+                logits=round(most.logits),
+                temporary=round(most.temporary),
             )
         )
     return found
@@ -65,26 +73,26 @@ class _StagePeak:
     def moments(self) -> Iterator[Moment]:
         """All that may be the fullest."""
         for instant in self.stage.instants:
-            activations = self.waiting(instant)
-            logits = (instant.live[-1] + instant.deferred[-1]) * self.logits if self.stage.is_last else 0
-            yield Moment(activations, logits, self.in_flight)
-            if self.stage.is_last and instant.live[-1]:
-                yield Moment(activations, logits, self.in_flight + self.of_head)
-            for chunk, number in enumerate(instant.live):
-                if number:
-                    ends = self.stage.is_last and chunk == len(instant.live) - 1
-                    gone = self.logits if ends and not self.defers else 0
-                    again = max((self.of_layer(spec) for spec in self.recomputed(chunk)), default=0)
-                    yield Moment(
-                        activations + again, logits - gone, self.in_flight + self.shared_work + self.of_layers(chunk)
-                    )
-            if any(instant.deferred):
-                yield Moment(activations, logits, self.in_flight + self.of_weight)
-            if self.zero == 3 and any(instant.live):  # the end of a backward: what is left of the stage is reduced
-                chunk = next(number for number, live in enumerate(instant.live) if live)
-                freed = self.of_chunk(chunk)
-                gone = self.logits if self.stage.is_last else 0
-                yield Moment(activations - freed, logits - gone, self.in_flight + self.rest * (2 * self.width + 4))
+            work = self.of_weight if any(instant.deferred) else 0
+            yield Moment(self.waiting(instant), self.of_logits(instant), self.in_flight + work)
+        for instant, chunk, is_first in self.stage.backwards:
+            activations, logits = self.waiting(instant), self.of_logits(instant)
+            # No gradient has come before the first backward, where their memory is given back.
+            none = -self.memory.gradients if is_first and self.gives_back else 0
+            ends = self.stage.is_last and chunk == len(instant.live) - 1
+            if ends:
+                yield Moment(activations, logits, self.in_flight + self.of_head, none)
+            again = max((self.of_layer(spec) for spec in self.recomputed(chunk)), default=0)
+            few = 0.0
+            if none and not again:  # those of the head, and of one bucket
+                come = 4 * (self.table * ends + self.config.parallel.ddp_bucket_size)
+                few = min(0.0, come - self.memory.gradients)
+            gone = self.logits if ends and not self.defers else 0
+            work = self.in_flight + self.shared_work + self.of_layers(chunk)
+            yield Moment(activations + again, logits - gone, work, few)
+            # The end: the embedding's gradient, after which nothing of the micro-batch is left.
+            freed = 0 if self.defers else self.of_chunk(chunk) + (2 * self.residual if ends else 0)
+            yield Moment(activations - freed, logits - gone, self.in_flight + self.of_end)
 
     # Sizes
 
@@ -129,11 +137,21 @@ class _StagePeak:
         """Hidden states between layers."""
         return self.hidden / self.tp if self.cuts_sequence else self.hidden
 
+    @property
+    def table(self) -> int:
+        """Elements of an embedding on this rank."""
+        model = self.config.model
+        return model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
+
+    @property
+    def ties_here(self) -> bool:
+        """Whether embedding and head are one table on this stage."""
+        return self.config.model.tied and self.stage.is_first and self.stage.is_last
+
     @cached_property
     def rest(self) -> float:
         """Elements of embedding and head on this rank."""
-        model = self.config.model
-        table = model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
+        model, table = self.config.model, self.table
         tables = self.stage.is_first + (self.stage.is_last and not (model.tied and self.stage.is_first))
         learned = model.position_embedding_type == "learned_absolute" and self.stage.is_first
         positions = (model.max_position_embeddings or self.config.training.seq_length) if learned else 0
@@ -155,6 +173,10 @@ class _StagePeak:
     def in_flight(self) -> float:
         """A tensor that arrives early and one that is sent."""
         return 2 * self.hidden / self.tp if self.config.layout.pp > 1 else 0
+
+    def of_logits(self, instant: Instant) -> float:
+        """Logits of all micro-batches at an instant."""
+        return (instant.live[-1] + instant.deferred[-1]) * self.logits if self.stage.is_last else 0
 
     # What waits
 
@@ -223,20 +245,69 @@ class _StagePeak:
     # What is at work
 
     @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.global_batch_size // (self.config.training.micro_batch_size * self.config.layout.dp)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether gradients that are kept whole have no memory until they come."""
+        return self.zero < 2 and not self.config.training.cuda_graph
+
+    @cached_property
+    def layer_sizes(self) -> list[int]:
+        """Parameters of each layer on this rank."""
+        return [self._parameters(spec) for chunk in self.specs for spec in chunk]
+
+    @property
+    def before(self) -> float:
+        """Gradients of the micro-batch before that are still on their way when a backward begins."""
+        if self.num_microbatches == 1 or self.zero < 2:
+            return 0
+        if self.zero == 3:
+            return self.rest * (2 if self.config.parallel.grad_reduce_in_bf16 else 4)
+        bucket = self.config.parallel.ddp_bucket_size
+        return 4 * min(self.rest + sum(self.layer_sizes), self.table * self.stage.is_first + bucket / 2)
+
+    @property
     def shared_work(self) -> float:
-        """What ZeRO has whole while a layer is at work."""
-        return self.memory.temporary if self.zero > 1 else 0
+        """What ZeRO has whole while a layer is at work, and the gradient of a tied table, which waits for its sum."""
+        tied = self.width * self.table if self.ties_here else 0
+        sizes = self.layer_sizes
+        if self.zero == 2:
+            bucket = self.config.parallel.ddp_bucket_size + max(map(self._matrix, chain(*self.specs)), default=0) / 2
+            table = self.table if self.stage.is_last else 0
+            return tied + self.before + 4 * min(self.rest + sum(sizes), table + min(bucket, sum(sizes)))
+        if self.zero == 3 and sizes:
+            # Gathered: the rest of the stage, a layer and the next one; of the gradients the head's and the layer's.
+            following = max((a + b + a for a, b in pairwise(sizes)), default=2 * max(sizes))
+            head = self.table if self.stage.is_last else 0
+            reduced = max(self.before, (2 if self.config.parallel.grad_reduce_in_bf16 else 4) * max(sizes))
+            return self.width * (self.rest + head + following) + reduced
+        return tied
+
+    @property
+    def of_end(self) -> float:
+        """Gradient of the embedding, and of a table that is also the head's two and their sum."""
+        if self.zero == 3:
+            return self.rest * (2 * self.width + (2 if self.config.parallel.grad_reduce_in_bf16 else 4))
+        table = self.width * self.table * (3 if self.ties_here else 1) if self.stage.is_first else 0
+        if self.zero == 2:
+            sizes = self.rest + sum(self.layer_sizes)
+            table += 4 * min(sizes, self.table * self.stage.is_first + 2 * self.config.parallel.ddp_bucket_size)
+        return table
 
     @cached_property
     def of_head(self) -> float:
         """Gradients of the output layer's weight and input."""
-        model = self.config.model
-        weight = model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size / self.tp * self.width
+        weight = 0 if self.defers else self.table * self.width
         gathered = self.hidden + self.residual if self.cuts_sequence else 0
-        found = (0 if self.defers else weight) + self.hidden + gathered
+        found = weight + self.hidden + gathered
         if self.zero == 3:
-            found += self.width * (self.rest + max(self._parameters(spec) for spec in self.specs[-1]))
-        return found
+            # The rest of the stage is gathered into one buffer, and then copied out of it; then the last layer comes.
+            rest = self.width * self.rest
+            return rest + self.before + max(rest, found + self.width * max(self.layer_sizes, default=0))
+        return found + self.before
 
     @cached_property
     def of_weight(self) -> float:
@@ -259,14 +330,15 @@ class _StagePeak:
             used, features = spec.mlp.num_chosen, spec.mlp.expert.ffn_size
             up = sum(spec.mlp.expert.sections.values())
             rows = unit * used * model.hidden_size
-            experts = self.width * spec.mlp.num_experts * model.hidden_size / (grid.ep * grid.etp)
+            matrix = self.width * spec.mlp.num_experts * model.hidden_size / (grid.ep * grid.etp)
+            experts = 0 if self.defers or self.zero == 3 else matrix
             down = rows + unit * used * features + experts * features
             back = rows - unit * used * features + experts * up
             weight = max(down, back)
             mlp = self.residual + weight
         else:
             features, up = spec.mlp.ffn_size, sum(spec.mlp.sections.values())
-            matrix = 0 if self.defers else self.width * model.hidden_size / self.tp
+            matrix = 0 if self.defers or self.zero == 3 else self.width * model.hidden_size / self.tp
             down = gathered + unit * features + matrix * features
             back = self.hidden + gathered + reduced - unit * features + matrix * up
             mlp = self.residual + max(down, back)
@@ -282,9 +354,14 @@ class _StagePeak:
             return self.residual + unit * self.width * (sizes + heads)
         found = self.residual + unit * (4 * sizes + self.width * (sizes + heads))
         if is_ring:
-            found += unit * 4 * 2 * (sizes - heads)
+            found += unit * 3 * 4 * (sizes - heads)
         if model.attention_dropout:
-            found += BLOCK_BYTES * (3 if self.kernels else 8)
+            block = BLOCK_BYTES
+            if is_ring:  # tiles of half of what a rank has
+                training = self.config.training
+                side = training.seq_length // (2 * self.config.layout.cp)
+                block = 4 * training.micro_batch_size * attention.num_heads // self.tp * side**2
+            found += block * (3 if self.kernels else 8)
         return found
 
     def _mlp_freed(self, spec: LayerSpec) -> float:

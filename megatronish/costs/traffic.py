@@ -220,7 +220,12 @@ class _StageTraffic:
         held = self._held
         data = layout.dp * layout.cp
         copies = parallel.num_distributed_optimizer_instances if parallel.zero else data
-        self._domain(held.without_experts.per_rank(layout.tp), copies=copies, shard=data // copies)
+        dense = held.without_experts.per_rank(layout.tp)
+        # What is left of the stage around its layers is gathered for every chunk.
+        costs = [spec.cost(self.config.model).parameters for spec in self.specs]
+        rest = dense - sum(cost.without_experts.per_rank(layout.tp) for cost in costs)
+        again = rest * (len(self.load.layers) - 1)
+        self._domain(dense, copies=copies, shard=data // copies, again=again)
         shard = data // copies
         if held.experts:
             grid = self.sizes["ep"] * self.sizes["etp"]
@@ -232,13 +237,13 @@ class _StageTraffic:
         if model.tied and ends and layout.pp > 1:
             self.add("embedding", "all-reduce", 4 * self._table // layout.tp // shard)
 
-    def _domain(self, count: int, *, copies: int, shard: int) -> None:
+    def _domain(self, count: int, *, copies: int, shard: int, again: int = 0) -> None:
         zero, times = self.config.parallel.zero, self.num_microbatches
         gradient = count * (2 if self.config.parallel.grad_reduce_in_bf16 else 4)
-        parameter = count * self.width
+        gathered = 2 * times * (count + again) if zero == 3 else count
         if shard > 1:
             self.add("shard", "reduce-scatter", gradient * (times if zero > 1 else 1))
-            self.add("shard", "all-gather", parameter * (2 * times if zero == 3 else 1))
+            self.add("shard", "all-gather", gathered * self.width)
             self.add("shard", "all-reduce", SCALAR)  # of the gradient's norm
         if copies > 1:
             self.add("replicate", "all-reduce", gradient // shard)

@@ -5,7 +5,7 @@ from functools import cache, cached_property
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
-from megatronish.costs.activations import Instant, StageLoad
+from megatronish.costs.activations import Backward, Instant, StageLoad
 from megatronish.costs.flops import layer_flops, logits_flops
 from megatronish.layer_specs import layer_specs
 from megatronish.schedule.plan import Action, Placement, StageChunk
@@ -83,8 +83,10 @@ class Stages:
         """The load of one stage."""
         places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
         live, deferred = [0] * self.num_chunks, [0] * self.num_chunks
-        instants = {Instant(tuple(live), tuple(deferred))}
+        instants, backwards = {Instant(tuple(live), tuple(deferred))}, set[Backward]()
         for action in self.actions(stage, num_microbatches):
+            if action.kind == "B":
+                backwards.add(Backward(Instant(tuple(live), tuple(deferred)), action.chunk, not backwards))
             live[action.chunk] += (action.kind == "F") - (action.kind == "B")
             if self.schedule.has_weight_gradients:
                 deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
@@ -94,6 +96,7 @@ class Stages:
             instants=frozenset(instants),
             is_first=any(map(self.is_first, places)),
             is_last=any(map(self.is_last, places)),
+            backwards=frozenset(backwards),
         )
 
 

@@ -50,7 +50,7 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "precision": ("--bf16", "--fp16"),
         "kernels": tuple(KERNELS),
         "micro_batch_size": (1, 2),
-        "num_microbatches": (layout.pp, 2 * layout.pp),
+        "num_microbatches": (max(2, layout.pp), 2 * layout.pp),
         "tp": (layout.tp,),
         "pp": (layout.pp,),
     }
