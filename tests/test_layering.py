@@ -33,7 +33,7 @@ ROWS = (
     ("checkpoint",),
     ("formats",),
     ("train",),
-    ("inference", "plugins"),
+    ("inference", "plugins", "dry_run"),
     ("commands",),
     ("__main__",),
 )
@@ -47,6 +47,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "launch/",
     "checkpoint/",
     "data_parallel/fully_sharded.py",
+    "dry_run/",
 )
 
 # What answers before torch is imported, so that --help, --dry-run errors and planning are instant.

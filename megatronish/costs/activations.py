@@ -24,11 +24,11 @@ class Instant(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A backward of a chunk begins at an instant; it is the first of the step or not."""
+    """A backward of a chunk begins at an instant; `begun` are the chunks that had one before."""
 
     instant: Instant
     chunk: int
-    is_first: bool
+    begun: frozenset[int]
 
 
 class StageLoad(NamedTuple):

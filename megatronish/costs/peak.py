@@ -13,20 +13,21 @@ dropout of attention needs gradients in fp32 and some blocks of scores, and with
 the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.costs.activations import Instant, StageLoad
+from megatronish.costs.activations import Backward, Instant, StageLoad
 from megatronish.costs.memory import activations_of, expected_memory
 from megatronish.costs.memory_table import Memory
 from megatronish.layer_specs import ExpertsSpec, LayerSpec, layer_specs
 
 BLOCK_BYTES = 8 * 2**20
 """Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
+BLOCK_QUERIES = 64
 
 
 class Moment(NamedTuple):
@@ -73,26 +74,44 @@ class _StagePeak:
     def moments(self) -> Iterator[Moment]:
         """All that may be the fullest."""
         for instant in self.stage.instants:
-            work = self.of_weight if any(instant.deferred) else 0
-            yield Moment(self.waiting(instant), self.of_logits(instant), self.in_flight + work)
-        for instant, chunk, is_first in self.stage.backwards:
-            activations, logits = self.waiting(instant), self.of_logits(instant)
-            # No gradient has come before the first backward, where their memory is given back.
-            none = -self.memory.gradients if is_first and self.gives_back else 0
-            ends = self.stage.is_last and chunk == len(instant.live) - 1
-            if ends:
-                yield Moment(activations, logits, self.in_flight + self.of_head, none)
-            again = max((self.of_layer(spec) for spec in self.recomputed(chunk)), default=0)
-            few = 0.0
-            if none and not again:  # those of the head, and of one bucket
-                come = 4 * (self.table * ends + self.config.parallel.ddp_bucket_size)
-                few = min(0.0, come - self.memory.gradients)
-            gone = self.logits if ends and not self.defers else 0
-            work = self.in_flight + self.shared_work + self.of_layers(chunk)
-            yield Moment(activations + again, logits - gone, work, few)
-            # The end: the embedding's gradient, after which nothing of the micro-batch is left.
-            freed = 0 if self.defers else self.of_chunk(chunk) + (2 * self.residual if ends else 0)
-            yield Moment(activations - freed, logits - gone, self.in_flight + self.of_end)
+            if any(instant.deferred):  # weight gradients by themselves
+                yield Moment(self.waiting(instant), self.of_logits(instant), self.in_flight + self.of_weight)
+        for backward in self.stage.backwards:
+            yield from self.of_backward(backward)
+
+    def of_backward(self, backward: Backward) -> Iterator[Moment]:
+        """Three moments of a backward: the output layer, the layer that needs most, the embedding."""
+        instant, chunk, begun = backward
+        activations, logits = self.waiting(instant), self.of_logits(instant)
+        ends = self.stage.is_last and chunk == len(instant.live) - 1
+        before = self.before(begun)
+        # Gradients of chunks without a backward have no memory yet, where it is given back.
+        missing = sum(self.gradients_of(other) for other in range(len(instant.live)) if other not in begun)
+        if ends:
+            yield Moment(activations, logits, self.in_flight + self.of_head(before), -missing)
+        gone = self.logits if ends and not self.defers else 0
+        work = self.in_flight + self.shared_work(before) + self.of_layers(chunk)
+        again, layers = self.recomputed(chunk), self.specs[chunk]
+        come = self.gradients_of(chunk) if chunk not in begun else 0.0
+        if len(again) < len(layers):  # the last one is not computed again: of gradients the head's and a bucket have come
+            few = min(come, 4 * (self.table * ends + self.config.parallel.ddp_bucket_size))
+            yield Moment(activations, logits - gone, work, few - missing)
+        if again:
+            kept = sum(self.of_layer(spec) for spec in layers[len(again) :])
+            later = self.deferred_of_chunk(chunk) * (len(again) - 1) / len(again) if self.defers else 0
+            most = max(self.of_layer(spec) for spec in again)
+            yield Moment(activations - kept + most + later, logits - gone, work, come - missing)
+        freed = 0 if self.defers else self.of_chunk(chunk) + (2 * self.residual if ends else 0)
+        yield Moment(activations - freed, logits - gone, self.in_flight + self.of_end, come - missing)
+
+    def gradients_of(self, chunk: int) -> float:
+        """Bytes of the gradients of a chunk, if they are given back when a step begins."""
+        if self.zero > 1 or self.config.training.cuda_graph:
+            return 0
+        last = len(self.specs) - 1
+        tables = (self.stage.is_first and chunk == 0) + (self.stage.is_last and chunk == last)
+        table = self.table * (1 if self.ties_here and last == 0 else tables)
+        return 4 * (table + sum(self._parameters(spec) for spec in self.specs[chunk]))
 
     # Sizes
 
@@ -244,45 +263,61 @@ class _StagePeak:
 
     # What is at work
 
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of a step."""
-        return self.config.global_batch_size // (self.config.training.micro_batch_size * self.config.layout.dp)
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether gradients that are kept whole have no memory until they come."""
-        return self.zero < 2 and not self.config.training.cuda_graph
-
     @cached_property
     def layer_sizes(self) -> list[int]:
         """Parameters of each layer on this rank."""
         return [self._parameters(spec) for chunk in self.specs for spec in chunk]
 
     @property
-    def before(self) -> float:
-        """Gradients of the micro-batch before that are still on their way when a backward begins."""
-        if self.num_microbatches == 1 or self.zero < 2:
-            return 0
-        if self.zero == 3:
-            return self.rest * (2 if self.config.parallel.grad_reduce_in_bf16 else 4)
-        bucket = self.config.parallel.ddp_bucket_size
-        return 4 * min(self.rest + sum(self.layer_sizes), self.table * self.stage.is_first + bucket / 2)
+    def largest_chunk(self) -> int:
+        """Parameters of the layers of a chunk: buckets hold those of one."""
+        return max(sum(map(self._parameters, chunk)) for chunk in self.specs)
 
     @property
-    def shared_work(self) -> float:
+    def largest_unit(self) -> int:
+        """Parameters of the largest part that ZeRO-3 reduces at once: a layer, or its experts."""
+        grid, found = self.config.parallel.expert_layout, 0
+        for spec in chain(*self.specs):
+            count = spec.cost(self.config.model).parameters
+            found = max(found, count.without_experts.per_rank(self.tp), count.experts // (grid.ep * grid.etp))
+        return found
+
+    def before(self, begun: Collection[int]) -> float:
+        """Gradients of backwards before, of these chunks, that are still on their way when another one begins."""
+        if self.zero < 2 or not begun:
+            return 0
+        width = 2 if self.config.parallel.grad_reduce_in_bf16 else 4
+        if self.zero == 3:  # the last unit's: with several chunks it may be a layer's
+            return width * (self.rest if len(self.specs) == 1 else self.largest_unit)
+        bucket, layers, table = self.config.parallel.ddp_bucket_size, self.largest_chunk, 0
+        if self.stage.is_first and 0 in begun:
+            table = self.table
+        has_layers = layers < bucket and (self.merges_table or not table)
+        return 4 * (table + (layers if has_layers else bucket / 16))
+
+    @property
+    def merges_table(self) -> bool:
+        """Whether the embedding is in the bucket of layers, which alone do not fill one."""
+        is_apart = self.config.model.tied and self.config.layout.pp > 1
+        return self.stage.is_first and self.largest_chunk < self.config.parallel.ddp_bucket_size and not is_apart
+
+    def shared_work(self, before: float) -> float:
         """What ZeRO has whole while a layer is at work, and the gradient of a tied table, which waits for its sum."""
         tied = self.width * self.table if self.ties_here else 0
         sizes = self.layer_sizes
         if self.zero == 2:
-            bucket = self.config.parallel.ddp_bucket_size + max(map(self._matrix, chain(*self.specs)), default=0) / 2
-            table = self.table if self.stage.is_last else 0
-            return tied + self.before + 4 * min(self.rest + sum(sizes), table + min(bucket, sum(sizes)))
+            layers, bucket = self.largest_chunk, self.config.parallel.ddp_bucket_size
+            filling = min(layers, bucket + max(map(self._matrix, chain(*self.specs)), default=0) / 2)
+            # The head's bucket is on its way; the embedding's is the last one, unless it is that of layers.
+            is_with_table = self.stage.is_last and not self.ties_here or self.merges_table
+            if self.stage.is_last and not self.ties_here:
+                before = 0  # the head's takes its place
+            return tied + before + 4 * (filling + self.table * is_with_table)
         if self.zero == 3 and sizes:
             # Gathered: the rest of the stage, a layer and the next one; of the gradients the head's and the layer's.
             following = max((a + b + a for a, b in pairwise(sizes)), default=2 * max(sizes))
             head = self.table if self.stage.is_last else 0
-            reduced = max(self.before, (2 if self.config.parallel.grad_reduce_in_bf16 else 4) * max(sizes))
+            reduced = max(before, (2 if self.config.parallel.grad_reduce_in_bf16 else 4) * self.largest_unit)
             return self.width * (self.rest + head + following) + reduced
         return tied
 
@@ -293,12 +328,11 @@ class _StagePeak:
             return self.rest * (2 * self.width + (2 if self.config.parallel.grad_reduce_in_bf16 else 4))
         table = self.width * self.table * (3 if self.ties_here else 1) if self.stage.is_first else 0
         if self.zero == 2:
-            sizes = self.rest + sum(self.layer_sizes)
-            table += 4 * min(sizes, self.table * self.stage.is_first + 2 * self.config.parallel.ddp_bucket_size)
+            layers = min(self.largest_chunk, 2 * self.config.parallel.ddp_bucket_size)
+            table += 4 * (self.table * self.stage.is_first + layers)
         return table
 
-    @cached_property
-    def of_head(self) -> float:
+    def of_head(self, before: float) -> float:
         """Gradients of the output layer's weight and input."""
         weight = 0 if self.defers else self.table * self.width
         gathered = self.hidden + self.residual if self.cuts_sequence else 0
@@ -306,8 +340,8 @@ class _StagePeak:
         if self.zero == 3:
             # The rest of the stage is gathered into one buffer, and then copied out of it; then the last layer comes.
             rest = self.width * self.rest
-            return rest + self.before + max(rest, found + self.width * max(self.layer_sizes, default=0))
-        return found + self.before
+            return rest + before + max(rest, found + self.width * max(self.layer_sizes, default=0))
+        return found + before
 
     @cached_property
     def of_weight(self) -> float:
@@ -356,11 +390,11 @@ class _StagePeak:
         if is_ring:
             found += unit * 3 * 4 * (sizes - heads)
         if model.attention_dropout:
-            block = BLOCK_BYTES
+            training = self.config.training
+            row = 4 * training.micro_batch_size * training.seq_length * attention.num_heads // self.tp
+            block = min(BLOCK_BYTES, BLOCK_QUERIES * row)
             if is_ring:  # tiles of half of what a rank has
-                training = self.config.training
-                side = training.seq_length // (2 * self.config.layout.cp)
-                block = 4 * training.micro_batch_size * attention.num_heads // self.tp * side**2
+                block = row * training.seq_length // (2 * self.config.layout.cp) ** 2
             found += block * (3 if self.kernels else 8)
         return found
 

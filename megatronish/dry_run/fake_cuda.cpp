@@ -64,6 +64,7 @@ void no_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::S
 // What a build for CUDA computes in one operator and a build for the CPU, which has no such kernel, in several.
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&no_kernel>());
+  library.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&no_kernel>());
 }
 
 namespace at {

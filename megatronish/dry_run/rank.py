@@ -196,12 +196,19 @@ def take_step(engine: Engine, batches: Sequence[MicroBatch], recorder: Recorder)
 
 
 def needed_microbatches(stages: Stages, stage: int, planned: int) -> int:
-    """Fewest micro-batches, more than there are stages, of which a stage holds as many at once as of all."""
+    """Fewest micro-batches, more than there are stages, of which a stage holds as many at once as of all.
+
+    Also when a backward begins after one of every chunk: then all gradients have memory.
+    """
 
     def most(number: int) -> tuple[int, ...]:
-        instants = stages.load(stage, number).instants
-        sizes = [(sum(each.live) + sum(each.deferred), sum(each.live), each.live[-1]) for each in instants]
-        return tuple(map(max, zip(*sizes, strict=True)))
+        load = stages.load(stage, number)
+        late = [each.instant for each in load.backwards if len(each.begun) == stages.num_chunks]
+        found = []
+        for instants in (load.instants, late):
+            sizes = [(sum(each.live) + sum(each.deferred), sum(each.live), each.live[-1]) for each in instants]
+            found += map(max, zip(*sizes, strict=True))
+        return tuple(found)
 
     number = min(planned, max(2, stages.num_stages + 1))
     while number < planned and most(number) != most(planned):

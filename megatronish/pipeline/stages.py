@@ -86,7 +86,8 @@ class Stages:
         instants, backwards = {Instant(tuple(live), tuple(deferred))}, set[Backward]()
         for action in self.actions(stage, num_microbatches):
             if action.kind == "B":
-                backwards.add(Backward(Instant(tuple(live), tuple(deferred)), action.chunk, not backwards))
+                begun = frozenset(backward.chunk for backward in backwards)
+                backwards.add(Backward(Instant(tuple(live), tuple(deferred)), action.chunk, begun))
             live[action.chunk] += (action.kind == "F") - (action.kind == "B")
             if self.schedule.has_weight_gradients:
                 deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from pairwise import Chosen, pairwise
+from pairwise import Chosen, Pair, covered_pairs, pairwise
 
 from megatronish.layout import Layout
 
@@ -15,7 +15,7 @@ LAYOUTS = [
 ]
 MODELS = {
     "gpt": "--hidden-dropout 0 --attention-dropout 0 --ffn-hidden-size 4096 --normalization LayerNorm",
-    "dropped": "--hidden-dropout 0.1 --attention-dropout 0.1 --ffn-hidden-size 4096",
+    "dropped": "--hidden-dropout 0.1 --attention-dropout 0.1 --ffn-hidden-size 4096 --seq-length 512",
     "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4 --ffn-hidden-size 2816 "
     "--hidden-dropout 0 --attention-dropout 0",
@@ -76,6 +76,17 @@ class Case(NamedTuple):
         return layout.rank(pp=stage, dp=layout.dp - 1, cp=layout.cp - 1, tp=layout.tp - 1)
 
     @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts on a stage."""
+        return 2 * CHUNKS.get(self.chosen["schedule"] or "", 1) if self.chosen["model"] == "experts" else 0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        found: int = self.chosen["num_microbatches"]
+        return found
+
+    @property
     def argv(self) -> list[str]:
         """Its command line."""
         layout, chosen = self.layout, self.chosen
@@ -106,3 +117,17 @@ def deal(layouts: Sequence[Layout], *, seed: int) -> list[Case]:
 
 
 CASES = deal(LAYOUTS, seed=SEED)
+
+
+def few(cases: Sequence[Case], number: int) -> list[int]:
+    """Numbers of so many cases in which many pairs meet: each adds most to those before it."""
+    found: list[int] = []
+    met: set[Pair] = set()
+    for _ in range(number):
+        found.append(max(range(len(cases)), key=lambda n: len(covered_pairs([cases[n].chosen]) - met)))
+        met |= covered_pairs([cases[found[-1]].chosen])
+    return sorted(found)
+
+
+FEW = few(CASES, 15)
+"""Numbers of the cases that every run of the suite takes."""
