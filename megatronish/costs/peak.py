@@ -93,7 +93,9 @@ class _StagePeak:
         work = self.in_flight + self.shared_work(before) + self.of_layers(chunk)
         again, layers = self.recomputed(chunk), self.specs[chunk]
         come = self.gradients_of(chunk) if chunk not in begun else 0.0
-        if len(again) < len(layers):  # the last one is not computed again: of gradients the head's and a bucket have come
+        if len(again) < len(
+            layers
+        ):  # the last one is not computed again: of gradients the head's and a bucket have come
             few = min(come, 4 * (self.table * ends + self.config.parallel.ddp_bucket_size))
             yield Moment(activations, logits - gone, work, few - missing)
         if again:
@@ -309,7 +311,7 @@ class _StagePeak:
             layers, bucket = self.largest_chunk, self.config.parallel.ddp_bucket_size
             filling = min(layers, bucket + max(map(self._matrix, chain(*self.specs)), default=0) / 2)
             # The head's bucket is on its way; the embedding's is the last one, unless it is that of layers.
-            is_with_table = self.stage.is_last and not self.ties_here or self.merges_table
+            is_with_table = (self.stage.is_last and not self.ties_here) or self.merges_table
             if self.stage.is_last and not self.ties_here:
                 before = 0  # the head's takes its place
             return tied + before + 4 * (filling + self.table * is_with_table)
@@ -347,7 +349,7 @@ class _StagePeak:
     def of_weight(self) -> float:
         """Weight gradient of an action of its own."""
         model = self.config.model
-        sizes = [self._matrix(spec) for chunk in self.specs for spec in chunk]
+        sizes = [float(self._matrix(spec)) for chunk in self.specs for spec in chunk]
         if self.stage.is_last:
             sizes.append(model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size / self.tp)
         return self.width * max(sizes) + (self.hidden if self.cuts_sequence else 0)

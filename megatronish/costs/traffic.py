@@ -206,7 +206,7 @@ class _StageTraffic:
         size = self.num_microbatches * self.hidden // layout.tp
         for chunk in range(chunks):
             for kind in ("F", "B"):
-                route = found[kind, StageChunk(self.stage, chunk)]  # type: ignore[index]
+                route = found[kind, StageChunk(self.stage, chunk)]
                 if route.target is not None and route.target.stage != self.stage:
                     self.add(f"{kind} {'up' if route.target.stage > self.stage else 'down'}", "send", size)
                 if route.source is not None and route.source.stage != self.stage:

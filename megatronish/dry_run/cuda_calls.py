@@ -68,7 +68,9 @@ def answered_for(device_type: str, on_wait: Callable[[str], None]) -> Iterator[N
     if device_type != "cuda":
         yield
         return
-    event, stream = (type(kind.__name__, (kind,), {"on_wait": staticmethod(on_wait)}) for kind in (FakeEvent, FakeStream))
+    event, stream = (
+        type(kind.__name__, (kind,), {"on_wait": staticmethod(on_wait)}) for kind in (FakeEvent, FakeStream)
+    )
     properties = SimpleNamespace(
         name="fake CUDA device",
         major=CAPABILITY[0],

@@ -128,7 +128,7 @@ def run_rank(planned: Planned, rank: int) -> RankRecord:
 
 
 def references() -> dict[Any, Callable[..., Any]]:
-    """Operators that a GPU runs by other operators: one without a kernel, and all of them where kernels are not built."""
+    """Operators that a GPU runs by other operators: one that has no kernel, and all where none is built."""
     families = [dropped.FAMILY, *(FAMILIES if load_kernels() is not None else ())]
     ops = getattr(torch.ops, NAMESPACE)
     return {getattr(ops, each.name): each.reference for family in families for each in family.operators}
@@ -204,7 +204,7 @@ def needed_microbatches(stages: Stages, stage: int, planned: int) -> int:
     def most(number: int) -> tuple[int, ...]:
         load = stages.load(stage, number)
         late = [each.instant for each in load.backwards if len(each.begun) == stages.num_chunks]
-        found = []
+        found: list[int] = []
         for instants in (load.instants, late):
             sizes = [(sum(each.live) + sum(each.deferred), sum(each.live), each.live[-1]) for each in instants]
             found += map(max, zip(*sizes, strict=True))

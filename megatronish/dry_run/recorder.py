@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, device_type: str, *, number: int, references: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.ledger = Ledger(device_type, _allocation_site)
+        self.ledger = Ledger(device_type, _call_site)
         self.number, self.references = number, references
         self.parts: dict[str, Counts] = {}
         self.begin_part("build")
@@ -92,12 +92,12 @@ class Recorder(TorchDispatchMode):
                 self.wait("tolist")
             return _nested(tensor.shape, self._value(tensor.dtype))
 
-        torch.UntypedStorage.resize_, FakeTensor.tolist = resized, as_list  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_, FakeTensor.tolist = resized, as_list  # type: ignore[method-assign,assignment]
         try:
             with self:
                 yield
         finally:
-            torch.UntypedStorage.resize_, FakeTensor.tolist = resize, to_list  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_, FakeTensor.tolist = resize, to_list  # type: ignore[method-assign,assignment]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,7 +134,11 @@ class Recorder(TorchDispatchMode):
 
     def _see_exchange(self, name: str, args: tuple[Any, ...]) -> None:
         group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
-        axis = "" if group is None else torch.distributed.ProcessGroup.unbox(group).group_desc.replace("default_pg", "world")
+        axis = (
+            ""
+            if group is None
+            else torch.distributed.ProcessGroup.unbox(group).group_desc.replace("default_pg", "world")
+        )
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         traffic = TrafficKey(axis, COLLECTIVES.get(name, name))
         self._counts.calls[traffic] += 1
@@ -190,7 +194,3 @@ def _call_site() -> str:
             return f"{path[len(PACKAGE) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "torch"
-
-
-def _allocation_site() -> str:
-    return _call_site()

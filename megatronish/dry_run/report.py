@@ -49,8 +49,9 @@ def text_of(planned: Planned, found: Expected) -> str:
         lines.append(f"      {format_bytes(size):>10}  {number:>5} x {group.shape} {group.owner}: {group.made_by}")
     lines.append("  bytes a step, by axis and collective:")
     for traffic, calls in sorted(counts.calls.items()):
-        size = format_bytes(counts.sent[traffic])
-        lines.append(f"    {traffic.axis:<14}{traffic.collective:<16}{calls:>8} calls{size:>14}")
+        sent, expected = counts.sent[traffic], found.sent.get(traffic, 0)
+        differs = "" if sent == expected else f", expected {format_bytes(expected)}"
+        lines.append(f"    {traffic.axis:<14}{traffic.collective:<16}{calls:>8} calls{format_bytes(sent):>14}{differs}")
     total = sum(counts.flops.values())
     flops = ", ".join(f"{name.strip('_')} {value:.3g}" for name, value in counts.flops.most_common())
     lines.append(f"  FLOPs a step: {total:.4g} ({flops})")
@@ -89,10 +90,10 @@ def _json_of_rank(found: Expected) -> dict[str, Any]:
         "build_peak_bytes": record.build_peak,
         "owners": record.owners,
         "expected_memory": {**memory._asdict(), "total": memory.total},
-        "expected_only": {f"{key.axis} {key.collective}": size for key, size in found.sent.items() if not counts.calls[key]},
-        "largest": [
-            {"bytes": size, "number": number, **group._asdict()} for group, number, size in record.largest
-        ],
+        "expected_only": {
+            f"{key.axis} {key.collective}": size for key, size in found.sent.items() if not counts.calls[key]
+        },
+        "largest": [{"bytes": size, "number": number, **group._asdict()} for group, number, size in record.largest],
         "traffic": [
             {**traffic._asdict(), "calls": calls, "bytes": counts.sent[traffic], "expected": found.sent.get(traffic, 0)}
             for traffic, calls in sorted(counts.calls.items())

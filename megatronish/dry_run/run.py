@@ -27,8 +27,12 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
     planned = Planned(config, vocab_size, device_type)
     if device_type == "cuda":
         why_not = load_kernels()
-        notes.append(f"fused operators as their {'kernels run' if why_not is None else 'references, because ' + why_not}")
-    print(f"dry run of {config.layout.world_size} ranks: {config.layout}", *(f"note: {note}" for note in notes), sep="\n")
+        notes.append(
+            f"fused operators as their {'kernels run' if why_not is None else 'references, because ' + why_not}"
+        )
+    print(
+        f"dry run of {config.layout.world_size} ranks: {config.layout}", *(f"note: {note}" for note in notes), sep="\n"
+    )
     found = []
     for rank in ranks_of(config):
         found.append(with_expected(planned, run_rank(planned, rank)))

@@ -72,8 +72,8 @@ def build_engine(
     """This rank's share of a training run.
 
     Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision. Those of
-    an engine that only evaluates (`trainable=nothing`) are for a checkpoint to fill; without `initialises` nothing fills
-    them, for a dry run.
+    an engine that only evaluates (`trainable=nothing`) are for a checkpoint to fill; without `initialises` nothing
+    fills them, for a dry run.
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training

@@ -1,6 +1,6 @@
 """Dry runs of several cases in this process, which is started for it: their records as JSON, a line for each.
 
-    MEGATRONISH_KERNELS=assumed python tests/support/dry_runs.py 0 3 5     (numbers of cases)
+MEGATRONISH_KERNELS=assumed python tests/support/dry_runs.py 0 3 5     (numbers of cases)
 """
 
 import json
