@@ -182,8 +182,6 @@ class Mesh:
         everyone = tuple(range(layout.world_size))
         world = Axis("world", len(everyone), rank, everyone, dist.group.WORLD if everyone[1:] else None)
         axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend))
-        # The fake process group of a dry run has no peers that gloo could connect to.
-        background = None if backend == "fake" else "gloo"
         stages = layout.groups("pp")
         ends = [[ranks[stage] for stage in embedding_stages] for ranks in stages]
         tp = axis("tp", layout.groups("tp"))
@@ -200,7 +198,7 @@ class Mesh:
             coordinates=layout.coordinates(rank),
             device=device,
             world=world,
-            checkpoint_axis=axis("checkpoint", [everyone], backend=backend_of("cpu", backend, otherwise=background)),
+            checkpoint_axis=axis("checkpoint", [everyone], backend=backend_of("cpu", backend, otherwise="gloo")),
             pp=axis("pp", stages),
             dp=axis("dp", layout.groups("dp"), backend=backend_of("cpu", backend)),
             cp=axis("cp", layout.groups("cp")),
@@ -224,8 +222,11 @@ class Mesh:
 def backend_of(device_type: str, backend: str, *, otherwise: str | None = None) -> str:
     """The part of a process group's `backend` that moves tensors of a device: cuda:nccl of cpu:gloo,cuda:nccl.
 
-    A backend without parts is that of every device; `otherwise` takes its place.
+    A backend without parts is that of every device; `otherwise` takes its place, except that of the fake one of a dry
+    run, which has no peers to connect to.
     """
+    if backend == "fake":
+        return backend
     parts = backend.split(",")
     return next((part for part in parts if part.startswith(f"{device_type}:")), otherwise or backend)
 

@@ -88,8 +88,7 @@ def read_config(
         raise ConfigError([start, *file.problems, *line.flags.problems, *merged.problems, *type_errors.values()])
     config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
     invalid = {*type_errors, *file.invalid}
-    planned = world_size if "world_size" in invalid else world_size or config.log.world_size
-    derived = derive(config, path=path, world_size=planned, invalid=invalid)
+    derived = derive(config, path=path, world_size=world_size, invalid=invalid)
 
     problems = [
         *file.problems,

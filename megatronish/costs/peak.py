@@ -1,4 +1,4 @@
-"""Peak of a rank's memory in a step: the moment when most is held, and what an operator at work needs beside it.
+"""Peak of a rank's memory in a step: the moment when most is held, and what an operator at work needs in addition.
 
 memory.py adds up the most of each kind of bytes, which are not there at the same time. Here every instant of the
 schedule is looked at as a backward begins in it, at two of its moments:
@@ -8,7 +8,7 @@ schedule is looked at as a backward begins in it, at two of its moments:
                       and the gradients of its weights, inputs and outputs are added, the largest at a time
 
 Layers are counted as they are on a GPU, with fused operators or without (`kernels`): RoPE keeps what it has turned
-beside what it was turned from, the router an fp32 copy of its tokens, SwiGLU without its operator the activated gate,
+and what it was turned from, the router an fp32 copy of its tokens, SwiGLU without its operator the activated gate,
 dropout of attention needs gradients in fp32 and some blocks of scores, and without operators hashes. Not counted: what
 the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
 """
@@ -124,7 +124,7 @@ class _StagePeak:
 
     @property
     def zero(self) -> int:
-        """Stage of ZeRO."""
+        """What ZeRO shares, 0 to 3."""
         return self.config.parallel.zero
 
     @property

@@ -21,7 +21,7 @@ class FakeEvent:
         """Settings of an event mean nothing here."""
 
     def record(self, _stream: Any = None) -> None:
-        """Nothing is under way."""
+        """Nothing is in progress on any stream."""
 
     def wait(self, _stream: Any = None) -> None:
         """A stream waits, and the host does not."""
@@ -31,7 +31,7 @@ class FakeEvent:
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """The host waits for the device here."""
         self.on_wait("Event.synchronize")
 
 
@@ -58,7 +58,7 @@ class FakeStream:
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """The host waits for the device here."""
         self.on_wait("Stream.synchronize")
 
 

@@ -24,7 +24,7 @@ from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
-from megatronish.dry_run.recorder import Counts, Recorder
+from megatronish.dry_run.recorder import StepCounts, StepRecorder
 from megatronish.launch.place import Place
 from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
@@ -82,7 +82,7 @@ class RankRecord(NamedTuple):
     num_layers: int
     num_parameters: int
     num_run: int
-    counts: Counts
+    counts: StepCounts
     num_operators: int
     build_peak: int
     peak: int
@@ -95,7 +95,7 @@ class RankRecord(NamedTuple):
 def run_rank(planned: Planned, rank: int) -> RankRecord:
     """Build the engine of this rank, let it take a step, and leave nothing behind."""
     config, device_type = planned.config, planned.device_type
-    recorder = Recorder(device_type, number=planned.rows_of_an_expert, references=references())
+    recorder = StepRecorder(device_type, number=planned.rows_of_an_expert, references=references())
     ledger, fake, times = recorder.ledger, FakeTensorMode(allow_non_fake_inputs=True), [time.perf_counter()]
     with answered_for(device_type, recorder.wait), _mesh(config, rank, device_type) as mesh:
         num_run = needed_microbatches(planned.stages, mesh.pp.rank, planned.num_microbatches)
@@ -169,10 +169,14 @@ def made_up_batches(planned: Planned, mesh: Mesh, num_microbatches: int) -> list
     )
 
 
-def take_step(engine: Engine, batches: Sequence[MicroBatch], recorder: Recorder) -> None:
+def take_step(engine: Engine, batches: Sequence[MicroBatch], recorder: StepRecorder) -> None:
     """One step of the engine; what it does is counted apart for the first micro-batch, the others and the end."""
 
-    def begin(action: Action) -> None:
+    data_parallel = engine.data_parallel
+    begin_action = data_parallel.begin_action
+
+    def begin(action: Action, is_last: bool) -> None:
+        begin_action(action, is_last)  # what ZeRO-2 has left to send is of the action before
         recorder.begin_part(OTHERS if action.micro_batch else FIRST)
         chunk = f", chunk {action.chunk}" if engine.stage.stages.num_chunks > 1 else ""
         recorder.ledger.begin(f"{PHASES[action.kind]} of micro-batch {action.micro_batch}{chunk}")
@@ -182,7 +186,7 @@ def take_step(engine: Engine, batches: Sequence[MicroBatch], recorder: Recorder)
         recorder.ledger.begin("update")
         return {}
 
-    engine.on_action = begin
+    data_parallel.begin_action = begin  # type: ignore[assignment,method-assign]
     recorder.begin_part(END)
     recorder.ledger.begin("begin of the step")
     engine.step(
@@ -216,9 +220,9 @@ def needed_microbatches(stages: Stages, stage: int, planned: int) -> int:
     return number
 
 
-def whole_step(parts: Mapping[str, Counts], num_run: int, planned: int) -> Counts:
+def whole_step(parts: Mapping[str, StepCounts], num_run: int, planned: int) -> StepCounts:
     """Counts of a step of `planned` micro-batches, of which `num_run` ran. What stages send each other is linear."""
-    whole, first = Counts(), parts.get(FIRST, Counts())
+    whole, first = StepCounts(), parts.get(FIRST, StepCounts())
     of_step = [counts for name, counts in parts.items() if name != "build"]
     more = planned - num_run
     for name in ("calls", "sent", "flops", "waits"):

@@ -39,7 +39,7 @@ COLLECTIVES = {
 
 
 @dataclass
-class Counts:
+class StepCounts:
     """What a part of a step does. `sent` are bytes: of each call, those of its largest tensor."""
 
     calls: Counter[TrafficKey] = field(default_factory=Counter)
@@ -49,14 +49,14 @@ class Counts:
     operators: int = 0
 
 
-class Answer(NamedTuple):
-    """Result of an operator that is not carried out."""
+class FixedResult(NamedTuple):
+    """Result of an operator that is not computed."""
 
     value: Any
 
 
-class Recorder(TorchDispatchMode):
-    """Dispatch mode above FakeTensorMode. Counts are kept for each part of the step by itself (`begin_part`).
+class StepRecorder(TorchDispatchMode):
+    """Dispatch mode above FakeTensorMode. StepCounts are kept for each part of the step by itself (`begin_part`).
 
     `number` is what the host reads wherever it reads an integer of the device; truth values are True, fractions 2.
     `references` are the operators that run by the operators that they are made of.
@@ -66,12 +66,12 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.ledger = Ledger(device_type, _call_site)
         self.number, self.references = number, references
-        self.parts: dict[str, Counts] = {}
+        self.parts: dict[str, StepCounts] = {}
         self.begin_part("build")
 
     def begin_part(self, part: str) -> None:
         """From now on counts are for this part."""
-        self._counts = self.parts.setdefault(part, Counts())
+        self._counts = self.parts.setdefault(part, StepCounts())
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
@@ -97,12 +97,12 @@ class Recorder(TorchDispatchMode):
             with self:
                 yield
         finally:
-            torch.UntypedStorage.resize_, FakeTensor.tolist = resize, to_list  # type: ignore[method-assign,assignment]
+            torch.UntypedStorage.resize_, FakeTensor.tolist = resize, to_list  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One operator: counted, answered here or carried out on tensors without memory."""
+        """One operator: counted, answered here or run on tensors without memory."""
         packet = func._overloadpacket
         if packet is prim.device:
             return func(*args)
@@ -159,20 +159,20 @@ class Recorder(TorchDispatchMode):
         if ends == {self.ledger.device_type, "cpu"} and not kwargs.get("non_blocking"):
             self.wait("copy")
 
-    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer | None:
+    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FixedResult | None:
         """What tensors without values cannot compute."""
         if packet is aten._local_scalar_dense:
-            return Answer(self._value(args[0].dtype))
+            return FixedResult(self._value(args[0].dtype))
         if packet is aten._pin_memory:
-            return Answer(args[0].clone())
+            return FixedResult(args[0].clone())
         if packet is aten.is_pinned:
-            return Answer(False)
+            return FixedResult(False)
         if packet is aten.record_stream:
-            return Answer(None)
+            return FixedResult(None)
         if packet is aten.nonzero:  # what is looked for is what has gone wrong
-            return Answer(args[0].new_empty((0, args[0].dim()), dtype=torch.int64))
+            return FixedResult(args[0].new_empty((0, args[0].dim()), dtype=torch.int64))
         if packet is aten.bincount:
-            return Answer(args[0].new_empty(args[2] if len(args) > 2 else kwargs["minlength"], dtype=torch.int64))
+            return FixedResult(args[0].new_empty(args[2] if len(args) > 2 else kwargs["minlength"], dtype=torch.int64))
         return None
 
     def _value(self, dtype: torch.dtype) -> bool | int | float:

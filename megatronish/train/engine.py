@@ -5,7 +5,7 @@ reduces, clips and updates. build.py puts one together; the trainer, the tests a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +49,6 @@ class Engine:
     preparation: PairPreparation | None = field(default=None, init=False)
     reference: "Engine | None" = field(default=None, init=False)
     observers: list[Observer] = field(default_factory=list, init=False)
-    on_action: Callable[[Action], None] | None = field(default=None, init=False)  # called before every action
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
     arrivals: GradientArrivals = field(init=False)
@@ -107,7 +106,7 @@ class Engine:
                 local,
                 step=num_steps_done,
                 loss_scale=scale / max(weight, 1),
-                begin_action=self._begin_action,
+                begin_action=self.data_parallel.begin_action,
                 observers=self.observers,
             )
         self.arrivals.check(self.mesh.checkpoint_axis)
@@ -144,11 +143,6 @@ class Engine:
         """What this cp rank holds of whole sequences, prepared for the objective."""
         found = on_rank(micro_batches, self.mesh)
         return found if self.preparation is None else self.preparation(found)
-
-    def _begin_action(self, action: Action, is_last: bool) -> None:
-        self.data_parallel.begin_action(action, is_last)
-        if self.on_action is not None:
-            self.on_action(action)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

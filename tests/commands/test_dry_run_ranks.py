@@ -10,10 +10,9 @@ import pytest
 from command_lines import problems, small
 from paths import ROOT
 
-TINY = (
-    "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
-    "--micro-batch-size 1 --global-batch-size 16 --train-iters 10 --lr 1e-3 --bf16 --tp 2 --pp 2 --dry-run"
-).split()
+SIZES = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --tp 2 --pp 2"
+STEP = "--micro-batch-size 1 --global-batch-size 16 --train-iters 10 --lr 1e-3 --bf16 --mock-data --dry-run"
+TINY = [*SIZES.split(), *STEP.split()]
 
 
 @pytest.mark.parametrize(
