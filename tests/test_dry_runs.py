@@ -2,7 +2,7 @@
 
 Each case builds the engine of one rank on fake CUDA tensors and takes a step; a tensor on the wrong device raises. The
 cases with fused operators run in one process, and those without in another: whether there are any is decided where
-operators are imported. `pytest --all-layouts` deals to every layout several times.
+operators are imported. `pytest --all-layouts` takes all cases, in which every two features meet that can.
 """
 
 import json

@@ -331,7 +331,10 @@ class _StagePeak:
         table = self.width * self.table * (3 if self.ties_here else 1) if self.stage.is_first else 0
         if self.zero == 2:
             layers = min(self.largest_chunk, 2 * self.config.parallel.ddp_bucket_size)
-            table += 4 * (self.table * self.stage.is_first + layers)
+            bucket = 4 * self.table if self.stage.is_first else 0
+            # Unless the table's bucket is there already, it comes once the two gradients have become one.
+            table = table + bucket if self.merges_table else max(table, self.width * self.table + bucket)
+            table += 4 * layers
         return table
 
     def of_head(self, before: float) -> float:
