@@ -2,7 +2,7 @@
 
 Each case builds the engine of one rank on fake CUDA tensors and takes a step; a tensor on the wrong device raises. The
 cases with fused operators run in one process, and those without in another: whether there are any is decided where
-operators are imported. `pytest --all-layouts` takes all cases, in which every two features meet that can.
+operators are imported. `pytest --all-layouts` takes all cases, in which nearly every two features meet that can.
 """
 
 import json
@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 import pytest
-from dry_cases import CASES, FEW, KERNELS, Case
-from pairwise import covered_pairs
+from dry_cases import CASES, FEW, KERNELS, LAYOUTS, Case, choices
+from pairwise import covered_pairs, possible_pairs
 from paths import ROOT, TESTS
 
 from megatronish.ops.build import BuildError, find_compiler
@@ -89,8 +89,9 @@ def test_model_state_is_what_is_expected_but_for_padding(results: list[tuple[Cas
             assert owners[owner] == pytest.approx(expected[name], rel=2e-3), (case.name, owner)
 
 
-def test_the_few_cases_have_every_value_of_every_feature() -> None:
-    values = {pair for case in CASES for pair in case.chosen.items()}
-    assert values == {pair for number in FEW for pair in CASES[number].chosen.items()}
-    everything = covered_pairs([case.chosen for case in CASES])
-    assert len(covered_pairs([CASES[number].chosen for number in FEW])) > 0.6 * len(everything)
+def test_nearly_every_two_features_meet_and_every_value_is_among_the_few() -> None:
+    dealt, some = [case.chosen for case in CASES], [CASES[number].chosen for number in FEW]
+    possible = possible_pairs([choices(layout) for layout in LAYOUTS])
+    assert len(possible & covered_pairs(dealt)) > 0.95 * len(possible)
+    assert len(possible & covered_pairs(some)) > 0.8 * len(possible)
+    assert {pair for chosen in dealt for pair in chosen.items()} == {pair for chosen in some for pair in chosen.items()}

@@ -20,10 +20,11 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.costs.activations import Backward, Instant, StageLoad
-from megatronish.costs.memory import activations_of, expected_memory
+from megatronish.costs.activations import Backward, StageLoad
+from megatronish.costs.memory import expected_memory
 from megatronish.costs.memory_table import Memory
-from megatronish.layer_specs import ExpertsSpec, LayerSpec, layer_specs
+from megatronish.costs.stage_sizes import StageSizes
+from megatronish.layer_specs import ExpertsSpec, LayerSpec
 
 BLOCK_BYTES = 8 * 2**20
 """Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
@@ -62,14 +63,8 @@ def expected_peak(
 
 
 @dataclass
-class _StagePeak:
+class _StagePeak(StageSizes):
     """Moments of a stage's step; `memory` is what memory.py says of it. Sizes are bytes of one micro-batch."""
-
-    config: Config
-    stage: StageLoad
-    memory: Memory
-    vocab_size: int
-    kernels: bool
 
     def moments(self) -> Iterator[Moment]:
         """All that may be the fullest."""
@@ -113,167 +108,19 @@ class _StagePeak:
         last = len(self.specs) - 1
         tables = (self.stage.is_first and chunk == 0) + (self.stage.is_last and chunk == last)
         table = self.table * (1 if self.ties_here and last == 0 else tables)
-        return 4 * (table + sum(self._parameters(spec) for spec in self.specs[chunk]))
-
-    # Sizes
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return 4 if self.config.training.precision == "fp32" else 2
-
-    @property
-    def zero(self) -> int:
-        """What ZeRO shares, 0 to 3."""
-        return self.config.parallel.zero
-
-    @property
-    def tp(self) -> int:
-        """Ranks of tensor parallelism."""
-        return self.config.layout.tp
-
-    @property
-    def cuts_sequence(self) -> bool:
-        """Whether there is sequence parallelism."""
-        return self.config.parallel.sequence_parallel and self.tp > 1
-
-    @property
-    def defers(self) -> bool:
-        """Whether weight gradients wait for actions of their own."""
-        return any(any(instant.deferred) for instant in self.stage.instants)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch on a cp rank."""
-        training = self.config.training
-        return training.seq_length * training.micro_batch_size // self.config.layout.cp
-
-    @property
-    def hidden(self) -> float:
-        """Hidden states of whole sequences (of a cp rank)."""
-        return self.tokens * self.config.model.hidden_size * self.width
-
-    @property
-    def residual(self) -> float:
-        """Hidden states between layers."""
-        return self.hidden / self.tp if self.cuts_sequence else self.hidden
-
-    @property
-    def table(self) -> int:
-        """Elements of an embedding on this rank."""
-        model = self.config.model
-        return model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
-
-    @property
-    def ties_here(self) -> bool:
-        """Whether embedding and head are one table on this stage."""
-        return self.config.model.tied and self.stage.is_first and self.stage.is_last
-
-    @cached_property
-    def rest(self) -> float:
-        """Elements of embedding and head on this rank."""
-        model, table = self.config.model, self.table
-        tables = self.stage.is_first + (self.stage.is_last and not (model.tied and self.stage.is_first))
-        learned = model.position_embedding_type == "learned_absolute" and self.stage.is_first
-        positions = (model.max_position_embeddings or self.config.training.seq_length) if learned else 0
-        return table * tables + positions * model.hidden_size
-
-    @cached_property
-    def logits(self) -> float:
-        """Logits of a micro-batch."""
-        model = self.config.model
-        return self.tokens * model.padded_vocab_size(self.vocab_size, self.tp) // self.tp * self.width
-
-    @cached_property
-    def specs(self) -> list[list[LayerSpec]]:
-        """Layers of each chunk."""
-        specs = layer_specs(self.config.model)
-        return [[specs[layer] for layer in layers] for layers in self.stage.layers]
-
-    @property
-    def in_flight(self) -> float:
-        """A tensor that arrives early and one that is sent."""
-        return 2 * self.hidden / self.tp if self.config.layout.pp > 1 else 0
-
-    def of_logits(self, instant: Instant) -> float:
-        """Logits of all micro-batches at an instant."""
-        return (instant.live[-1] + instant.deferred[-1]) * self.logits if self.stage.is_last else 0
-
-    # What waits
-
-    def waiting(self, instant: Instant) -> float:
-        """Activations of all micro-batches at an instant."""
-        found = 0.0
-        for chunk, (live, deferred) in enumerate(zip(instant.live, instant.deferred, strict=True)):
-            found += live * self.of_chunk(chunk) + deferred * self.deferred_of_chunk(chunk)
-        if self.stage.is_last:  # inputs of the final norm and of the head
-            found += (instant.live[-1] + instant.deferred[-1]) * 2 * self.residual
-        return found
-
-    def of_chunk(self, chunk: int) -> float:
-        """What a micro-batch keeps in a chunk."""
-        again = self.recomputed(chunk)
-        kept = self.specs[chunk][len(again) :] if self.config.recompute.recompute_method == "block" else []
-        if self.config.recompute.recompute_granularity != "full":
-            again, kept = [], self.specs[chunk]
-        size = self.config.recompute.recompute_num_layers
-        inputs = len(again) if self.config.recompute.recompute_method == "block" else -(-len(again) // size)
-        offloads, shares = (
-            self.config.recompute.offload_saved_activations,
-            self.config.recompute.distribute_saved_activations,
-        )
-        one = 0 if offloads else self.hidden / self.tp if shares else self.residual
-        model = self.config.model
-        tables = 4 * self.tokens * model.head_size if model.position_embedding_type == "rope" else 0
-        return inputs * one + sum(self.of_layer(spec) for spec in kept) + tables
-
-    def recomputed(self, chunk: int) -> list[LayerSpec]:
-        """Layers of a chunk that are computed again."""
-        recompute, specs = self.config.recompute, self.specs[chunk]
-        if recompute.recompute_granularity != "full":
-            return []
-        return specs[: recompute.recompute_num_layers] if recompute.recompute_method == "block" else specs
-
-    def deferred_of_chunk(self, chunk: int) -> float:
-        """What a micro-batch keeps for its weight gradients alone."""
-        settings = activations_of(self.config, "cuda")
-        return self.tokens * sum(settings.deferred(spec.cost(self.config.model)) for spec in self.specs[chunk])
-
-    def of_layer(self, spec: LayerSpec) -> float:
-        """What a layer keeps for its backward."""
-        model, training, attention = self.config.model, self.config.training, spec.attention
-        settings = activations_of(self.config, "cuda")
-        scores = self.config.recompute.recompute_granularity is None
-        found = float(self.tokens * settings.of_layer(spec.cost(model), scores=scores))
-        unit = self.tokens * self.width / self.tp
-        heads, kv_heads = attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size
-        drops, by_heads = model.attention_dropout > 0, self.config.parallel.cp_comm_type == "a2a"
-        if self.config.layout.cp > 1 and by_heads:
-            found += unit * heads  # the output as it was computed, and as it has come back
-        else:
-            if model.position_embedding_type == "rope" and attention.rotary:
-                found += unit * (heads + kv_heads)
-            if self.config.layout.cp == 1 and training.micro_batch_size > 1 and not drops:
-                found += unit * heads  # in the order of the heads, and in that of the sequence
-        if isinstance(spec.mlp, ExpertsSpec):
-            found += self.tokens * model.hidden_size * 4 / self.tp - self.residual
-            if self.kernels and spec.mlp.expert.activation == "swiglu":
-                found -= unit * spec.mlp.num_chosen * spec.mlp.expert.ffn_size
-        elif self.kernels and spec.mlp.activation == "swiglu" and spec.mlp.is_plain:
-            found -= unit * spec.mlp.ffn_size
-        return found
+        return 4 * (table + sum(self.parameters_of(spec) for spec in self.specs[chunk]))
 
     # What is at work
 
     @cached_property
     def layer_sizes(self) -> list[int]:
         """Parameters of each layer on this rank."""
-        return [self._parameters(spec) for chunk in self.specs for spec in chunk]
+        return [self.parameters_of(spec) for chunk in self.specs for spec in chunk]
 
     @property
     def largest_chunk(self) -> int:
         """Parameters of the layers of a chunk: buckets hold those of one."""
-        return max(sum(map(self._parameters, chunk)) for chunk in self.specs)
+        return max(sum(map(self.parameters_of, chunk)) for chunk in self.specs)
 
     @property
     def largest_unit(self) -> int:
@@ -309,7 +156,7 @@ class _StagePeak:
         sizes = self.layer_sizes
         if self.zero == 2:
             layers, bucket = self.largest_chunk, self.config.parallel.ddp_bucket_size
-            filling = min(layers, bucket + max(map(self._matrix, chain(*self.specs)), default=0) / 2)
+            filling = min(layers, bucket + max(map(self.matrix_of, chain(*self.specs)), default=0) / 2)
             # The head's bucket is on its way; the embedding's is the last one, unless it is that of layers.
             is_with_table = (self.stage.is_last and not self.ties_here) or self.merges_table
             if self.stage.is_last and not self.ties_here:
@@ -352,7 +199,7 @@ class _StagePeak:
     def of_weight(self) -> float:
         """Weight gradient of an action of its own."""
         model = self.config.model
-        sizes = [float(self._matrix(spec)) for chunk in self.specs for spec in chunk]
+        sizes = [float(self.matrix_of(spec)) for chunk in self.specs for spec in chunk]
         if self.stage.is_last:
             sizes.append(model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size / self.tp)
         return self.width * max(sizes) + (self.hidden if self.cuts_sequence else 0)
@@ -416,11 +263,3 @@ class _StagePeak:
         if self.kernels or not self.config.model.hidden_dropout:
             return 0
         return 3 * 4 / self.width * self.residual
-
-    def _matrix(self, spec: LayerSpec) -> int:
-        grid = self.config.parallel.expert_layout
-        return spec.cost(self.config.model).largest_matrix.per_rank(self.tp, experts=grid.ep * grid.etp)
-
-    def _parameters(self, spec: LayerSpec) -> int:
-        grid = self.config.parallel.expert_layout
-        return spec.cost(self.config.model).parameters.per_rank(self.tp, experts=grid.ep * grid.etp)
