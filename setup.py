@@ -68,7 +68,14 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatronish", "megatronish.*"]),
     package_data={
-        "megatronish": ["__init__.pyi", "py.typed", "ops/dropout.cpp", "data/chat/templates/*.jinja", "planner/*.toml"],
+        "megatronish": [
+            "__init__.pyi",
+            "py.typed",
+            "ops/dropout.cpp",
+            "dry_run/fake_cuda.cpp",
+            "data/chat/templates/*.jinja",
+            "planner/*.toml",
+        ],
     },
     ext_modules=[Extension("megatronish.ops.kernels_cuda", sources=[])] if kernels_wanted else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},

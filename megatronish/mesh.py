@@ -227,8 +227,11 @@ class Mesh:
 def backend_of(device_type: str, backend: str, *, otherwise: str | None = None) -> str:
     """The part of a process group's `backend` that moves tensors of a device: cuda:nccl of cpu:gloo,cuda:nccl.
 
-    A backend without parts is that of every device; `otherwise` takes its place.
+    A backend without parts is that of every device; `otherwise` takes its place, except that of the fake one of a dry
+    run, which has no peers to connect to.
     """
+    if backend == "fake":
+        return backend
     parts = backend.split(",")
     return next((part for part in parts if part.startswith(f"{device_type}:")), otherwise or backend)
 

@@ -35,7 +35,7 @@ ROWS = (
     ("links",),
     ("formats",),
     ("train",),
-    ("inference", "plugins"),
+    ("inference", "plugins", "dry_run"),
     ("commands",),
     ("__main__",),
 )
@@ -50,6 +50,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "links/",
     "data_parallel/fully_sharded.py",
+    "dry_run/",
 )
 
 # What answers before torch is imported, so that --help, --dry-run errors and planning are instant.

@@ -146,23 +146,22 @@ def _gradients(ops: Any, ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor 
 
 
 _GIVEN = "Tensor keys, Tensor samples, Tensor? documents, Tensor? slopes, int first_head, int? window_size, float rate"
-define(
-    OperatorFamily(
-        "dropped_attention",
-        (
-            Operator(
-                f"dropped_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_GIVEN}) -> (Tensor out, Tensor lse)",
-                reference=_forward,
-                fake=_fake_forward,
-                setup_context=_save,
-                backward=_gradients,
-            ),
-            Operator(
-                "dropped_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
-                f"Tensor lse, {_GIVEN}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-                reference=_backward,
-                fake=_fake_backward,
-            ),
+FAMILY = OperatorFamily(
+    "dropped_attention",
+    (
+        Operator(
+            f"dropped_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_GIVEN}) -> (Tensor out, Tensor lse)",
+            reference=_forward,
+            fake=_fake_forward,
+            setup_context=_save,
+            backward=_gradients,
         ),
-    )
+        Operator(
+            "dropped_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
+            f"Tensor lse, {_GIVEN}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+            reference=_backward,
+            fake=_fake_backward,
+        ),
+    ),
 )
+define(FAMILY)

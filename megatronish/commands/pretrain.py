@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatronish.commands.configuration import read_config
+from megatronish.commands.dry_run import dry_run_ranks
 from megatronish.commands.ending import exit_status_of_ranks, is_main
 from megatronish.config.config import Config
 from megatronish.launch.imports import importing
@@ -21,6 +22,8 @@ def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
     config, notes = read_config(argv, world_size=place.world_size if place else None, program=program)
     if not config.log.dry_run:
         return pretrain(config, notes)
+    if config.log.rank is not None:
+        return dry_run_ranks(argv) if is_main(place) else 0
     # torch is imported only now, and in `pretrain`: --help and the errors of a config need not wait for it.
     from megatronish.train.summary import dry_run
 

@@ -32,6 +32,8 @@ class Derived(NamedTuple):
 def derive(config: Config, *, path: Path | None, world_size: int | None, invalid: Collection[str]) -> Derived:
     """Config with its derived fields filled in: data-parallel size, schedule, run folder and others."""
     notes, problems = [], []
+    if world_size is None and "world_size" not in invalid:
+        world_size = config.log.world_size  # of a dry run
     sizes = {name: getattr(config.parallel, name) for name in MESH}
     if not set(MESH) & set(invalid) and all(size is None or size >= 1 for size in sizes.values()):
         problem = _world_size_complaint(config.parallel, world_size)

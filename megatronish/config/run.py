@@ -54,7 +54,13 @@ class LogConfig:
     run_dir: str | None = None
     """Folder of everything the run leaves. Derived: runs/<name of the config>."""
     dry_run: bool = False
-    """Print the first lines of the run and end."""
+    """Print the first lines of the run and end. With --rank, also what that rank holds, sends and waits for."""
+    world_size: Annotated[int | None, at_least(1), at_most(10_000_000)] = None
+    """With --dry-run, ranks of the run that is planned."""
+    rank: str | None = None
+    """With --dry-run, a rank whose engine is built and takes a step without a GPU; all-stages: one rank of each."""
+    dry_run_report: str | None = None
+    """JSON file of what --rank found."""
     preflight: bool = False
     """Compare the ranks of the run (versions, config, data, clocks, disks, memory, links) and end: 1 if not well."""
     forecast_device: str | None = None

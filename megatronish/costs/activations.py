@@ -23,13 +23,22 @@ class Instant(NamedTuple):
     deferred: tuple[int, ...]
 
 
+class Backward(NamedTuple):
+    """A backward of a chunk begins at an instant; `begun` are the chunks that had one before."""
+
+    instant: Instant
+    chunk: int
+    begun: frozenset[int]
+
+
 class StageLoad(NamedTuple):
-    """What a pipeline stage holds: the layers of each of its chunks, and the instants of a step."""
+    """What a pipeline stage holds: the layers of each of its chunks, and the instants and backwards of a step."""
 
     layers: tuple[range, ...]
     instants: frozenset[Instant]
     is_first: bool
     is_last: bool
+    backwards: frozenset[Backward] = frozenset()
 
     @property
     def all_layers(self) -> tuple[int, ...]:

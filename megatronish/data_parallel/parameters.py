@@ -37,7 +37,7 @@ class FlatParameters:
     ) -> None:
         self.overlap = settings.overlap_gather
         self.plans, self._num_learning = (*plans, *frozen), len(plans)
-        self.flats, self.masters = list[Tensor](), list[Tensor]()
+        self.flats, self.masters, self._are_apart = list[Tensor](), list[Tensor](), list[bool]()
         shards: dict[str, Shard] = {}
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
@@ -61,6 +61,7 @@ class FlatParameters:
                 shards[name] = Shard(segment.of(master), flat_pieces(pieces, shape, segment.start, segment.stop))
             self.flats.append(flat)
             self.masters.append(master)
+            self._are_apart.append(apart)
         self.shards = {name: shards[name] for name in parameters if name in shards}  # in the model's order
 
     @torch.no_grad()
@@ -69,7 +70,7 @@ class FlatParameters:
         for number in reversed(range(len(self.plans) if frozen else self._num_learning)):
             plan, flat, master = self.plans[number], self.flats[number], self.masters[number]
             part = plan.part(flat)
-            if part.data_ptr() != master.data_ptr():
+            if self._are_apart[number]:
                 part.copy_(master, non_blocking=True)
             self._gathering[number] = comm.start_all_gather(part, plan.domain.shard, into=flat)
         # Masters that are parts of the buffers may be written next, as by the load of adapters after that of the base:

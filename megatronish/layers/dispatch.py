@@ -57,10 +57,13 @@ def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes
     """
     flat = choices.reshape(-1)
     # int16 sorts three times as fast as int64.
-    order = flat.to(torch.int16 if num_experts <= 2**15 else torch.int32).argsort(stable=True)
+    experts, order = flat.to(torch.int16 if num_experts <= 2**15 else torch.int32).sort(stable=True)
     inverse = _inverse(order)
     if sizes is None:
-        sizes = _exchange_counts(torch.bincount(flat, minlength=num_experts)[:num_experts], ep)
+        # Where the rows of each expert end. On a GPU, bincount would make the host wait for the largest number.
+        numbers = torch.arange(num_experts, dtype=experts.dtype, device=flat.device)
+        ends = torch.searchsorted(experts, numbers, right=True)
+        sizes = _exchange_counts(ends.diff(prepend=ends.new_zeros(1)), ep)
     local_order = local_inverse = None
     if ep.size > 1:
         local = torch.arange(num_experts // ep.size, device=flat.device, dtype=torch.int16).repeat(ep.size)

@@ -44,7 +44,7 @@ class RotaryEmbedding:
     def _on(self, device: torch.device) -> Tensor:
         """[pairs], on this device: a copy at every forward would make the host wait for the device."""
         if device not in self._frequencies:
-            self._frequencies[device] = self._frequencies[CPU].to(device)
+            self._frequencies[device] = self._frequencies[CPU].to(device, non_blocking=True)
         return self._frequencies[device]
 
 

@@ -133,8 +133,8 @@ class Executor:
             for upcoming in actions[i : i + 1 + RECEIVES_AHEAD]:
                 self._post(upcoming, shapes[upcoming.micro_batch])
             # 2. Wait for this action's input: [S, B, D], or the gradient of what this chunk has sent.
-            arrived = self._take(action, shapes[action.micro_batch])
             begin_action(action, action == last[action.kind, action.chunk])
+            arrived = self._take(action, shapes[action.micro_batch])
             start = self._now() if observers else 0.0
             # 3. Compute.
             output: Tensor | None = None

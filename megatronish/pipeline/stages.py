@@ -5,7 +5,7 @@ from functools import cache, cached_property
 
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
-from megatronish.costs.activations import Instant, StageLoad
+from megatronish.costs.activations import Backward, Instant, StageLoad
 from megatronish.costs.flops import layer_flops, logits_flops
 from megatronish.layer_specs import layer_specs
 from megatronish.schedule.plan import Action, Placement, StageChunk
@@ -77,13 +77,17 @@ class Stages:
 
     def loads(self, num_microbatches: int) -> list[StageLoad]:
         """The load of every stage: its layers, and the numbers of live activations at every instant of a step."""
-        return [self._load(stage, num_microbatches) for stage in range(self.num_stages)]
+        return [self.load(stage, num_microbatches) for stage in range(self.num_stages)]
 
-    def _load(self, stage: int, num_microbatches: int) -> StageLoad:
+    def load(self, stage: int, num_microbatches: int) -> StageLoad:
+        """The load of one stage."""
         places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
         live, deferred = [0] * self.num_chunks, [0] * self.num_chunks
-        instants = {Instant(tuple(live), tuple(deferred))}
+        instants, backwards = {Instant(tuple(live), tuple(deferred))}, set[Backward]()
         for action in self.actions(stage, num_microbatches):
+            if action.kind == "B":
+                begun = frozenset(backward.chunk for backward in backwards)
+                backwards.add(Backward(Instant(tuple(live), tuple(deferred)), action.chunk, begun))
             live[action.chunk] += (action.kind == "F") - (action.kind == "B")
             if self.schedule.has_weight_gradients:
                 deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
@@ -93,6 +97,7 @@ class Stages:
             instants=frozenset(instants),
             is_first=any(map(self.is_first, places)),
             is_last=any(map(self.is_last, places)),
+            backwards=frozenset(backwards),
         )
 
 

@@ -69,11 +69,13 @@ def build_engine(
     make_block: MakeBlock | None = None,
     trainable: Trainable = everything,
     objective: AnyObjective | None = None,
+    initialises: bool = True,
 ) -> Engine:
     """This rank's share of a training run.
 
     Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision. Those of
-    an engine that only evaluates (`trainable=nothing`) are for a checkpoint to fill.
+    an engine that only evaluates (`trainable=nothing`) are for a checkpoint to fill; without `initialises` nothing
+    fills them, for a dry run.
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
@@ -100,7 +102,7 @@ def build_engine(
     if is_later and settings.zero_stage < 3:
         stage.model.to_empty(device=mesh.device)
     learning = freeze(stage, trainable)
-    seed = None if trainable is nothing else training.seed
+    seed = training.seed if initialises and trainable is not nothing else None
     data_parallel = make_data_parallel(stage, mesh, settings, seed=seed, gives_back=not training.cuda_graph)
     weight_gradients = None
     if stages.schedule.has_weight_gradients:

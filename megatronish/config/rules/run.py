@@ -1,6 +1,7 @@
 """Rules on checkpoints and on the recording of steps."""
 
 from megatronish.config.config import Config
+from megatronish.config.names import OBJECTIVE_NAMES
 from megatronish.config.rules.rule import MESH, ConfigRule
 
 
@@ -22,6 +23,43 @@ def _profile_ranks(config: Config) -> str | None:
     if wrong and (log.profile or log.record_memory_history):
         return f"profile_ranks={wrong[0]} is no rank of this run; use numbers from 0 to {size - 1}"
     return None
+
+
+ALL_STAGES = "all-stages"
+"""Value of --rank for one rank of each pipeline stage."""
+
+
+def _dry_run(config: Config) -> str | None:
+    log = config.log
+    if log.dry_run:
+        return None
+    given = {"world_size": log.world_size, "rank": log.rank}
+    named = [f"{name}={value}" for name, value in given.items() if value is not None]
+    return f"{' and '.join(named)} plan a run that is not started; add --dry-run, or leave it out" if named else None
+
+
+def _dry_run_report(config: Config) -> str | None:
+    if config.log.dry_run_report is None or config.log.rank is not None:
+        return None
+    return f"dry_run_report={config.log.dry_run_report} is of single ranks; add --rank all-stages, or leave it out"
+
+
+def _rank(config: Config) -> str | None:
+    rank, size = config.log.rank, config.layout.world_size
+    if rank is None or rank == ALL_STAGES or (rank.isascii() and rank.isdecimal() and int(rank) < size):
+        return None
+    more = "" if config.log.world_size else ", or say with --world-size how many ranks there are"
+    return f"rank={rank} is no rank of {size}; use a number from 0 to {size - 1}, or {ALL_STAGES}{more}"
+
+
+def _dry_objective(config: Config) -> str | None:
+    kind = OBJECTIVE_NAMES[config.training.objective].learns_from if config.log.rank is not None else "text"
+    if kind == "text":
+        return None
+    return (
+        f"rank={config.log.rank} is stepped on made-up texts, and objective={config.training.objective} learns from "
+        f"{kind}; leave --rank out, or choose an objective of texts"
+    )
 
 
 def _starting_point(config: Config) -> str | None:
@@ -60,6 +98,10 @@ def _kept_steps(config: Config) -> str | None:
 
 RECORD_RULES = (
     ConfigRule(("profile_schedule", "profile", "profile_step_start", "profile_step_end", "train_iters"), _profile),
+    ConfigRule(("dry_run", "world_size", "rank"), _dry_run),
+    ConfigRule(("rank", "dry_run_report"), _dry_run_report),
+    ConfigRule((*MESH, "world_size", "rank"), _rank),
+    ConfigRule(("rank", "objective"), _dry_objective),
     ConfigRule((*MESH, "profile", "record_memory_history", "profile_ranks"), _profile_ranks),
 )
 

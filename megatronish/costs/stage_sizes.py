@@ -1,0 +1,180 @@
+"""Sizes on a rank of a pipeline stage, and what waits there for a backward, for the peak of its memory (peak.py)."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatronish.config.config import Config
+from megatronish.costs.activations import Instant, StageLoad
+from megatronish.costs.memory import activations_of
+from megatronish.costs.memory_table import Memory
+from megatronish.layer_specs import ExpertsSpec, LayerSpec, layer_specs
+
+
+@dataclass
+class StageSizes:
+    """Sizes of a stage; `memory` is what memory.py says of it. Bytes are those of one micro-batch.
+
+    With `kernels` fused operators run.
+    """
+
+    config: Config
+    stage: StageLoad
+    memory: Memory
+    vocab_size: int
+    kernels: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.config.training.precision == "fp32" else 2
+
+    @property
+    def zero(self) -> int:
+        """What ZeRO shares, 0 to 3."""
+        return self.config.parallel.zero
+
+    @property
+    def tp(self) -> int:
+        """Ranks of tensor parallelism."""
+        return self.config.layout.tp
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether there is sequence parallelism."""
+        return self.config.parallel.sequence_parallel and self.tp > 1
+
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients wait for actions of their own."""
+        return any(any(instant.deferred) for instant in self.stage.instants)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a cp rank."""
+        training = self.config.training
+        return training.seq_length * training.micro_batch_size // self.config.layout.cp
+
+    @property
+    def hidden(self) -> float:
+        """Hidden states of whole sequences (of a cp rank)."""
+        return self.tokens * self.config.model.hidden_size * self.width
+
+    @property
+    def residual(self) -> float:
+        """Hidden states between layers."""
+        return self.hidden / self.tp if self.cuts_sequence else self.hidden
+
+    @property
+    def table(self) -> int:
+        """Elements of an embedding on this rank."""
+        model = self.config.model
+        return model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
+
+    @property
+    def ties_here(self) -> bool:
+        """Whether embedding and head are one table on this stage."""
+        return self.config.model.tied and self.stage.is_first and self.stage.is_last
+
+    @cached_property
+    def rest(self) -> float:
+        """Elements of embedding and head on this rank."""
+        model, table = self.config.model, self.table
+        tables = self.stage.is_first + (self.stage.is_last and not (model.tied and self.stage.is_first))
+        learned = model.position_embedding_type == "learned_absolute" and self.stage.is_first
+        positions = (model.max_position_embeddings or self.config.training.seq_length) if learned else 0
+        return table * tables + positions * model.hidden_size
+
+    @cached_property
+    def logits(self) -> float:
+        """Logits of a micro-batch."""
+        model = self.config.model
+        return self.tokens * model.padded_vocab_size(self.vocab_size, self.tp) // self.tp * self.width
+
+    @cached_property
+    def specs(self) -> list[list[LayerSpec]]:
+        """Layers of each chunk."""
+        specs = layer_specs(self.config.model)
+        return [[specs[layer] for layer in layers] for layers in self.stage.layers]
+
+    @property
+    def in_flight(self) -> float:
+        """A tensor that arrives early and one that is sent."""
+        return 2 * self.hidden / self.tp if self.config.layout.pp > 1 else 0
+
+    def of_logits(self, instant: Instant) -> float:
+        """Logits of all micro-batches at an instant."""
+        return (instant.live[-1] + instant.deferred[-1]) * self.logits if self.stage.is_last else 0
+
+    # What waits
+
+    def waiting(self, instant: Instant) -> float:
+        """Activations of all micro-batches at an instant."""
+        found = 0.0
+        for chunk, (live, deferred) in enumerate(zip(instant.live, instant.deferred, strict=True)):
+            found += live * self.of_chunk(chunk) + deferred * self.deferred_of_chunk(chunk)
+        if self.stage.is_last:  # inputs of the final norm and of the head
+            found += (instant.live[-1] + instant.deferred[-1]) * 2 * self.residual
+        return found
+
+    def of_chunk(self, chunk: int) -> float:
+        """What a micro-batch keeps in a chunk."""
+        again = self.recomputed(chunk)
+        kept = self.specs[chunk][len(again) :] if self.config.recompute.recompute_method == "block" else []
+        if self.config.recompute.recompute_granularity != "full":
+            again, kept = [], self.specs[chunk]
+        size = self.config.recompute.recompute_num_layers
+        inputs = len(again) if self.config.recompute.recompute_method == "block" else -(-len(again) // size)
+        offloads, shares = (
+            self.config.recompute.offload_saved_activations,
+            self.config.recompute.distribute_saved_activations,
+        )
+        one = 0 if offloads else self.hidden / self.tp if shares else self.residual
+        model = self.config.model
+        tables = 4 * self.tokens * model.head_size if model.position_embedding_type == "rope" else 0
+        return inputs * one + sum(self.of_layer(spec) for spec in kept) + tables
+
+    def recomputed(self, chunk: int) -> list[LayerSpec]:
+        """Layers of a chunk that are computed again."""
+        recompute, specs = self.config.recompute, self.specs[chunk]
+        if recompute.recompute_granularity != "full":
+            return []
+        return specs[: recompute.recompute_num_layers] if recompute.recompute_method == "block" else specs
+
+    def deferred_of_chunk(self, chunk: int) -> float:
+        """What a micro-batch keeps for its weight gradients alone."""
+        settings = activations_of(self.config, "cuda")
+        return self.tokens * sum(settings.deferred(spec.cost(self.config.model)) for spec in self.specs[chunk])
+
+    def of_layer(self, spec: LayerSpec) -> float:
+        """What a layer keeps for its backward."""
+        model, training, attention = self.config.model, self.config.training, spec.attention
+        settings = activations_of(self.config, "cuda")
+        scores = self.config.recompute.recompute_granularity is None
+        found = float(self.tokens * settings.of_layer(spec.cost(model), scores=scores))
+        unit = self.tokens * self.width / self.tp
+        heads, kv_heads = attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size
+        drops, by_heads = model.attention_dropout > 0, self.config.parallel.cp_comm_type == "a2a"
+        if self.config.layout.cp > 1 and by_heads:
+            found += unit * heads  # the output as it was computed, and as it has come back
+        else:
+            if model.position_embedding_type == "rope" and attention.rotary:
+                found += unit * (heads + kv_heads)
+            if self.config.layout.cp == 1 and training.micro_batch_size > 1 and not drops:
+                found += unit * heads  # in the order of the heads, and in that of the sequence
+        if isinstance(spec.mlp, ExpertsSpec):
+            found += self.tokens * model.hidden_size * 4 / self.tp - self.residual
+            if self.kernels and spec.mlp.expert.activation == "swiglu":
+                found -= unit * spec.mlp.num_chosen * spec.mlp.expert.ffn_size
+        elif self.kernels and spec.mlp.activation == "swiglu" and spec.mlp.is_plain:
+            found -= unit * spec.mlp.ffn_size
+        return found
+
+    def matrix_of(self, spec: LayerSpec) -> int:
+        """Elements of a layer's largest weight on this rank."""
+        grid = self.config.parallel.expert_layout
+        return spec.cost(self.config.model).largest_matrix.per_rank(self.tp, experts=grid.ep * grid.etp)
+
+    def parameters_of(self, spec: LayerSpec) -> int:
+        """Parameters of a layer on this rank."""
+        grid = self.config.parallel.expert_layout
+        return spec.cost(self.config.model).parameters.per_rank(self.tp, experts=grid.ep * grid.etp)

@@ -1,0 +1,237 @@
+"""Dry run of one rank: its real engine is built, and takes a real step, on tensors that have no memory.
+
+Of many micro-batches only so many are run that every number of live activations of the schedule has been there: one
+more than the pipeline has stages, with most schedules. The rest repeats what the first micro-batch does, so that
+traffic, FLOPs and waits of the whole step are known.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatronish.attention import dropped
+from megatronish.config.config import Config
+from megatronish.costs.traffic import TrafficKey
+from megatronish.data.collate import Collator
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.mock import MockSamples
+from megatronish.dry_run.cuda_calls import answered_for
+from megatronish.dry_run.owners import Group, Owners
+from megatronish.dry_run.recorder import StepCounts, StepRecorder
+from megatronish.launch.place import Place
+from megatronish.mesh import Axis, Mesh, leave
+from megatronish.model.batch import MicroBatch
+from megatronish.ops.library import NAMESPACE, load_kernels
+from megatronish.ops.report import FAMILIES
+from megatronish.pipeline.stages import Stages
+from megatronish.schedule.plan import Action
+from megatronish.train.build import build_engine
+from megatronish.train.engine import Engine
+
+FIRST, OTHERS, END = "first micro-batch", "other micro-batches", "end of the step"
+PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+
+
+class Planned(NamedTuple):
+    """What is run: a config, with the true vocabulary, on a type of device."""
+
+    config: Config
+    vocab_size: int
+    device_type: str
+
+    @property
+    def stages(self) -> Stages:
+        """Stages of the pipeline."""
+        config = self.config
+        return Stages.of(
+            config.parallel, config.model, vocab_size=self.vocab_size, seq_length=config.training.seq_length
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a rank in a step."""
+        return self.config.global_batch_size // (self.config.training.micro_batch_size * self.config.layout.dp)
+
+    @property
+    def rows_of_an_expert(self) -> int:
+        """Rows that a rank sends to each expert where the load is even; at least one."""
+        model, layout = self.config.model, self.config.layout
+        if model.num_experts is None:
+            return 1
+        tokens = self.config.training.micro_batch_size * self.config.training.seq_length // layout.cp
+        etp = self.config.parallel.expert_layout.etp
+        return max(1, tokens * etp // layout.tp * model.moe_router_topk // model.num_experts)
+
+
+class RankRecord(NamedTuple):
+    """What the dry run of a rank has found. `counts` are those of the whole step, of which `num_run` micro-batches ran.
+
+    `build_peak` and `peak` are bytes, `phase` is when most was held, `owners` say for what, `largest` are (owner, what
+    made it, shape, number, bytes). `seconds` are those of the mesh, the build and the step.
+    """
+
+    rank: int
+    stage: int
+    num_layers: int
+    num_parameters: int
+    num_run: int
+    counts: StepCounts
+    num_operators: int
+    build_peak: int
+    peak: int
+    phase: str
+    owners: dict[str, int]
+    largest: list[tuple[Group, int, int]]
+    seconds: tuple[float, float, float]
+
+
+def run_rank(planned: Planned, rank: int) -> RankRecord:
+    """Build the engine of this rank, let it take a step, and leave nothing behind."""
+    config, device_type = planned.config, planned.device_type
+    recorder = StepRecorder(device_type, number=planned.rows_of_an_expert, references=references())
+    ledger, fake, times = recorder.ledger, FakeTensorMode(allow_non_fake_inputs=True), [time.perf_counter()]
+    with answered_for(device_type, recorder.wait), _mesh(config, rank, device_type) as mesh:
+        num_run = needed_microbatches(planned.stages, mesh.pp.rank, planned.num_microbatches)
+        batches = made_up_batches(planned, mesh, num_run)
+        times.append(time.perf_counter())
+        with fake, recorder.watching():
+            ledger.begin("build")
+            engine = build_engine(config, mesh, vocab_size=planned.vocab_size, initialises=False)
+            owners, build_peak = Owners.of(engine, ledger), ledger.peak
+            times.append(time.perf_counter())
+            ledger.forget_peak()
+            take_step(engine, [batch.pinned() for batch in batches], recorder)
+            times.append(time.perf_counter())
+        model = engine.stage.model
+        return RankRecord(
+            rank=rank,
+            stage=mesh.pp.rank,
+            num_layers=len(model.layers),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_run=num_run,
+            counts=whole_step(recorder.parts, num_run, planned.num_microbatches),
+            num_operators=sum(part.operators for part in recorder.parts.values()),
+            build_peak=build_peak,
+            peak=ledger.peak,
+            phase=ledger.phases[ledger.peak_phase],
+            owners=owners.by_owner(ledger),
+            largest=owners.largest(ledger),
+            seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2]),
+        )
+
+
+def references() -> dict[Any, Callable[..., Any]]:
+    """Operators that a GPU runs by other operators: one that has no kernel, and all where none is built."""
+    families = [dropped.FAMILY, *(FAMILIES if load_kernels() is not None else ())]
+    ops = getattr(torch.ops, NAMESPACE)
+    return {getattr(ops, each.name): each.reference for family in families for each in family.operators}
+
+
+@contextmanager
+def _mesh(config: Config, rank: int, device_type: str) -> Iterator[Mesh]:
+    """Mesh of a rank whose groups send nothing."""
+    place = Place(rank, config.layout.world_size, 0, 1)
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+    mesh = Mesh.of(
+        config.parallel,
+        place,
+        device=device,
+        backend="fake",
+        has_experts=config.model.num_experts is not None,
+        store=FakeStore(),
+    )
+    try:
+        yield replace(mesh, checkpoint_axis=Axis("checkpoint"))  # over which ranks tell each other their errors
+    finally:
+        leave()
+
+
+def made_up_batches(planned: Planned, mesh: Mesh, num_microbatches: int) -> list[MicroBatch]:
+    """Micro-batches of made-up tokens for this rank."""
+    config, training = planned.config, planned.config.training
+    eod = planned.vocab_size - 1
+    samples = MockSamples(
+        name="dry run", seq_length=training.seq_length, seed=training.seed, vocab_size=planned.vocab_size, eod=eod
+    )
+    return micro_batches(
+        samples,
+        consumed_samples=0,
+        global_batch_size=num_microbatches * training.micro_batch_size * mesh.dp.size,
+        share=BatchShare(mesh.dp.rank, mesh.dp.size, training.micro_batch_size),
+        collate=Collator.of(config.data, eod=eod),
+    )
+
+
+def take_step(engine: Engine, batches: Sequence[MicroBatch], recorder: StepRecorder) -> None:
+    """One step of the engine; what it does is counted apart for the first micro-batch, the others and the end."""
+
+    data_parallel = engine.data_parallel
+    begin_action = data_parallel.begin_action
+
+    def begin(action: Action, is_last: bool) -> None:
+        begin_action(action, is_last)  # what ZeRO-2 has left to send is of the action before
+        recorder.begin_part(OTHERS if action.micro_batch else FIRST)
+        chunk = f", chunk {action.chunk}" if engine.stage.stages.num_chunks > 1 else ""
+        recorder.ledger.begin(f"{PHASES[action.kind]} of micro-batch {action.micro_batch}{chunk}")
+
+    def end() -> dict[str, float]:
+        recorder.begin_part(END)
+        recorder.ledger.begin("update")
+        return {}
+
+    data_parallel.begin_action = begin  # type: ignore[assignment,method-assign]
+    recorder.begin_part(END)
+    recorder.ledger.begin("begin of the step")
+    engine.step(
+        batches,
+        num_steps_done=0,
+        learning_rate=1e-4,
+        weight_decay=0.1,
+        decoupled_learning_rate=1e-4,
+        votes=end,
+    )
+
+
+def needed_microbatches(stages: Stages, stage: int, planned: int) -> int:
+    """Fewest micro-batches, more than there are stages, of which a stage holds as many at once as of all.
+
+    Also when a backward begins after one of every chunk: then all gradients have memory.
+    """
+
+    def most(number: int) -> tuple[int, ...]:
+        load = stages.load(stage, number)
+        late = [each.instant for each in load.backwards if len(each.begun) == stages.num_chunks]
+        found: list[int] = []
+        for instants in (load.instants, late):
+            sizes = [(sum(each.live) + sum(each.deferred), sum(each.live), each.live[-1]) for each in instants]
+            found += map(max, zip(*sizes, strict=True))
+        return tuple(found)
+
+    number = min(planned, max(2, stages.num_stages + 1))
+    while number < planned and most(number) != most(planned):
+        number = min(planned, number + stages.num_stages)
+    return number
+
+
+def whole_step(parts: Mapping[str, StepCounts], num_run: int, planned: int) -> StepCounts:
+    """Counts of a step of `planned` micro-batches, of which `num_run` ran. What stages send each other is linear."""
+    whole, first = StepCounts(), parts.get(FIRST, StepCounts())
+    of_step = [counts for name, counts in parts.items() if name != "build"]
+    more = planned - num_run
+    for name in ("calls", "sent", "flops", "waits"):
+        total: Counter[Any] = getattr(whole, name)
+        for counts in of_step:
+            total.update(getattr(counts, name))
+        for key, value in list(total.items()):
+            if isinstance(key, TrafficKey) and key.axis.startswith(("F ", "B ")):
+                total[key] = value * planned // num_run
+            else:
+                total[key] = value + more * getattr(first, name)[key]
+    return whole

@@ -1,0 +1,196 @@
+"""Recorder of a dry run: every operator of a step passes here on its way to tensors that have no memory.
+
+It counts operators, FLOPs, the bytes that groups of ranks exchange, and what the host waits for; it answers what
+tensors without values cannot, and tells the ledger of every storage.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megatronish.costs.traffic import TrafficKey
+from megatronish.dry_run.ledger import Ledger
+
+PACKAGE = str(Path(__file__).parents[1])
+OWN = str(Path(__file__).parent)
+aten, prim = torch.ops.aten, torch.ops.prim
+
+# What a GPU computes in two parts, between which the host reads a size or a value.
+WAITING = {aten.nonzero, aten.masked_select, aten._unique2, aten.bincount, aten._local_scalar_dense, aten.equal}
+COLLECTIVES = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+@dataclass
+class StepCounts:
+    """What a part of a step does. `sent` are bytes: of each call, those of its largest tensor."""
+
+    calls: Counter[TrafficKey] = field(default_factory=Counter)
+    sent: Counter[TrafficKey] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    operators: int = 0
+
+
+class FixedResult(NamedTuple):
+    """Result of an operator that is not computed."""
+
+    value: Any
+
+
+class StepRecorder(TorchDispatchMode):
+    """Dispatch mode above FakeTensorMode. StepCounts are kept for each part of the step by itself (`begin_part`).
+
+    `number` is what the host reads wherever it reads an integer of the device; truth values are True, fractions 2.
+    `references` are the operators that run by the operators that they are made of.
+    """
+
+    def __init__(self, device_type: str, *, number: int, references: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.ledger = Ledger(device_type, _call_site)
+        self.number, self.references = number, references
+        self.parts: dict[str, StepCounts] = {}
+        self.begin_part("build")
+
+    def begin_part(self, part: str) -> None:
+        """From now on counts are for this part."""
+        self._counts = self.parts.setdefault(part, StepCounts())
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device."""
+        self._counts.waits[f"{_call_site()} ({what})"] += 1
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Meanwhile operators are recorded, and lists of tensors and sizes of storages, which pass no operator."""
+        resize, to_list = torch.UntypedStorage.resize_, FakeTensor.tolist
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            done = resize(storage, size)
+            self.ledger.resized(storage, size)
+            return done
+
+        def as_list(tensor: Tensor) -> Any:
+            if tensor.device.type == self.ledger.device_type:
+                self.wait("tolist")
+            return _nested(tensor.shape, self._value(tensor.dtype))
+
+        torch.UntypedStorage.resize_, FakeTensor.tolist = resized, as_list  # type: ignore[method-assign,assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_, FakeTensor.tolist = resize, to_list  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One operator: counted, answered here or run on tensors without memory."""
+        packet = func._overloadpacket
+        if packet is prim.device:
+            return func(*args)
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # its local tensors come here next
+        kwargs = kwargs or {}
+        reference = self.references.get(packet)
+        if reference is not None:
+            with self:
+                return reference(*args, **kwargs)
+        self._counts.operators += 1
+        if func.namespace == "c10d":
+            self._see_exchange(packet.__name__, args)
+        elif func.namespace == "aten":
+            self._see_wait(packet, args, kwargs)
+        answer = self._answer(packet, args, kwargs)
+        out = func(*args, **kwargs) if answer is None else answer.value
+        if packet in flop_registry:
+            # Products that return another dtype than their operands' have it as a third argument.
+            operands = args[:2] if packet in (aten.mm, aten.bmm) else args
+            self._counts.flops[packet.__name__] += flop_registry[packet](*operands, **kwargs, out_val=out)
+        if isinstance(out, Tensor):
+            self.ledger.note(out, packet.__name__)
+        elif isinstance(out, tuple | list):
+            for each in tree_leaves(out):
+                if isinstance(each, Tensor):
+                    self.ledger.note(each, packet.__name__)
+        return out
+
+    def _see_exchange(self, name: str, args: tuple[Any, ...]) -> None:
+        group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
+        axis = (
+            ""
+            if group is None
+            else torch.distributed.ProcessGroup.unbox(group).group_desc.replace("default_pg", "world")
+        )
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        traffic = TrafficKey(axis, COLLECTIVES.get(name, name))
+        self._counts.calls[traffic] += 1
+        self._counts.sent[traffic] += max((each.numel() * each.element_size() for each in tensors), default=0)
+
+    def _see_wait(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Whether the host waits: for a value, a size, or a copy between the device and memory that is not pinned."""
+        if packet in WAITING:
+            if args[0].device.type == self.ledger.device_type:
+                self.wait(packet.__name__)
+            return
+        ends: set[str] = set()
+        if packet is aten._to_copy and kwargs.get("device") is not None:
+            ends = {kwargs["device"].type, args[0].device.type}
+        elif packet is aten.copy_:
+            ends = {args[0].device.type, args[1].device.type}
+            kwargs = {"non_blocking": args[2]} if len(args) > 2 else kwargs
+        if ends == {self.ledger.device_type, "cpu"} and not kwargs.get("non_blocking"):
+            self.wait("copy")
+
+    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FixedResult | None:
+        """What tensors without values cannot compute."""
+        if packet is aten._local_scalar_dense:
+            return FixedResult(self._value(args[0].dtype))
+        if packet is aten._pin_memory:
+            return FixedResult(args[0].clone())
+        if packet is aten.is_pinned:
+            return FixedResult(False)
+        if packet is aten.record_stream:
+            return FixedResult(None)
+        if packet is aten.nonzero:  # what is looked for is what has gone wrong
+            return FixedResult(args[0].new_empty((0, args[0].dim()), dtype=torch.int64))
+        if packet is aten.bincount:
+            return FixedResult(args[0].new_empty(args[2] if len(args) > 2 else kwargs["minlength"], dtype=torch.int64))
+        return None
+
+    def _value(self, dtype: torch.dtype) -> bool | int | float:
+        if dtype == torch.bool:
+            return True
+        return 2.0 if dtype.is_floating_point else self.number
+
+
+def _nested(shape: Sequence[int], value: Any) -> Any:
+    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def _call_site() -> str:
+    """`file:line function` of the innermost line of the package that is no part of the dry run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(PACKAGE) and not path.startswith(OWN):
+            return f"{path[len(PACKAGE) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "torch"

@@ -1,0 +1,111 @@
+"""Report of a dry run: what was found for each rank, as text and as JSON."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.costs.memory_table import Memory, format_bytes
+from megatronish.costs.peak import expected_peak
+from megatronish.costs.traffic import TrafficKey, expected_traffic
+from megatronish.dry_run.rank import Planned, RankRecord
+from megatronish.ops.library import load_kernels
+
+GIB = 2**30
+
+
+class Expected(NamedTuple):
+    """A rank's record, with the memory and the bytes by axis that costs/ expects of its stage."""
+
+    record: RankRecord
+    memory: Memory
+    sent: dict[TrafficKey, int]
+
+
+def with_expected(planned: Planned, record: RankRecord) -> Expected:
+    """The record, and what costs/memory.py expects of its stage."""
+    loads = planned.stages.loads(planned.num_microbatches)
+    load, kernels = loads[record.stage], load_kernels() is None
+    memory = expected_peak(planned.config, [load], vocab_size=planned.vocab_size, kernels=kernels)[0]
+    sent = expected_traffic(planned.config, load, record.stage, vocab_size=planned.vocab_size)
+    return Expected(record, memory, sent)
+
+
+def text_of(planned: Planned, found: Expected) -> str:
+    """Lines about one rank."""
+    record, memory = found.record, found.memory
+    counts, layout = record.counts, planned.config.layout
+    run = f"{record.num_run} micro-batches" if record.num_run > 1 else "1 micro-batch"
+    more = planned.num_microbatches - record.num_run
+    lines = [
+        f"rank {record.rank} of {layout.world_size} (stage {record.stage}): {record.num_layers} layers, "
+        f"{record.num_parameters:,} parameters; {run} run" + (f", {more} more counted" if more else ""),
+        f"  peak memory {format_bytes(record.peak)} in the {record.phase}; expected {format_bytes(memory.total)} "
+        f"({100 * (record.peak / memory.total - 1):+.1f} %); while it is built {format_bytes(record.build_peak)}",
+        "    " + ", ".join(f"{owner} {format_bytes(size)}" for owner, size in record.owners.items() if size),
+        "    largest besides model state:",
+    ]
+    for group, number, size in record.largest:
+        lines.append(f"      {format_bytes(size):>10}  {number:>5} x {group.shape} {group.owner}: {group.made_by}")
+    lines.append("  bytes a step, by axis and collective:")
+    for traffic, calls in sorted(counts.calls.items()):
+        sent, expected = counts.sent[traffic], found.sent.get(traffic, 0)
+        differs = "" if sent == expected else f", expected {format_bytes(expected)}"
+        lines.append(f"    {traffic.axis:<14}{traffic.collective:<16}{calls:>8} calls{format_bytes(sent):>14}{differs}")
+    total = sum(counts.flops.values())
+    flops = ", ".join(f"{name.strip('_')} {value:.3g}" for name, value in counts.flops.most_common())
+    lines.append(f"  FLOPs a step: {total:.4g} ({flops})")
+    waits = "; ".join(f"{number} in {site}" for site, number in counts.waits.items())
+    lines.append(f"  the host waits for the device {sum(counts.waits.values())} times a step: {waits}")
+    mesh, build, step = record.seconds
+    lines.append(
+        f"  {record.num_operators:,} operators in {mesh + build + step:.1f} s (mesh {mesh:.1f}, build {build:.1f}, "
+        f"step {step:.1f})"
+    )
+    return "\n".join(lines)
+
+
+def json_of(planned: Planned, found: Sequence[Expected], *, notes: Sequence[str]) -> dict[str, Any]:
+    """All ranks, with bytes as they are."""
+    return {
+        "world_size": planned.config.layout.world_size,
+        "device": planned.device_type,
+        "micro_batches": planned.num_microbatches,
+        "notes": list(notes),
+        "ranks": [_json_of_rank(each) for each in found],
+    }
+
+
+def _json_of_rank(found: Expected) -> dict[str, Any]:
+    record, memory = found.record, found.memory
+    counts = record.counts
+    return {
+        "rank": record.rank,
+        "stage": record.stage,
+        "layers": record.num_layers,
+        "parameters": record.num_parameters,
+        "micro_batches_run": record.num_run,
+        "peak_bytes": record.peak,
+        "peak_phase": record.phase,
+        "build_peak_bytes": record.build_peak,
+        "owners": record.owners,
+        "expected_memory": {**memory._asdict(), "total": memory.total},
+        "expected_only": {
+            f"{key.axis} {key.collective}": size for key, size in found.sent.items() if not counts.calls[key]
+        },
+        "largest": [{"bytes": size, "number": number, **group._asdict()} for group, number, size in record.largest],
+        "traffic": [
+            {**traffic._asdict(), "calls": calls, "bytes": counts.sent[traffic], "expected": found.sent.get(traffic, 0)}
+            for traffic, calls in sorted(counts.calls.items())
+        ],
+        "flops": dict(counts.flops),
+        "host_waits": dict(counts.waits),
+        "operators": record.num_operators,
+        "seconds": dict(zip(("mesh", "build", "step"), record.seconds, strict=True)),
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """The report as a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

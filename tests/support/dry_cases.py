@@ -1,0 +1,133 @@
+"""Cases of dry runs: features of a training run dealt pairwise, each as the command line of a middling model."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from pairwise import Chosen, Pair, covered_pairs, pairwise
+
+from megatronish.layout import Layout
+
+LAYOUTS = [
+    Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+    for dp, tp, pp, cp in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2))
+    if 2 <= dp * tp * pp * cp <= 16
+]
+MODELS = {
+    "gpt": "--hidden-dropout 0 --attention-dropout 0 --ffn-hidden-size 4096 --normalization LayerNorm",
+    "dropped": "--hidden-dropout 0.1 --attention-dropout 0.1 --ffn-hidden-size 4096 --seq-length 512",
+    "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4 --ffn-hidden-size 2816 "
+    "--hidden-dropout 0 --attention-dropout 0",
+    "experts": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --ffn-hidden-size 1024 --num-experts 8 --moe-router-topk 2 "
+    "--hidden-dropout 0 --attention-dropout 0",
+}
+RECOMPUTE = {
+    "none": "",
+    "selective": "--recompute-granularity selective",
+    "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+}
+CHUNKS = {"interleaved": 2, "zb-v": 2}
+SEED = 5
+KERNELS = {"assumed": True, "0": False}
+"""Values of MEGATRONISH_KERNELS, each of which needs a process of its own."""
+
+
+def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """What each feature may be in this layout."""
+    data = layout.dp * layout.cp
+    return {
+        "model": tuple(MODELS),
+        "sequence_parallel": (True, False) if layout.tp > 1 else (None,),
+        "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v") if layout.pp > 1 else (None,),
+        "stage": ("first", "last") if layout.pp > 1 else (None,),
+        "cp_comm_type": ("p2p", "a2a") if layout.cp > 1 else (None,),
+        "zero": (0, 1, 2, 3) if data > 1 else (0, 1),
+        "expert": ("ep", "etp") if layout.tp * data > 1 else (None,),
+        "recompute": tuple(RECOMPUTE),
+        "precision": ("--bf16", "--fp16"),
+        "kernels": tuple(KERNELS),
+        "micro_batch_size": (1, 2),
+        "num_microbatches": (max(2, layout.pp), 2 * layout.pp),
+        "tp": (layout.tp,),
+        "pp": (layout.pp,),
+    }
+
+
+class Case(NamedTuple):
+    """A layout, and what each feature is in it."""
+
+    layout: Layout
+    chosen: Chosen
+
+    @property
+    def name(self) -> str:
+        """The features in one word."""
+        words = [f"{name}={value}" for name, value in self.chosen.items() if value is not None and name not in "tp pp"]
+        return f"{self.layout}: {' '.join(words)}"
+
+    @property
+    def rank(self) -> int:
+        """The rank that is run: of the first or the last stage, not the first of any axis."""
+        layout = self.layout
+        stage = layout.pp - 1 if self.chosen["stage"] == "last" else 0
+        return layout.rank(pp=stage, dp=layout.dp - 1, cp=layout.cp - 1, tp=layout.tp - 1)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts on a stage."""
+        return 2 * CHUNKS.get(self.chosen["schedule"] or "", 1) if self.chosen["model"] == "experts" else 0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        found: int = self.chosen["num_microbatches"]
+        return found
+
+    @property
+    def argv(self) -> list[str]:
+        """Its command line."""
+        layout, chosen = self.layout, self.chosen
+        schedule = chosen["schedule"]
+        zero = min(chosen["zero"], 1) if schedule in ("zb-h1", "zb-v") else chosen["zero"]
+        words = [
+            "--mock-data --vocab-size 32000 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048",
+            f"--num-layers {2 * layout.pp * CHUNKS.get(schedule or '', 1)} --train-iters 10 --lr 1e-3",
+            f"--tp {layout.tp} --pp {layout.pp} --cp {layout.cp} --dp {layout.dp} --zero-stage {zero}",
+            f"--micro-batch-size {chosen['micro_batch_size']} {chosen['precision']}",
+            f"--global-batch-size {layout.dp * chosen['micro_batch_size'] * chosen['num_microbatches']}",
+            MODELS[chosen["model"]],
+            RECOMPUTE[chosen["recompute"]],
+        ]
+        words += ["--sequence-parallel"] if chosen["sequence_parallel"] else []
+        words += [f"--pipeline-schedule {schedule}"] if schedule else []
+        words += ["--num-virtual-stages-per-pipeline-rank 2"] if schedule == "interleaved" else []
+        words += [f"--cp-comm-type {chosen['cp_comm_type']}"] if layout.cp > 1 else []
+        if chosen["model"] == "experts" and chosen["expert"] == "ep":
+            words.append(f"--ep {min(8, layout.dp * layout.cp * layout.tp)} --etp 1")
+        return " ".join(words).split()
+
+
+def deal(layouts: Sequence[Layout], *, seed: int) -> list[Case]:
+    """Cases of these layouts in which every two features that can meet do so, as far as there are enough."""
+    dealt = pairwise([choices(layout) for layout in layouts], seed=seed)
+    return [Case(layout, chosen) for layout, chosen in zip(layouts, dealt, strict=True)]
+
+
+CASES = deal(LAYOUTS, seed=SEED)
+
+
+def few(cases: Sequence[Case], number: int) -> list[int]:
+    """Numbers of so many cases in which many pairs meet: each adds most to those before it."""
+    found: list[int] = []
+    met: set[Pair] = set()
+    for _ in range(number):
+        found.append(max(range(len(cases)), key=lambda n: len(covered_pairs([cases[n].chosen]) - met)))
+        met |= covered_pairs([cases[found[-1]].chosen])
+    return sorted(found)
+
+
+FEW = few(CASES, 15)
+"""Numbers of the cases that every run of the suite takes."""
