@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
 
 @dataclass
-class Ledger:
+class StorageLedger:
     """Storages on one type of device. `phases` are the names of all phases, the last one is at work."""
 
     device_type: str

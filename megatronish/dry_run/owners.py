@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatronish.dry_run.ledger import Held, Ledger
+from megatronish.dry_run.ledger import Held, StorageLedger
 from megatronish.train.engine import Engine
 
 OWNERS = ("weights", "gradients", "optimizer", "activations", "logits", "in flight", "temporary")
@@ -34,7 +34,7 @@ class Owners:
     logits_size: int
 
     @classmethod
-    def of(cls, engine: Engine, ledger: Ledger) -> "Owners":
+    def of(cls, engine: Engine, ledger: StorageLedger) -> "Owners":
         """What an engine holds before its first step."""
         numbers = {
             owner: {number for each in found if (number := ledger.number_of(each)) is not None}
@@ -58,14 +58,14 @@ class Owners:
         lives_on = held.freed is None or held.freed > phase
         return "activations" if allocation.phase < phase or lives_on else "temporary"
 
-    def by_owner(self, ledger: Ledger) -> dict[str, int]:
+    def by_owner(self, ledger: StorageLedger) -> dict[str, int]:
         """Bytes of each owner when most was held."""
         found = dict.fromkeys(OWNERS, 0)
         for held in ledger.at_peak():
             found[self.owner_of(held, ledger.peak_phase)] += held.size
         return found
 
-    def largest(self, ledger: Ledger) -> list[tuple[Group, int, int]]:
+    def largest(self, ledger: StorageLedger) -> list[tuple[Group, int, int]]:
         """(group, number of storages, bytes) of the largest groups besides model state."""
         sizes, numbers = Counter[Group](), Counter[Group]()
         for held in ledger.at_peak():

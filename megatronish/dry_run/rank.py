@@ -39,7 +39,7 @@ FIRST, OTHERS, END = "first micro-batch", "other micro-batches", "end of the ste
 PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
-class Planned(NamedTuple):
+class PlannedRun(NamedTuple):
     """What is run: a config, with the true vocabulary, on a type of device."""
 
     config: Config
@@ -70,7 +70,7 @@ class Planned(NamedTuple):
         return max(1, tokens * etp // layout.tp * model.moe_router_topk // model.num_experts)
 
 
-class RankRecord(NamedTuple):
+class DryRank(NamedTuple):
     """What the dry run of a rank has found. `counts` are those of the whole step, of which `num_run` micro-batches ran.
 
     `build_peak` and `peak` are bytes, `phase` is when most was held, `owners` say for what, `largest` are (owner, what
@@ -92,7 +92,7 @@ class RankRecord(NamedTuple):
     seconds: tuple[float, float, float]
 
 
-def run_rank(planned: Planned, rank: int) -> RankRecord:
+def run_rank(planned: PlannedRun, rank: int) -> DryRank:
     """Build the engine of this rank, let it take a step, and leave nothing behind."""
     config, device_type = planned.config, planned.device_type
     recorder = StepRecorder(device_type, number=planned.rows_of_an_expert, references=references())
@@ -110,7 +110,7 @@ def run_rank(planned: Planned, rank: int) -> RankRecord:
             take_step(engine, [batch.pinned() for batch in batches], recorder)
             times.append(time.perf_counter())
         model = engine.stage.model
-        return RankRecord(
+        return DryRank(
             rank=rank,
             stage=mesh.pp.rank,
             num_layers=len(model.layers),
@@ -153,7 +153,7 @@ def _mesh(config: Config, rank: int, device_type: str) -> Iterator[Mesh]:
         leave()
 
 
-def made_up_batches(planned: Planned, mesh: Mesh, num_microbatches: int) -> list[MicroBatch]:
+def made_up_batches(planned: PlannedRun, mesh: Mesh, num_microbatches: int) -> list[MicroBatch]:
     """Micro-batches of made-up tokens for this rank."""
     config, training = planned.config, planned.config.training
     eod = planned.vocab_size - 1

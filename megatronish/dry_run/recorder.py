@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatronish.costs.traffic import TrafficKey
-from megatronish.dry_run.ledger import Ledger
+from megatronish.dry_run.ledger import StorageLedger
 
 PACKAGE = str(Path(__file__).parents[1])
 OWN = str(Path(__file__).parent)
@@ -64,7 +64,7 @@ class StepRecorder(TorchDispatchMode):
 
     def __init__(self, device_type: str, *, number: int, references: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.ledger = Ledger(device_type, _call_site)
+        self.ledger = StorageLedger(device_type, _call_site)
         self.number, self.references = number, references
         self.parts: dict[str, StepCounts] = {}
         self.begin_part("build")

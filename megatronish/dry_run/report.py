@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megatronish.costs.memory_table import Memory, format_bytes
 from megatronish.costs.peak import expected_peak
 from megatronish.costs.traffic import TrafficKey, expected_traffic
-from megatronish.dry_run.rank import Planned, RankRecord
+from megatronish.dry_run.rank import DryRank, PlannedRun
 from megatronish.ops.library import load_kernels
 
 GIB = 2**30
@@ -17,12 +17,12 @@ GIB = 2**30
 class Expected(NamedTuple):
     """A rank's record, with the memory and the bytes by axis that costs/ expects of its stage."""
 
-    record: RankRecord
+    record: DryRank
     memory: Memory
     sent: dict[TrafficKey, int]
 
 
-def with_expected(planned: Planned, record: RankRecord) -> Expected:
+def with_expected(planned: PlannedRun, record: DryRank) -> Expected:
     """The record, and what costs/memory.py expects of its stage."""
     loads = planned.stages.loads(planned.num_microbatches)
     load, kernels = loads[record.stage], load_kernels() is None
@@ -31,7 +31,7 @@ def with_expected(planned: Planned, record: RankRecord) -> Expected:
     return Expected(record, memory, sent)
 
 
-def text_of(planned: Planned, found: Expected) -> str:
+def text_of(planned: PlannedRun, found: Expected) -> str:
     """Lines about one rank."""
     record, memory = found.record, found.memory
     counts, layout = record.counts, planned.config.layout
@@ -65,7 +65,7 @@ def text_of(planned: Planned, found: Expected) -> str:
     return "\n".join(lines)
 
 
-def json_of(planned: Planned, found: Sequence[Expected], *, notes: Sequence[str]) -> dict[str, Any]:
+def json_of(planned: PlannedRun, found: Sequence[Expected], *, notes: Sequence[str]) -> dict[str, Any]:
     """All ranks, with bytes as they are."""
     return {
         "world_size": planned.config.layout.world_size,

@@ -9,7 +9,7 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.config.rules.run import ALL_STAGES
-from megatronish.dry_run.rank import Planned, run_rank
+from megatronish.dry_run.rank import PlannedRun, run_rank
 from megatronish.dry_run.report import json_of, text_of, with_expected, write_json
 from megatronish.ops.library import load_kernels
 from megatronish.tokenizer import build_tokenizer
@@ -24,7 +24,7 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
         notes.append("--compile and --cuda-graph are left out: each operator runs by itself")
         config = replace(config, training=replace(training, compile=False, cuda_graph=False))
     vocab_size = config.data.vocab_size or build_tokenizer(config.data).vocab_size
-    planned = Planned(config, vocab_size, device_type)
+    planned = PlannedRun(config, vocab_size, device_type)
     if device_type == "cuda":
         why_not = load_kernels()
         notes.append(

@@ -104,13 +104,7 @@ def build_engine(
     learning = freeze(stage, trainable)
     seed = training.seed if initialises and trainable is not nothing else None
     data_parallel = make_data_parallel(stage, mesh, settings, seed=seed, gives_back=not training.cuda_graph)
-    weight_gradients = None
-    if stages.schedule.has_weight_gradients:
-        weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
-        split_backward(stage.model, weight_gradients)
-    if data_parallel.sum_of is not None and settings.dtype == torch.float32:
-        # In 16 bits every micro-batch's gradient is rounded once, in every stage of ZeRO alike.
-        add_in_place(stage.model, data_parallel.sum_of)
+    weight_gradients = place_weight_gradients(stage, data_parallel, settings)
     if config.training.compile and why_not_compiled(mesh.device.type) is None:
         compile_layers(stage.model.layers.values())
     optimizer = Optimizer(
@@ -123,6 +117,20 @@ def build_engine(
     if isinstance(objective, PairObjective):
         prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
     return engine
+
+
+def place_weight_gradients(
+    stage: ModelStage, data_parallel: DataParallel, settings: DataParallelSettings
+) -> WeightGradients | None:
+    """Have layers add their weight gradients to the sums; the queue of those that W actions compute, if there are."""
+    if data_parallel.sum_of is not None and settings.dtype == torch.float32:
+        # In 16 bits every micro-batch's gradient is rounded once, in every stage of ZeRO alike.
+        add_in_place(stage.model, data_parallel.sum_of)
+    if not stage.stages.schedule.has_weight_gradients:
+        return None
+    weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
+    split_backward(stage.model, weight_gradients)
+    return weight_gradients
 
 
 def rule_of(config: Config) -> UpdateRule:

@@ -15,7 +15,7 @@ library = load_fake_cuda()  # before torch is imported
 from dry_cases import CASES, Case  # noqa: E402
 
 from megatronish.commands.configuration import read_config  # noqa: E402
-from megatronish.dry_run.rank import Planned, run_rank  # noqa: E402
+from megatronish.dry_run.rank import PlannedRun, run_rank  # noqa: E402
 from megatronish.dry_run.report import json_of, with_expected  # noqa: E402
 
 
@@ -23,7 +23,7 @@ def result_of(case: Case) -> dict[str, Any]:
     """What the report has of the case's rank, or how it failed."""
     config = read_config(case.argv).config
     assert config.data.vocab_size is not None
-    planned = Planned(config, config.data.vocab_size, "cuda")
+    planned = PlannedRun(config, config.data.vocab_size, "cuda")
     try:
         return json_of(planned, [with_expected(planned, run_rank(planned, case.rank))], notes=[])["ranks"][0]
     except Exception:
