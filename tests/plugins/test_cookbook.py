@@ -62,7 +62,8 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 def assert_same_steps(one: Path, other: Path) -> None:
     """Every number of every step that does not depend on time, what an objective adds included."""
-    timed = {"step_seconds", "data_seconds", "tokens_per_second", "model_tflops_per_device", "mfu", "peak_memory_bytes"}
+    timed = {"step_seconds", "data_seconds", "tokens_per_second", "model_tflops_per_device", "mfu", "goodput"}
+    timed |= {"peak_memory_bytes"}
     for mine, theirs in zip(lines_of(other / "metrics.jsonl"), lines_of(one / "metrics.jsonl"), strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine.keys() - timed:
