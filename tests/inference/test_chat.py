@@ -124,9 +124,9 @@ def test_a_chat_through_pipes_is_the_same_in_every_layout(tmp_path: Path, models
     one = conversation(tmp_path, models, lines)
     assert one.returncode == 0, one.stderr.decode()
     told = one.stderr.decode().splitlines()
-    assert told[0].endswith(
-        "with the adapter a; /reset forgets the chat, /adapter NAME (or none) changes the adapter, /quit ends"
-    )
+    # Two notes come first: adapters in PEFT's format do not record their base's weights.
+    first = "with the adapter a; /reset forgets the chat, /adapter NAME (or none) changes the adapter, /quit ends"
+    assert any(line.endswith(first) for line in told[:3]), told
     assert "adapter c is not loaded; there are a, b and none" in told
     assert any(line.startswith("/help is no command") for line in told)
     four = conversation(tmp_path, models, lines, "--tp 2 --pp 2")
