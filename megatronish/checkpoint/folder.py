@@ -64,7 +64,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 def by_age(folder: Path) -> list[Path]:
     """Complete checkpoints of a `checkpoints/` folder in the order of saving, the newest at the end."""
-    return sorted(steps_in(folder).values(), key=_saved_at)
+    return sorted(steps_in(folder).values(), key=saved_at)
 
 
 def folder_of(load: Path) -> Path:
@@ -93,7 +93,7 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
     return next(reversed(by_age(folder)), None)
 
 
-def _saved_at(folder: Path) -> float:
+def saved_at(folder: Path) -> float:
     """Time of saving in seconds since 1970.
 
     For a damaged checkpoint the latest of all guesses: if it may be the newest one, loading finds it and reports it.
@@ -113,10 +113,10 @@ def _saved_at(folder: Path) -> float:
 
 def _time(state: Mapping[str, Any]) -> float:
     """Time of saving in the state of a checkpoint; ValueError, TypeError or LookupError if it is no plausible time."""
-    saved_at = float(state["saved_at"])
-    if not 0 <= saved_at < NO_TIME:
-        raise ValueError(saved_at)
-    return saved_at
+    seconds = float(state["saved_at"])
+    if not 0 <= seconds < NO_TIME:
+        raise ValueError(seconds)
+    return seconds
 
 
 def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
@@ -129,8 +129,8 @@ def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
     target = folder / name_of(step)
     # State. Its time is after that of every other checkpoint, whatever the clock of this machine says: the next start
     # continues from this one.
-    saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in steps_in(folder).values())])
-    write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1))
+    after_others = max([time.time(), *(saved_at(other) + 0.001 for other in steps_in(folder).values())])
+    write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": after_others}, indent=1))
     # Checksums: those of the tensors were computed while writing, state.json and .metadata are read again.
     written = Checksums.read(partial)
     written.check_lengths()  # another rank may have written where this one does not see it

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megatronish.checkpoint.all_or_none import all_or_none, same_on_all
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.checkpoint.load import load_tensors, offering_another
+from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
 from megatronish.formats import native
@@ -31,7 +32,7 @@ class Begun(NamedTuple):
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
     `hook_states` are those of the resumed run, by name: see `Hook.state`. `base` says which frozen model the run's
-    adapters are for.
+    adapters are for. `is_on_disk` is False for a copy nearby, which is removed at the end of the run.
     """
 
     progress: Progress
@@ -39,12 +40,20 @@ class Begun(NamedTuple):
     hook_states: dict[str, dict[str, Any]]
     schedule: LearningRateSchedule
     base: Base | None = None
+    is_on_disk: bool = True
 
 
-def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, reference: Base | None = None) -> Begun:
+def begin(
+    job: TrainingJob,
+    engine: Engine,
+    say: Callable[[str], None],
+    *,
+    reference: Base | None = None,
+    copies: NearbyCopies | None = None,
+) -> Begun:
     """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective.
 
-    `reference` is the model that the run is compared with, which a resume must have again.
+    `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints.
     """
     keep, own = job.config.checkpoint, job.config.save_dir
     axis = engine.mesh.checkpoint_axis
@@ -55,6 +64,8 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, refer
         say(f"adapters of the frozen model {base.source}")
         keep = replace(keep, load=None, load_hf=None)
     has_begun, checkpoint = same_on_all(axis, partial(_look, keep, own), what=f"in {own}")
+    copy = _copy(job, engine, copies, than=checkpoint if has_begun else None)
+    has_begun, checkpoint = has_begun or copy is not None, copy or checkpoint
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
@@ -83,13 +94,15 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, refer
         weights_only=weights_only,
         with_optimizer=not keep.no_load_optim,
         check=check,
+        is_shared=copy is None,
     )
     say(f"took the weights of {checkpoint}: {FROM_THE_START}" if weights_only else f"continuing from {checkpoint}")
     schedule = job.schedule
     if keep.use_checkpoint_opt_param_scheduler and not weights_only:
         schedule = saved_schedule(saved)
         say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
-    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}), schedule, base)
+    hooks = {} if weights_only else saved.get("hooks", {})
+    return Begun(progress, saved.get("origin", {}), hooks, schedule, base, is_on_disk=copy is None)
 
 
 def resume(
@@ -99,6 +112,7 @@ def resume(
     weights_only: bool,
     with_optimizer: bool,
     check: Callable[[dict[str, Any]], None],
+    is_shared: bool = True,
 ) -> Progress:
     """Load this rank's part of a checkpoint of any layout; returns the progress of the run. Collective.
 
@@ -114,7 +128,7 @@ def resume(
     tensors = tensors_of(engine, with_optimizer=with_optimizer)
     if weights_only:  # a run counts the choices of its routers anew, and converted weights have no counts
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(native.LOAD)}
-    load_tensors(checkpoint, tensors, mesh=mesh)
+    load_tensors(checkpoint, tensors, mesh=mesh, is_shared=is_shared)
     engine.data_parallel.gather_parameters(frozen=True)
     if weights_only:
         return Progress()
@@ -158,6 +172,21 @@ def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
         )
         raise UserError(of_another_format(source) or told)
     return checkpoint
+
+
+def _copy(job: TrainingJob, engine: Engine, copies: NearbyCopies | None, *, than: Path | None) -> Path | None:
+    """Folder of a copy nearby that is newer than a checkpoint; None if there is none, or if a step is asked for."""
+    keep = job.config.checkpoint
+    if copies is None or _names_step(keep, job.config.save_dir):
+        return None
+    return copies.fetch_newest(tensors_of(engine, with_optimizer=not keep.no_load_optim), than=than)
+
+
+def _names_step(keep: CheckpointConfig, own: Path) -> bool:
+    """Whether the user asks for one checkpoint of the run, and not for the newest state."""
+    load = None if keep.load is None else Path(keep.load)
+    is_step = load is not None and folder_of(load) == load.parent and load.parent.resolve() == own.resolve()
+    return keep.ckpt_step is not None or is_step
 
 
 def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:

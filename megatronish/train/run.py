@@ -12,6 +12,7 @@ import torch
 
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
+from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
@@ -33,6 +34,7 @@ from megatronish.train.hooks.evaluate import Evaluate
 from megatronish.train.hooks.experts import LogExperts
 from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
+from megatronish.train.hooks.nearby import CopyNearby, open_copies
 from megatronish.train.hooks.profile import ProfileSchedule
 from megatronish.train.hooks.profiler import MeetStages, step_profiler
 from megatronish.train.hooks.replicas import CheckReplicas
@@ -112,30 +114,35 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     report_chats(job, say)
     engine = job.build_engine()
     reference = begin_reference(job, engine, say)
-    progress, origin, hook_states, schedule, base = begin(job, engine, say, reference=reference)
+    copies = open_copies(config, engine)
+    begun = begin(job, engine, say, reference=reference, copies=copies)
+    progress, schedule = begun.progress, begun.schedule
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
-        if _has_its_ending(config, mesh):
+        if begun.is_on_disk and _has_its_ending(config, mesh):
+            if copies is not None:
+                copies.remove()
             return
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
-    facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
-    models = {"base": base, "reference": reference}
+    facts = job.facts | {"origin": begun.origin, "schedule": asdict(schedule)}
+    models = {"base": begun.base, "reference": reference}
     facts |= {
         name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
     }
     saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
+    saving.begins_on_disk = begun.is_on_disk
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
         schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=_hooks(job, engine, stopper, trackers, save),
+        hooks=_hooks(job, engine, stopper, trackers, save, copies),
         progress=progress,
     )
-    trainer.load_hook_states(hook_states)
+    trainer.load_hook_states(begun.hook_states)
     if mesh.is_main:
         (config.run_dir / "config.toml").write_text(to_toml(config))
     trainer.run()
@@ -185,8 +192,13 @@ def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> T
     )
 
 
-def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, save: Save) -> list[Hook]:
-    """All hooks of a run in their order: the one that decides to stop is first, the one that saves is last."""
+def _hooks(
+    job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, save: Save, copies: NearbyCopies | None
+) -> list[Hook]:
+    """All hooks of a run in their order: the one that decides to stop is first, the one that saves is last.
+
+    After it comes that of copies nearby, which are removed once the last checkpoint is written.
+    """
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
@@ -229,10 +241,16 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
             )
         )
     hooks += hooks_of(log, job)
+    replicas = None
     if training.check_replicas_interval:
         every, saves = training.check_replicas_interval, config.checkpoint.save_interval
-        hooks.append(CheckReplicas(interval=every, save_interval=saves, stopper=stopper))
-    return [*hooks, save]
+        replicas = CheckReplicas(interval=every, save_interval=saves, stopper=stopper)
+        hooks.append(replicas)
+    hooks.append(save)
+    if copies is not None:
+        every = config.checkpoint.save_replicated_interval or 1
+        hooks.append(CopyNearby(copies, interval=every, save=save, check=None if replicas is None else replicas.check))
+    return hooks
 
 
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:

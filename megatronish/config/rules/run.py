@@ -58,6 +58,12 @@ def _kept_steps(config: Config) -> str | None:
     return None
 
 
+def _copies(config: Config) -> str | None:
+    if config.checkpoint.local_save is None or config.checkpoint.save_replicated_interval is not None:
+        return None
+    return "local_save names a folder for copies, and none are made; add --save-replicated-interval, or leave it out"
+
+
 RECORD_RULES = (
     ConfigRule(("profile_schedule", "profile", "profile_step_start", "profile_step_end", "train_iters"), _profile),
     ConfigRule((*MESH, "profile", "record_memory_history", "profile_ranks"), _profile_ranks),
@@ -67,4 +73,5 @@ CHECKPOINT_RULES = (
     ConfigRule(("finetune", "load", "load_hf"), _starting_point),
     ConfigRule(("use_checkpoint_args", "load"), _arguments),
     ConfigRule(("keep_every", "save_interval"), _kept_steps),
+    ConfigRule(("local_save", "save_replicated_interval"), _copies),
 )
