@@ -12,6 +12,7 @@ import torch
 
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
+from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
@@ -49,13 +50,20 @@ from megatronish.train.trackers.tracker import RunDescription, Trackers
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 
 
-def train(config: Config, notes: Sequence[str], place: Place) -> int:
-    """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status."""
+def train(config: Config, notes: Sequence[str], place: Place, *, hooks: Sequence[Hook] = ()) -> int:
+    """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status.
+
+    `hooks` are called after those of the run, before it saves; every rank is given as many.
+    """
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
             # Also where it is a part of the run folder: another run may have been given it by --save.
-            stack.enter_context(locked(config.save_dir, flag="--save"))
+            save = location(config.save_place)
+            if isinstance(save, RemotePath):
+                refuse_unwritable(save, flag="--save")
+            else:
+                stack.enter_context(locked(save, flag="--save"))
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
             if config.log.profile_schedule:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
@@ -63,10 +71,13 @@ def train(config: Config, notes: Sequence[str], place: Place) -> int:
                 make_writable(config.run_dir / "profile", flag="--profile")
         notes = list(notes)
         mesh = start_mesh(config, place, on_note=notes.append)
-        _train(config, notes, mesh, stack)
+        is_finished = _train(config, notes, mesh, stack, hooks)
     # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     leave()
-    return 0
+    # Of local ranks the main one alone says so: their launcher ends all at the first status that is not 0.
+    if is_finished or (place.rank != 0 and (place.rendezvous or "").startswith("file://")):
+        return 0
+    return config.training.exit_status_if_stopped
 
 
 def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] = lambda _note: None) -> Mesh:
@@ -95,7 +106,8 @@ def start_mesh(config: Config, place: Place, *, on_note: Callable[[str], None] =
     return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store)
 
 
-def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
+def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack, own: Sequence[Hook]) -> bool:
+    """Train from the start that is found; returns whether the run has made its last step."""
     # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
     stopper = Stopper(
         exit_interval=config.training.exit_interval,
@@ -117,7 +129,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if _has_its_ending(config, mesh):
-            return
+            return True
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
     facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
@@ -125,14 +137,14 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     facts |= {
         name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
     }
-    saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
+    saving = Save(location(config.save_place), config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
         schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=_hooks(job, engine, stopper, trackers, save),
+        hooks=[*_hooks(job, engine, stopper, trackers), *own, save],
         progress=progress,
     )
     trainer.load_hook_states(hook_states)
@@ -145,6 +157,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
+    return trainer.progress.step >= num_steps
 
 
 def draw_curves(folder: Path) -> None:
@@ -162,8 +175,10 @@ def draw_curves(folder: Path) -> None:
 
 def _has_its_ending(config: Config, mesh: Mesh) -> bool:
     """Whether loss.png is younger than the last checkpoint: a run killed between the two lacks its last evaluation."""
-    curve, checkpoint, has = config.run_dir / "loss.png", find_checkpoint(config.save_dir), False
-    if mesh.is_main and curve.exists() and checkpoint is not None:
+    curve, checkpoint, has = config.run_dir / "loss.png", None, False
+    if mesh.is_main and curve.exists():
+        checkpoint = find_checkpoint(location(config.save_place))
+    if checkpoint is not None:
         has = curve.stat().st_mtime >= (checkpoint / STATE).stat().st_mtime
     return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
 
@@ -185,8 +200,8 @@ def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> T
     )
 
 
-def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, save: Save) -> list[Hook]:
-    """All hooks of a run in their order: the one that decides to stop is first, the one that saves is last."""
+def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers) -> list[Hook]:
+    """Hooks of a run in their order, without the last, which saves; the one that decides to stop is first."""
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
@@ -232,7 +247,7 @@ def _hooks(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Tracker
     if training.check_replicas_interval:
         every, saves = training.check_replicas_interval, config.checkpoint.save_interval
         hooks.append(CheckReplicas(interval=every, save_interval=saves, stopper=stopper))
-    return [*hooks, save]
+    return hooks
 
 
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:
