@@ -99,6 +99,7 @@ setup(
         "yaml": ["PyYAML>=6"],  # tools/from_axolotl.py
         "zstd": ["zstandard>=0.21"],  # .zst files to preprocess; Python 3.14 reads them by itself
         "parquet": ["pyarrow>=15"],  # .parquet files to preprocess
+        "s3": ["fsspec>=2024.6", "s3fs>=2024.6"],  # --save s3://..., --load s3://...
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],  # megatronish serve
         "eval": ["lm_eval>=0.4.9,<0.5"],  # megatronish evaluate --tasks
         "wandb": ["wandb>=0.20"],

@@ -82,6 +82,7 @@ from megatronish.sharding import Sharding as Sharding
 from megatronish.tokenizer import Tokenizer as Tokenizer
 from megatronish.tokenizer import build_tokenizer as build_tokenizer
 from megatronish.train.build import build_engine as build_engine
+from megatronish.train.embedded import train_rank as train_rank
 from megatronish.train.engine import Engine as Engine
 from megatronish.train.engine import StepResult as StepResult
 from megatronish.train.state import tensors_of as tensors_of

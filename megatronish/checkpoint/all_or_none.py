@@ -7,7 +7,7 @@ The gather is itself a collective: every rank of the axis must enter these funct
 
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from megatronish import comm
 from megatronish.errors import RunError, UserError
@@ -45,6 +45,12 @@ def same_on_all(axis: Axis, read: Callable[[], T], *, what: str) -> T:
     if other is not None:
         raise UserError(f"rank {other} does not see what rank 0 sees {what}; let all ranks see one folder")
     return values[axis.rank]
+
+
+def of_main(axis: Axis, work: Callable[[], T]) -> T:
+    """Result of `work` on rank 0 of the axis, on all ranks; its error on all of them, too."""
+    results: list[T | None] = from_all(axis, work if axis.rank == 0 else lambda: None)
+    return cast(T, results[0])
 
 
 def from_all(axis: Axis, read: Callable[[], T]) -> list[T]:

@@ -17,9 +17,10 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, NamedTuple
 
+from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath
 from megatronish.errors import UserError
 from megatronish.files import write_durably
 
@@ -30,7 +31,7 @@ CHUNK_BYTES = 2**20
 class DamagedError(UserError):
     """UserError: a checkpoint is incomplete or changed. `why` names the file, `remedy` says what to do about it."""
 
-    def __init__(self, folder: Path, why: str, remedy: str | None = None) -> None:
+    def __init__(self, folder: Location, why: str, remedy: str | None = None) -> None:
         remedy = remedy or "load an earlier step with --ckpt-step, or remove that folder"
         super().__init__(f"{folder} is damaged: {why}; {remedy}")
         self.folder, self.why, self.remedy = folder, why, remedy
@@ -50,7 +51,7 @@ class Span(NamedTuple):
 class SummingStream(io.RawIOBase):
     """Stream that computes the checksums of what is written through it to `file`. Each call of `tell` ends a span."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes] | RemoteFile) -> None:
         self.spans: list[Span] = []
         self._file, self._start, self._length, self._sum = file, 0, 0, hashlib.sha256()
 
@@ -68,9 +69,6 @@ class SummingStream(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def flush(self) -> None:
         self._file.flush()
 
@@ -85,11 +83,11 @@ class SummingStream(io.RawIOBase):
 class Checksums:
     """Expected spans of the files of a folder, by the names of the files relative to it."""
 
-    folder: Path
+    folder: Location
     files: dict[str, list[Span]]
 
     @classmethod
-    def read(cls, folder: Path) -> "Checksums":
+    def read(cls, folder: Location) -> "Checksums":
         """Checksums of a checkpoint; DamagedError if checksums.json is missing or changed."""
         try:
             _length_of(folder, CHECKSUMS)
@@ -104,19 +102,31 @@ class Checksums:
 
     def write(self) -> None:
         """Write checksums.json into the folder, atomically."""
-        write_durably(self.folder / CHECKSUMS, _json_of(self.files))
+        if isinstance(self.folder, RemotePath):
+            (self.folder / CHECKSUMS).write_text(_json_of(self.files))
+        else:
+            write_durably(self.folder / CHECKSUMS, _json_of(self.files))
 
     def with_other_files(self) -> "Checksums":
         """These checksums and one span for each other file that is in the folder now."""
-        paths = (path for path in self.folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-        others = {path.relative_to(self.folder).as_posix(): path for path in sorted(paths)}
-        spans = {name: _spans_of(path) for name, path in others.items() if name not in self.files}
-        return Checksums(self.folder, self.files | spans)
+        if isinstance(self.folder, RemotePath):
+            others = set(self.folder.sizes())
+        else:
+            others = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
+        new = sorted(others - self.files.keys() - {CHECKSUMS})
+        return Checksums(self.folder, self.files | {name: _spans_of(self.folder / name) for name in new})
+
+    def with_text(self, name: str, text: str) -> "Checksums":
+        """These checksums and that of a file which will have this text."""
+        span = Span(len(text.encode()), hashlib.sha256(text.encode()).hexdigest())
+        return Checksums(self.folder, self.files | {name: [span]})
 
     def check_lengths(self) -> None:
         """Check that every file is there with its length; DamagedError names the first that is not."""
+        sizes = self.folder.sizes() if isinstance(self.folder, RemotePath) else None
         for name in self.files:
-            self._check_length(name)
+            if sizes is None or sizes.get(name) != self._length(name):
+                self._check_length(name)
 
     def read_file(self, name: str) -> bytes:
         """Content of a file, verified; DamagedError if a byte differs from what was written."""
@@ -173,9 +183,12 @@ class Checksums:
     def _check_length(self, name: str) -> None:
         if name not in self.files:
             raise DamagedError(self.folder, f"{CHECKSUMS} does not know of {name}")
-        length, expected = _length_of(self.folder, name), sum(span.length for span in self.files[name])
+        length, expected = _length_of(self.folder, name), self._length(name)
         if length != expected:
             raise DamagedError(self.folder, f"{name} has {length} bytes instead of {expected}")
+
+    def _length(self, name: str) -> int:
+        return sum(span.length for span in self.files[name])
 
     def _verified(self, name: str, data: bytes, span: Span) -> bytes:
         if hashlib.sha256(data).hexdigest() != span.sha256:
@@ -207,7 +220,7 @@ def _read_files(text: str) -> dict[str, list[Span]]:
     return files
 
 
-def _length_of(folder: Path, name: str) -> int:
+def _length_of(folder: Location, name: str) -> int:
     """Length of a file in bytes; DamagedError for a missing file, a pipe or a folder."""
     try:
         status = (folder / name).stat()
@@ -218,18 +231,18 @@ def _length_of(folder: Path, name: str) -> int:
     return status.st_size
 
 
-def _unreadable(folder: Path, name: str, error: OSError) -> DamagedError:
+def _unreadable(folder: Location, name: str, error: OSError) -> DamagedError:
     missing = isinstance(error, FileNotFoundError)
     return DamagedError(folder, f"{name} is missing" if missing else f"{name} cannot be read ({error.strerror})")
 
 
-def _spans_of(path: Path) -> list[Span]:
+def _spans_of(path: Location) -> list[Span]:
     with path.open("rb") as file:
         span = _span_in(file, path.stat().st_size)
     return [span] if span.length else []
 
 
-def _span_in(file: BinaryIO, length: int) -> Span:
+def _span_in(file: BinaryIO | RemoteFile, length: int) -> Span:
     """Span of the next `length` bytes of a file, shorter where the file ends before."""
     sha256, left = hashlib.sha256(), length
     while left and (data := file.read(min(left, CHUNK_BYTES))):
@@ -238,7 +251,7 @@ def _span_in(file: BinaryIO, length: int) -> Span:
     return Span(length - left, sha256.hexdigest())
 
 
-def _exactly(file: BinaryIO | io.FileIO, length: int) -> bytes:
+def _exactly(file: BinaryIO | io.FileIO | RemoteFile, length: int) -> bytes:
     """Next `length` bytes of a file, fewer where the file ends before; one read of Linux returns 2 GB at most."""
     parts = []
     while length and (data := file.read(length)):

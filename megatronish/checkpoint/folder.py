@@ -9,6 +9,8 @@ A checkpoint is written under a hidden name and renamed when all of it is on the
 complete. A run that is killed at any moment leaves complete checkpoints, and perhaps a `.step_*` folder that the next
 save removes. The newest checkpoint is the one saved last, not the one of the highest step: a run that went back to an
 earlier step continues from there.
+
+On object storage, which has no renaming, attempts.py says when a checkpoint is complete.
 """
 
 import json
@@ -18,9 +20,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from megatronish.checkpoint.attempts import remove_attempt, remove_incomplete, step_of, whole_attempts
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
+from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.errors import UserError
 from megatronish.files import sync_folder, write_durably
 
@@ -28,6 +32,7 @@ STATE = "state.json"
 LATEST = "latest"
 NO_TIME = 2.0**35  # seconds since 1970, in the year 3058
 NAME = re.compile(r"step_(\d+)")
+L = TypeVar("L", Path, Location)  # what is found on a disk is on a disk
 
 
 def name_of(step: int) -> str:
@@ -40,7 +45,7 @@ def partial_name_of(step: int) -> str:
     return f".{name_of(step)}.partial"
 
 
-def read_state(folder: Path, checksums: Checksums | None = None) -> dict[str, Any]:
+def read_state(folder: Location, checksums: Checksums | None = None) -> dict[str, Any]:
     """Content of state.json, verified: everything but the tensors. DamagedError if it or its checksums are damaged."""
     try:
         state = json.loads((checksums or Checksums.read(folder)).read_file(STATE))
@@ -53,8 +58,10 @@ def read_state(folder: Path, checksums: Checksums | None = None) -> dict[str, An
     return state
 
 
-def steps_in(folder: Path) -> dict[int, Path]:
+def steps_in(folder: L) -> dict[int, L]:
     """Complete checkpoints of a `checkpoints/` folder, by step in ascending order."""
+    if isinstance(folder, RemotePath):
+        return cast(dict[int, L], whole_attempts(folder))
     if not folder.is_dir():
         return {}
     folders = [path for path in folder.iterdir() if path.is_dir()]
@@ -62,26 +69,26 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return {step: by_step[step] for step in sorted(by_step)}
 
 
-def by_age(folder: Path) -> list[Path]:
+def by_age(folder: L) -> list[L]:
     """Complete checkpoints of a `checkpoints/` folder in the order of saving, the newest at the end."""
     return sorted(steps_in(folder).values(), key=_saved_at)
 
 
-def folder_of(load: Path) -> Path:
+def folder_of(load: L) -> L:
     """Folder of checkpoints that belongs to a run folder, a checkpoints folder or one step's folder."""
     if NAME.fullmatch(load.name) or (load / STATE).is_file():
         return load.parent
     return load / "checkpoints" if (load / "checkpoints").is_dir() else load
 
 
-def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
+def find_checkpoint(load: L, *, step: int | None = None) -> L | None:
     """Checkpoint to load from a run folder, its checkpoints folder or one step's folder; None if it holds none.
 
     Without `step` the newest one. UserError, with the steps that are there, if `step` is not among them.
     """
     folder = folder_of(load)
     if folder == load.parent:
-        if step is not None and load.name != name_of(step):
+        if step is not None and load.name.partition(".")[0] != name_of(step):
             raise UserError(f"{load} is one step's folder and ckpt_step={step} asks for another; name {folder} instead")
         return load
     if step is not None:
@@ -93,7 +100,7 @@ def find_checkpoint(load: Path, *, step: int | None = None) -> Path | None:
     return next(reversed(by_age(folder)), None)
 
 
-def _saved_at(folder: Path) -> float:
+def _saved_at(folder: Location) -> float:
     """Time of saving in seconds since 1970.
 
     For a damaged checkpoint the latest of all guesses: if it may be the newest one, loading finds it and reports it.
@@ -119,36 +126,48 @@ def _time(state: Mapping[str, Any]) -> float:
     return saved_at
 
 
-def publish(partial: Path, *, step: int, state: dict[str, Any]) -> Path:
+def publish(partial: L, *, step: int, state: dict[str, Any]) -> L:
     """Publish a checkpoint whose tensors are written: add state and checksums, rename it to its final name.
+
+    On object storage it has that name already, and the state, which is written last, makes it a checkpoint.
 
     One rank calls this. Returns the final path. DamagedError, before the renaming, if a file that a rank has written is
     not there.
     """
-    folder = partial.parent
-    target = folder / name_of(step)
     # State. Its time is after that of every other checkpoint, whatever the clock of this machine says: the next start
     # continues from this one.
-    saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in steps_in(folder).values())])
-    write_durably(partial / STATE, json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1))
-    # Checksums: those of the tensors were computed while writing, state.json and .metadata are read again.
+    saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in steps_in(partial.parent).values())])
+    text = json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1)
+    # Checksums: those of the tensors were computed while writing, .metadata is read again.
     written = Checksums.read(partial)
     written.check_lengths()  # another rank may have written where this one does not see it
-    written.with_other_files().write()
+    written.with_other_files().with_text(STATE, text).write()
+    if isinstance(partial, RemotePath):
+        (partial / STATE).write_text(text)
+        (partial.parent / LATEST).write_text(partial.name + "\n")
+        remove_incomplete(partial.parent)
+        return partial
+    write_durably(partial / STATE, text)
+    return _renamed(partial, partial.parent / name_of(step))
+
+
+def _renamed(partial: Path, target: Path) -> Path:
+    """The checkpoint under its final name, which `latest` has, too."""
+    folder = target.parent
     # Names: an older checkpoint of this step steps aside; remove_leftovers restores it if a kill comes before its
     # successor has the name.
-    aside = folder / f".{name_of(step)}.replaced"
+    aside = folder / f".{target.name}.replaced"
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     partial.rename(target)
     sync_folder(folder)
-    write_durably(folder / LATEST, name_of(step) + "\n")
+    write_durably(folder / LATEST, target.name + "\n")
     shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
-def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
+def remove_old(folder: Location, *, keep_last: int | None, keep_every: int | None) -> list[str]:
     """Remove all except the `keep_last` newest checkpoints and those whose step is a multiple of `keep_every`.
 
     The newest one always stays; with None for both, all stay. A checkpoint is renamed before it is removed, so it is
@@ -168,22 +187,28 @@ def remove_old(folder: Path, *, keep_last: int | None, keep_every: int | None) -
             why = error.strerror if isinstance(error, OSError) else None
             complaints.append(f"{what} could not be removed: {why or error}")
 
-    ours: list[Path] = []
+    ours: list[Location] = []
     with complaining(f"old checkpoints in {folder}"):
         for path in by_age(folder):
             with complaining(f"the old checkpoint {path}"):
-                if not path.is_symlink() and (path / CHECKSUMS).is_file():
+                if isinstance(path, RemotePath) or (not path.is_symlink() and (path / CHECKSUMS).is_file()):
                     ours.append(path)
     for old in ours[: -(keep_last or 1)]:
-        step = int(old.name.removeprefix("step_"))
-        if old.name == name_of(step) and (keep_every is None or step % keep_every != 0):
+        step = step_of(old.name)
+        if old.name.partition(".")[0] == name_of(step) and (keep_every is None or step % keep_every != 0):
             with complaining(f"the old checkpoint {old}"):
-                shutil.rmtree(old.rename(folder / f".{old.name}.removed"))
+                if isinstance(old, RemotePath):
+                    remove_attempt(old)
+                else:
+                    shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
     return complaints
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Location) -> None:
     """Remove the hidden folders of a killed save. A replaced checkpoint without its successor gets its name back."""
+    if isinstance(folder, RemotePath):
+        remove_incomplete(folder)
+        return
     for aside in folder.glob(".step_*.replaced"):
         target = folder / aside.name.removeprefix(".").removesuffix(".replaced")
         if target.exists():

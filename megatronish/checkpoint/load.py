@@ -8,18 +8,18 @@ files, and the error names the newest whole one with the flag that loads it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.checksums import Checksums, DamagedError
-from megatronish.checkpoint.folder import by_age
+from megatronish.checkpoint.folder import by_age, step_of
+from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.errors import UserError
 from megatronish.mesh import Axis, Mesh
 
 
-def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) -> None:
+def load_tensors(folder: Location, tensors: dict[str, GlobalTensor], *, mesh: Mesh) -> None:
     """Fill `tensors` from the checkpoint in `folder`. All ranks call this.
 
     UserError, before anything is changed, if a tensor is missing or has another shape there: the checkpoint is of
@@ -30,7 +30,7 @@ def load_tensors(folder: Path, tensors: dict[str, GlobalTensor], *, mesh: Mesh) 
         read_tensors(reader, tensors, over=mesh.checkpoint_axis)
 
 
-def _open(folder: Path, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> CheckpointReader:
+def _open(folder: Location, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> CheckpointReader:
     reader = CheckpointReader(folder, checks_all=checks_all)
     stored = stored_shapes(reader)
     problems = []
@@ -60,7 +60,7 @@ def offering_another(over: Axis) -> Iterator[None]:
         whole = _newest_whole_before(error.folder, over)
         remedy = "no earlier one is whole: remove that folder to start from the beginning"
         if whole is not None:
-            step = int(whole.name.removeprefix("step_"))
+            step = step_of(whole.name)
             remedy = (
                 f"the newest whole checkpoint before it is {whole.name}; load it with --ckpt-step {step}, or remove "
                 "that folder, and the run resumes from there"
@@ -68,11 +68,11 @@ def offering_another(over: Axis) -> Iterator[None]:
         raise DamagedError(error.folder, error.why, remedy) from error
 
 
-def _newest_whole_before(damaged: Path, over: Axis) -> Path | None:
+def _newest_whole_before(damaged: Location, over: Axis) -> Location | None:
     """Newest checkpoint saved before `damaged` of which every byte is what was written; None if there is none."""
 
     # Each rank verifies every size-th file; all_or_none makes the damage that one rank finds known to all.
-    def verify(checkpoint: Path) -> None:
+    def verify(checkpoint: Location) -> None:
         Checksums.read(checkpoint).verify(part=over.rank, parts=over.size)
 
     older = by_age(damaged.parent)

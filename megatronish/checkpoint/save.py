@@ -10,15 +10,17 @@ neither on the layout nor on the precision of the run that saved it:
 import errno
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
-from megatronish.checkpoint.all_or_none import all_or_none
+from megatronish.checkpoint.all_or_none import of_main
+from megatronish.checkpoint.attempts import new_attempt, remove_attempt
 from megatronish.checkpoint.checksums import DamagedError
-from megatronish.checkpoint.folder import name_of, partial_name_of, publish, remove_leftovers
+from megatronish.checkpoint.folder import partial_name_of, publish, remove_leftovers
+from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.errors import RunError
 from megatronish.mesh import Domain, Mesh
@@ -114,14 +116,14 @@ class SaveError(RunError):
 
 
 def save_checkpoint(
-    folder: Path,
+    folder: Location,
     *,
     step: int,
     tensors: dict[str, GlobalTensor],
     state: dict[str, Any],
     mesh: Mesh,
     makes_folder: bool = True,
-) -> Path:
+) -> Location:
     """Write a checkpoint of step `step` into `folder`, whole or not at all. All ranks call this; returns its path.
 
     A run has its folder locked, so it passes `makes_folder` False: one that was moved away is not made again.
@@ -130,29 +132,40 @@ def save_checkpoint(
     stay. Ranks communicate over `mesh.checkpoint_axis` alone, so a thread may call this while training uses the other
     process groups.
     """
-    partial = folder / partial_name_of(step)
-
-    def on_main(work: Callable[[], Any]) -> None:
-        all_or_none(mesh.checkpoint_axis, work if mesh.is_main else lambda: None)
-
+    axis, partial = mesh.checkpoint_axis, None
     try:
-        on_main(lambda: _begin(partial, makes_folder=makes_folder))
-        write_tensors(partial, tensors, over=mesh.checkpoint_axis)
-        on_main(lambda: publish(partial, step=step, state=state))
+        partial = folder / of_main(axis, lambda: _begin(folder, step, makes_folder=makes_folder))
+        write_tensors(partial, tensors, over=axis)
+        return folder / of_main(axis, lambda: publish(partial, step=step, state=state).name)
     except (OSError, DamagedError) as error:
-        if mesh.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+        if mesh.is_main and partial is not None:
+            _remove(partial)
         what = f"the checkpoint of step {step} could not be written to {folder}"
         if isinstance(error, DamagedError):  # the main rank does not see what another has written
             raise SaveError(f"{what}: {error.why}", "let all ranks see one folder") from error
         raise SaveError(f"{what}: {error.strerror or error}") from error
-    return folder / name_of(step)
 
 
-def _begin(partial: Path, *, makes_folder: bool) -> None:
+def _begin(folder: Location, step: int, *, makes_folder: bool) -> str:
+    """Name of the folder to write the checkpoint of the step into; what killed saves have left is removed."""
+    if isinstance(folder, RemotePath):
+        attempt = new_attempt(folder, step)
+        remove_leftovers(folder)
+        return attempt.name
     if makes_folder:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-    elif not partial.parent.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+    elif not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "it was moved or removed while the run was in it; move it back")
-    remove_leftovers(partial.parent)
+    remove_leftovers(folder)
+    partial = folder / partial_name_of(step)
     partial.mkdir()
+    return partial.name
+
+
+def _remove(partial: Location) -> None:
+    """Remove what a failed save has written, as far as that is possible; the next save removes the rest."""
+    if isinstance(partial, RemotePath):
+        with suppress(OSError):
+            remove_attempt(partial)
+    else:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -8,6 +8,7 @@ many pieces of its shards lie in it, and it reads nothing else.
 
 import io
 import os
+import tempfile
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch.futures import Future
 
 from megatronish.checkpoint.checksums import Checksums, DamagedError, Span, SummingStream
 from megatronish.checkpoint.metadata import METADATA, parse_metadata
+from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath
 from megatronish.sharding import Piece
 
 
@@ -48,8 +50,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
     a thread waits for the stream of another rank's GPU. OSError if the disk is full or fails, which torch.save hides.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Location) -> None:
+        # torch writes .metadata by itself, and to a disk.
+        self._aside = tempfile.TemporaryDirectory(prefix="megatronish-") if isinstance(folder, RemotePath) else None
+        super().__init__(Path(self._aside.name) if self._aside else cast(Path, folder))
         self.folder = folder
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -76,7 +80,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
                         results.append(_SummedResult(item.index, length, place, stream.spans[-1]))
                     # The checkpoint is renamed only when all of its bytes are on the disk.
                     stream.flush()
-                    os.fsync(stream.fileno())
+                    if not isinstance(file, RemoteFile):
+                        os.fsync(file.fileno())
             except RuntimeError as error:
                 raise _cause(error) from error
         future: Future[list[WriteResult]] = Future()
@@ -86,8 +91,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write .metadata and the checksums of all files; the main rank calls this when all ranks have written."""
         super().finish(metadata, results)
-        with (self.folder / METADATA).open("rb") as file:
-            os.fsync(file.fileno())  # torch calls fsync before the last bytes have left its buffer
+        if self._aside is not None:
+            with (self.folder / METADATA).open("wb") as remote:
+                remote.write((Path(self._aside.name) / METADATA).read_bytes())
+            self._aside.cleanup()
+        else:
+            with (self.folder / METADATA).open("rb") as file:
+                os.fsync(file.fileno())  # torch calls fsync before the last bytes have left its buffer
         # Spans of each file in the order of writing, so that together they are the whole file.
         spans: dict[str, list[Span]] = {}
         for result in (result for of_rank in results for result in of_rank):
@@ -130,8 +140,8 @@ class CheckpointReader(dcp.FileSystemReader):
     `checks_all`: also check that every file of the checkpoint is there; one rank of many is enough.
     """
 
-    def __init__(self, folder: Path, *, checks_all: bool = True) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Location, *, checks_all: bool = True) -> None:
+        super().__init__(str(folder))  # a name alone: all reading is done here
         self.folder = folder
         # The order of trust: checksums.json verifies itself, it verifies .metadata, and only then that is unpickled.
         self.checksums = Checksums.read(folder)

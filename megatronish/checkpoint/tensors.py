@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 
 from megatronish import comm
 from megatronish.checkpoint.all_or_none import all_or_none
+from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.storage import CheckpointReader, CheckpointWriter
 from megatronish.errors import UserError
 from megatronish.mesh import Axis
@@ -154,7 +154,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor | UnreadTensor], *, over: Axis) -> None:
+def write_tensors(folder: Location, tensors: Mapping[str, GlobalTensor | UnreadTensor], *, over: Axis) -> None:
     """Write the tensors of all ranks into `folder`; all ranks of the axis call this. OSError if the disk is full."""
     with _unwrapped_errors(), comm.entered("writing of tensors", over):
         dcp.save(
@@ -166,7 +166,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor | UnreadTenso
         )
 
 
-def read_tensors(source: Path | CheckpointReader, tensors: dict[str, GlobalTensor], *, over: Axis = ALONE) -> None:
+def read_tensors(source: Location | CheckpointReader, tensors: dict[str, GlobalTensor], *, over: Axis = ALONE) -> None:
     """Fill this rank's part of `tensors` from a checkpoint of any layout; all ranks of the axis call this.
 
     A caller that reads tensor by tensor makes one `CheckpointReader` and passes it each time. UserError if an element

@@ -60,9 +60,9 @@ class Config:
         return Path(self.log.run_dir or "runs/pretrain_gpt")
 
     @property
-    def save_dir(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return Path(self.checkpoint.save) if self.checkpoint.save else self.run_dir / "checkpoints"
+    def save_place(self) -> str:
+        """Folder of the run's checkpoints, a path or a URL."""
+        return self.checkpoint.save or str(self.run_dir / "checkpoints")
 
     @property
     def tensorboard_dir(self) -> Path:

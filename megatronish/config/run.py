@@ -14,9 +14,9 @@ class CheckpointConfig:
     """Saving of checkpoints, and the model to start from."""
 
     save: str | None = None
-    """Folder of checkpoints. Derived: RUN_DIR/checkpoints."""
+    """Folder of checkpoints, or a URL of object storage (s3://bucket/run). Derived: RUN_DIR/checkpoints."""
     load: str | None = None
-    """Checkpoints to start from: a run folder, its checkpoints folder or one step's folder. Derived: --save."""
+    """Checkpoints to start from: a run folder, its checkpoints folder, one step's folder, or a URL. Derived: --save."""
     load_hf: str | None = None
     """Folder of a Hugging Face model to start from: its config.json, weights and tokenizer."""
     use_checkpoint_args: bool = False

@@ -37,6 +37,8 @@ class TrainingConfig:
     """Save and leave after so many minutes."""
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
     """Save and leave on this signal too; SIGTERM always does."""
+    exit_status_if_stopped: Annotated[int, at_least(0), at_most(255)] = 0
+    """Exit status of a run that saved and left before its last step, for launchers that take 0 for finished."""
     kill_switch_path: str | None = None
     """Save and leave once this file exists."""
     eval_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000

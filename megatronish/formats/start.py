@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megatronish.checkpoint.arguments import read_arguments
+from megatronish.checkpoint.remote import location
 from megatronish.config.model import ModelConfig
 from megatronish.config.run import CheckpointConfig
 from megatronish.config.starting import Start
@@ -22,8 +23,8 @@ def read_start(checkpoint: CheckpointConfig) -> Start | None:
         return start_of_hf(Path(checkpoint.load_hf))
     if checkpoint.load is None:
         return None
-    load = Path(checkpoint.load)
-    if complaint := of_another_format(load):
+    load = location(checkpoint.load)
+    if isinstance(load, Path) and (complaint := of_another_format(load)):
         raise UserError(complaint)
     return read_arguments(load, checkpoint.ckpt_step) if checkpoint.use_checkpoint_args else None
 

@@ -1,8 +1,11 @@
 """Sample of generated text at the end of a training run: --sample-prompt of `megatronish pretrain`."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from megatronish.checkpoint.folder import find_checkpoint
+from megatronish.checkpoint.remote import RemotePath, location
 from megatronish.config.config import Config
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
@@ -18,11 +21,14 @@ def print_sample(config: Config) -> int:
     prompt = config.log.sample_prompt
     if prompt is None or config.data.mock_data:
         return 0
-    checkpoint = find_checkpoint(config.save_dir)
+    checkpoint = find_checkpoint(location(config.save_place))
     if checkpoint is None or not _is_finished(config, read_run(checkpoint)):
         return 0
     tokenizer = build_tokenizer(config.data)
-    trained = load_model(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="megatronish-") as folder:
+        if isinstance(checkpoint, RemotePath):
+            checkpoint = checkpoint.download(Path(folder) / checkpoint.name)
+        trained = load_model(checkpoint)
     tokens = encode_prompt(tokenizer, prompt)
     following = generate(
         trained.model,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatronish.checkpoint.all_or_none import all_or_none
+from megatronish.checkpoint.remote import Location
 from megatronish.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.fill import load_weights, open_hf
@@ -76,7 +77,7 @@ def _as_held(tensors: Mapping[str, LazyTensor], engine: Engine) -> Mapping[str, 
     return quantised(tensors, quantised_weights(engine.stage.model), device=engine.mesh.device)
 
 
-def refuse_other_base(saved: Any, base: Base | None, checkpoint: Path) -> None:
+def refuse_other_base(saved: Any, base: Base | None, checkpoint: Location) -> None:
     """UserError if the adapters of a checkpoint were trained with another model; `saved` is what its state says."""
     if base is None and saved is None:
         return
@@ -95,7 +96,7 @@ def refuse_other_base(saved: Any, base: Base | None, checkpoint: Path) -> None:
         )
 
 
-def refuse_other_reference(saved: Any, reference: Base | None, checkpoint: Path) -> None:
+def refuse_other_reference(saved: Any, reference: Base | None, checkpoint: Location) -> None:
     """UserError if a run was compared with another model; `saved` is what its state says."""
     if saved is None or reference is None or saved["identity"] == reference.identity:
         return

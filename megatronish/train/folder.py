@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatronish.checkpoint.checksums import DamagedError
+from megatronish.checkpoint.remote import Location
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, section_of
 from megatronish.config.fields import FIELDS
@@ -179,7 +180,7 @@ def _missing_plugins(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"it had --plugin {each}, which is missing" for each in before if module_name(each) not in present]
 
 
-def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Path) -> None:
+def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Location) -> None:
     """UserError if the config computes with the weights of `source` something else than they were trained for.
 
     Models of other sizes are left to `load_tensors`, which names the tensors whose shapes differ.

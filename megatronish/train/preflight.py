@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from megatronish.checkpoint.folder import find_checkpoint
+from megatronish.checkpoint.remote import is_url, location
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.config.names import OPTIMIZER_NAMES
@@ -51,7 +53,8 @@ def preflight_run(config: Config, notes: Sequence[str], place: Place) -> int:
     data, needs = _opened(config, mesh)
     experts = ExpertLayout() if config.model.num_experts is None else parallel.expert_layout
     facts = nested_facts(resolved(config), "config") | data
-    status = preflight(Subject(facts, config.layout, experts, config.save_dir, needs), mesh, backend=backend)
+    disk = config.run_dir if is_url(config.save_place) else Path(config.save_place)
+    status = preflight(Subject(facts, config.layout, experts, disk, needs), mesh, backend=backend)
     leave()
     return status
 
@@ -60,7 +63,7 @@ def _opened(config: Config, mesh: Mesh) -> tuple[Facts, Needs]:
     """Facts of the data as this rank sees them, and what the run needs. What cannot be read is a fact, too."""
     found: Facts = {}
     try:
-        newest = find_checkpoint(config.save_dir)
+        newest = find_checkpoint(location(config.save_place))
         found["data newest checkpoint"] = newest.name if newest else "none"
         job = TrainingJob.open(config, mesh)
     except (UserError, OSError) as error:

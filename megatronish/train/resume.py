@@ -6,15 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.checkpoint.all_or_none import all_or_none, same_on_all
+from megatronish.checkpoint.all_or_none import all_or_none, of_main, same_on_all
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.checkpoint.load import load_tensors, offering_another
+from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
 from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.start import of_another_format
 from megatronish.formats.upcycle import upcycled
+from megatronish.mesh import Axis
 from megatronish.optim.learning_rate import LearningRateSchedule
 from megatronish.train.base import Base, load_base, refuse_other_base, refuse_other_reference
 from megatronish.train.engine import Engine
@@ -46,7 +48,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, refer
 
     `reference` is the model that the run is compared with, which a resume must have again.
     """
-    keep, own = job.config.checkpoint, job.config.save_dir
+    keep, own = job.config.checkpoint, location(job.config.save_place)
     axis = engine.mesh.checkpoint_axis
     all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
     base = None
@@ -54,7 +56,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, refer
         base = load_base(job, engine)
         say(f"adapters of the frozen model {base.source}")
         keep = replace(keep, load=None, load_hf=None)
-    has_begun, checkpoint = same_on_all(axis, partial(_look, keep, own), what=f"in {own}")
+    has_begun, checkpoint = _look_together(keep, own, axis)
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
@@ -95,7 +97,7 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, refer
 def resume(
     engine: Engine,
     *,
-    checkpoint: Path,
+    checkpoint: Location,
     weights_only: bool,
     with_optimizer: bool,
     check: Callable[[dict[str, Any]], None],
@@ -127,7 +129,7 @@ def resume(
     )
 
 
-def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine) -> None:
+def _refuse_other_optimizer(checkpoint: Location, saved: str | None, engine: Engine) -> None:
     """UserError if the checkpoint's optimizer states are those of another optimizer."""
     now = engine.optimizer.name
     if saved not in (None, now):
@@ -137,26 +139,35 @@ def _refuse_other_optimizer(checkpoint: Path, saved: str | None, engine: Engine)
         )
 
 
-def _look(keep: CheckpointConfig, own: Path) -> tuple[bool, Path | None]:
+def _look_together(keep: CheckpointConfig, own: Location, axis: Axis) -> tuple[bool, Location | None]:
+    """What `_look` returns, on all ranks. A store shows all ranks the same: one of them asks it."""
+    look = partial(_look, keep, own)
+    if isinstance(own, RemotePath) and (keep.load is None or is_url(keep.load)):
+        return of_main(axis, look)
+    return same_on_all(axis, look, what=f"in {own}")
+
+
+def _look(keep: CheckpointConfig, own: Location) -> tuple[bool, Location | None]:
     """Whether the run has checkpoints of its own, and the checkpoint to load, if there is one."""
     has_begun = bool(steps_in(own))
     from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
     return has_begun, None if from_hf else _find(keep, own, has_begun=has_begun)
 
 
-def _find(keep: CheckpointConfig, own: Path, *, has_begun: bool) -> Path | None:
+def _find(keep: CheckpointConfig, own: Location, *, has_begun: bool) -> Location | None:
     """Newest checkpoint of the run itself, or else of --load; UserError if a flag asks for one that does not exist."""
     source, step = own, keep.ckpt_step
-    if keep.load is not None and folder_of(Path(keep.load)).resolve() != own.resolve():
-        source, step = (own, None) if has_begun else (Path(keep.load), step)
-    elif keep.load is not None:
-        source = Path(keep.load)
+    load = None if keep.load is None else location(keep.load)
+    if load is not None and folder_of(load).resolve() != own.resolve():
+        source, step = (own, None) if has_begun else (load, step)
+    elif load is not None:
+        source = load
     checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
     if checkpoint is None and (keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint):
         told = (
             f"--load {source} holds no checkpoint; correct the path, or leave --load out to start from initial weights"
         )
-        raise UserError(of_another_format(source) or told)
+        raise UserError((isinstance(source, Path) and of_another_format(source)) or told)
     return checkpoint
 
 
@@ -176,8 +187,9 @@ def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], 
     return begun
 
 
-def _upcycled(job: TrainingJob, engine: Engine, checkpoint: Path | None, say: Callable[[str], None]) -> Begun:
+def _upcycled(job: TrainingJob, engine: Engine, checkpoint: Location | None, say: Callable[[str], None]) -> Begun:
     """Start of a model with experts from a dense one: that of `checkpoint`, or of --load-hf. Routers stay as drawn."""
+    assert not isinstance(checkpoint, RemotePath), "a rule of the config"
     source = checkpoint or Path(job.config.checkpoint.load_hf or "")
     into = tensors_of(engine, with_optimizer=False)
     into = {name: tensor for name, tensor in into.items() if ".mlp.router." not in name}

@@ -12,6 +12,7 @@ import torch
 
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, find_checkpoint
+from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
@@ -37,35 +38,47 @@ from megatronish.train.resume import begin
 from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
-from megatronish.train.trainer import Trainer, TrainingSchedule
+from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 from megatronish.train.watch import share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
 
 
-def train(config: Config, notes: Sequence[str], place: Place) -> int:
-    """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status."""
+def train(config: Config, notes: Sequence[str], place: Place, *, hooks: Sequence[Hook] = ()) -> int:
+    """Train on one rank: lock the folders, make the mesh, run the loop. Returns the exit status.
+
+    `hooks` are called after those of the run, before it saves; every rank is given as many.
+    """
     record = RankRecord()
     record.enter_phase("start", "the folders of the run")
     if not config.resilience.watch:
-        return _train_watched(config, notes, place, record, None)
+        return _train_watched(config, notes, place, record, None, hooks)
     with watchdog_of(config, place, record) as watchdog:
         start_sharing(watchdog, place)
         try:
-            return _train_watched(config, notes, place, record, watchdog)
+            return _train_watched(config, notes, place, record, watchdog, hooks)
         except Exception:
             watchdog.end_if_different()
             raise
 
 
 def _train_watched(
-    config: Config, notes: Sequence[str], place: Place, record: RankRecord, watchdog: Watchdog | None
+    config: Config,
+    notes: Sequence[str],
+    place: Place,
+    record: RankRecord,
+    watchdog: Watchdog | None,
+    hooks: Sequence[Hook],
 ) -> int:
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
             # Also where it is a part of the run folder: another run may have been given it by --save.
-            stack.enter_context(locked(config.save_dir, flag="--save"))
+            save = location(config.save_place)
+            if isinstance(save, RemotePath):
+                refuse_unwritable(save, flag="--save")
+            else:
+                stack.enter_context(locked(save, flag="--save"))
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
             if config.log.profile_schedule:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
@@ -74,11 +87,14 @@ def _train_watched(
         notes = list(notes)
         record.enter_phase("start", "the meeting of the ranks")
         mesh = start_mesh(config, place, on_note=notes.append, record=record, watchdog=watchdog)
-        _train(config, notes, mesh, stack)
+        is_finished = _train(config, notes, mesh, stack, hooks)
     # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     record.enter_phase("end", "leaving the process group")
     leave()
-    return 0
+    # Of local ranks the main one alone says so: their launcher ends all at the first status that is not 0.
+    if is_finished or (place.rank != 0 and (place.rendezvous or "").startswith("file://")):
+        return 0
+    return config.training.exit_status_if_stopped
 
 
 def start_mesh(
@@ -120,7 +136,8 @@ def start_mesh(
     return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store, record=record)
 
 
-def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -> None:
+def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack, own: Sequence[Hook]) -> bool:
+    """Train from the start that is found; returns whether the run has made its last step."""
     # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
     stopper = Stopper(
         exit_interval=config.training.exit_interval,
@@ -146,7 +163,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if _has_its_ending(config, mesh):
-            return
+            return True
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
     facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
@@ -154,14 +171,14 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     facts |= {
         name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
     }
-    saving = Save(config.save_dir, config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
+    saving = Save(location(config.save_place), config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
         schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=hooks_of_run(job, engine, stopper, trackers, save),
+        hooks=hooks_of_run(job, engine, stopper, trackers, [*own, save]),
         progress=progress,
         record=record,
     )
@@ -177,6 +194,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack) -
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
+    return trainer.progress.step >= num_steps
 
 
 def draw_curves(folder: Path) -> None:
@@ -194,8 +212,10 @@ def draw_curves(folder: Path) -> None:
 
 def _has_its_ending(config: Config, mesh: Mesh) -> bool:
     """Whether loss.png is younger than the last checkpoint: a run killed between the two lacks its last evaluation."""
-    curve, checkpoint, has = config.run_dir / "loss.png", find_checkpoint(config.save_dir), False
-    if mesh.is_main and curve.exists() and checkpoint is not None:
+    curve, checkpoint, has = config.run_dir / "loss.png", None, False
+    if mesh.is_main and curve.exists():
+        checkpoint = find_checkpoint(location(config.save_place))
+    if checkpoint is not None:
         has = curve.stat().st_mtime >= (checkpoint / STATE).stat().st_mtime
     return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
 

@@ -1,12 +1,12 @@
 """The checkpoint of a run: the tensors of a rank, the facts and the position in state.json, and their validity."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
+from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import model_tensors, optimizer_tensors, state_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
@@ -55,7 +55,7 @@ def num_not_finite(engine: Engine) -> int:
     return int(comm.all_reduce(torch.tensor(number), engine.mesh.world))
 
 
-def read_run(checkpoint: Path) -> dict[str, Any]:
+def read_run(checkpoint: Location) -> dict[str, Any]:
     """Contents of state.json of a run's checkpoint; DamagedError if a run did not write it."""
     state = read_state(checkpoint)
     missing = [name for name in (*FACTS, *POSITION) if name not in state]

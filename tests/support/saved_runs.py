@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import find_checkpoint, read_state
+from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import save_checkpoint
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
@@ -23,7 +24,7 @@ from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
 
 
-def read_whole(folder: Path) -> dict[str, Tensor]:
+def read_whole(folder: Location) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
     tensors = {name: torch.full(shape, torch.nan) for name, shape in stored_shapes(CheckpointReader(folder)).items()}
     read_tensors(folder, {name: alone(tensor) for name, tensor in tensors.items()})
@@ -43,13 +44,13 @@ def assert_same_bits(one: Path, other: Path) -> None:
         assert torch.equal(tensor.view(torch.int32), after[name].view(torch.int32)), name
 
 
-def save_value(folder: Path, value: float, *, step: int = 4) -> None:
+def save_value(folder: Location, value: float, *, step: int = 4) -> None:
     """A checkpoint whose tensor holds `value`."""
     tensors = {"model.weight": alone(torch.full((64,), value))}
     save_checkpoint(folder, step=step, tensors=tensors, state={"value": value}, mesh=Mesh.start())
 
 
-def saved_value(folder: Path) -> float | None:
+def saved_value(folder: Location) -> float | None:
     """What the newest checkpoint holds, tensor and state agreeing; None if there is none."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:

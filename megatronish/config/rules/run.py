@@ -73,6 +73,27 @@ def _starting_point(config: Config) -> str | None:
     return None
 
 
+def _run_folder(config: Config) -> str | None:
+    run_dir = config.log.run_dir
+    if run_dir is None or "://" not in run_dir:
+        return None
+    return (
+        f"run_dir={run_dir} is a URL, and logs grow line by line, which object storage cannot do; name a folder on a "
+        f"disk, and add --save {run_dir} for the checkpoints"
+    )
+
+
+def _from_a_store(config: Config) -> str | None:
+    load = config.checkpoint.load
+    is_frozen = config.adapter.is_used or config.reference == "model"
+    if load is None or "://" not in load or not (is_frozen or config.checkpoint.moe_use_upcycling):
+        return None
+    return (
+        f"load={load} is on object storage, from which a run resumes or takes weights with --finetune; adapters, a "
+        "reference and --moe-use-upcycling read a model from a disk: copy that checkpoint to one"
+    )
+
+
 def _arguments(config: Config) -> str | None:
     if not config.checkpoint.use_checkpoint_args or config.checkpoint.load is not None:
         return None
@@ -108,5 +129,7 @@ RECORD_RULES = (
 CHECKPOINT_RULES = (
     ConfigRule(("finetune", "load", "load_hf"), _starting_point),
     ConfigRule(("use_checkpoint_args", "load"), _arguments),
+    ConfigRule(("load", "moe_use_upcycling", "adapter_type", "objective", "reference"), _from_a_store),
+    ConfigRule(("run_dir",), _run_folder),
     ConfigRule(("keep_every", "save_interval"), _kept_steps),
 )

@@ -1,7 +1,7 @@
 """The hooks of a run, in the order in which they are called."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profile import ProfileSchedule
 from megatronish.train.hooks.profiler import MeetStages, step_profiler
 from megatronish.train.hooks.replicas import CheckReplicas
-from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.stragglers import Stragglers
 from megatronish.train.hooks.table import hooks_of
@@ -30,8 +29,10 @@ from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook
 
 
-def hooks_of_run(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, save: Save) -> list[Hook]:
-    """All hooks of a run in their order: first that decides to stop, then those that look, then that saves."""
+def hooks_of_run(
+    job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, last: Sequence[Hook]
+) -> list[Hook]:
+    """All hooks of a run in their order: first that decides to stop, then those that look, then the `last`, which save."""
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
@@ -87,7 +88,7 @@ def hooks_of_run(job: TrainingJob, engine: Engine, stopper: Stopper, trackers: T
     if limits.check_replicas_interval and has_peers:
         saves = config.checkpoint.save_interval
         hooks.append(CheckReplicas(interval=limits.check_replicas_interval, save_interval=saves, stopper=stopper))
-    return [*hooks, save] if goodput is None else [*hooks, save, goodput]
+    return [*hooks, *last] if goodput is None else [*hooks, *last, goodput]
 
 
 def _forecast(job: TrainingJob, folder: Path) -> Hook:

@@ -4,13 +4,13 @@ import sys
 import time
 from concurrent.futures import Future, wait
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from megatronish.checkpoint.background import HostCopies, in_background
 from megatronish.checkpoint.folder import remove_old
+from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.run import CheckpointConfig
@@ -25,7 +25,7 @@ TRIED_AGAIN = "training continues, and the next save tries again"
 class FinishedSave(NamedTuple):
     """Save that is done: its folder, its time, and complaints about old checkpoints that could not be removed."""
 
-    path: Path
+    path: Location
     seconds: float
     complaints: list[str]
 
@@ -49,7 +49,7 @@ class Save(Hook):
     phase = "save"
 
     def __init__(
-        self, folder: Path, *, config: CheckpointConfig, mesh: Mesh, stopper: Stopper, facts: dict[str, Any]
+        self, folder: Location, *, config: CheckpointConfig, mesh: Mesh, stopper: Stopper, facts: dict[str, Any]
     ) -> None:
         self.folder, self.config, self.mesh, self.stopper, self.facts = folder, config, mesh, stopper, facts
         self.saved_step: int | None = None

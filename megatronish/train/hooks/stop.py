@@ -6,6 +6,7 @@ by all.
 """
 
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,8 +41,9 @@ class Stopper(Hook):
         self.save_now = False
         self._terminated = self._save_asked = False
         self._leave_on = {signal.SIGTERM, signal.Signals[exit_signal]}
-        for signum in {signal.SIGUSR1, *self._leave_on}:
-            signal.signal(signum, self._on_signal)
+        if threading.current_thread() is threading.main_thread():  # Python gives signals to no other
+            for signum in {signal.SIGUSR1, *self._leave_on}:
+                signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if signum in self._leave_on:

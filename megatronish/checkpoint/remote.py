@@ -1,0 +1,241 @@
+"""Paths on object storage (s3://bucket/run, gs://..., any URL of fsspec) with the part of pathlib that checkpoints use.
+
+An object is written whole or not at all, and is never renamed. Reads ask for ranges: a rank that needs a part of a file
+fetches that part, in blocks, and nothing is kept on a disk. Whatever a store raises becomes an OSError here, so callers
+treat a store as they treat a disk.
+"""
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from megatronish.errors import UserError
+from megatronish.files import write_durably
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes that one request reads ahead: ranks of the layout that was saved read their file from end to end."""
+
+
+class RemoteStatus(NamedTuple):
+    """Facts of an object, under the names of os.stat_result."""
+
+    st_size: int
+    st_mode: int
+    st_mtime: float
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """URL of an object, or of a folder: the objects whose names begin with it and a slash."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> "RemotePath":
+        return RemotePath(f"{self.url.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "RemotePath":
+        """URL without its last part; a URL of one part is its own parent."""
+        return RemotePath(self.url.rpartition("/")[0]) if "/" in self.url.partition("://")[2] else self
+
+    def resolve(self) -> "RemotePath":
+        """The same URL: it has no relative parts."""
+        return self
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder that holds an object."""
+        return bool(self._call("isdir"))
+
+    def is_file(self) -> bool:
+        """Whether it is an object."""
+        return bool(self._call("isfile"))
+
+    def exists(self) -> bool:
+        """Whether it is an object or a folder that holds one."""
+        return bool(self._call("exists"))
+
+    def stat(self) -> RemoteStatus:
+        """Facts of the object; FileNotFoundError if it is not there."""
+        info = self._call("info")
+        at = next((info[key] for key in ("LastModified", "mtime", "created", "updated") if info.get(key)), 0.0)
+        mode = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
+        return RemoteStatus(info["size"] or 0, mode, float(at.timestamp() if hasattr(at, "timestamp") else at))
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes in bytes of all objects in the folder, by name relative to it: one listing, however many they are."""
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            fs.invalidate_cache()
+            try:
+                found = fs.find(path, detail=True)
+            except FileNotFoundError:
+                return {}
+        start = len(path.rstrip("/")) + 1
+        return {name[start:]: info["size"] for name, info in found.items() if info["type"] == "file"}
+
+    def open(self, mode: str = "rb", **_options: Any) -> "RemoteFile":
+        """Open for reading, or for writing an object that is there once the file is closed."""
+        fs, path = self._opened()
+        reading: dict[str, Any] = {} if "w" in mode else {"block_size": BLOCK_BYTES, "cache_type": "readahead"}
+        with _told_as_os_error(self.url):
+            return RemoteFile(fs.open(path, mode, **reading), self.url)
+
+    def read_bytes(self) -> bytes:
+        """Content of the object."""
+        return bytes(self._call("cat_file"))
+
+    def read_text(self) -> str:
+        """Content of the object, text in UTF-8."""
+        return self.read_bytes().decode()
+
+    def write_text(self, text: str) -> None:
+        """Write an object, or replace it: a reader sees the old text or the new one."""
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            if _is_local(fs):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                write_durably(Path(path), text)  # a disk, unlike a store, shows what is half written
+            else:
+                fs.pipe_file(path, text.encode())
+
+    def unlink(self) -> None:
+        """Remove the object; nothing happens if it is not there."""
+        with suppress(FileNotFoundError):
+            self._call("rm_file")
+
+    def remove_tree(self) -> None:
+        """Remove the folder with all that is in it; nothing happens if it is not there."""
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            fs.invalidate_cache()
+            if fs.exists(path):
+                fs.rm(path, recursive=True)
+
+    def download(self, into: Path) -> Path:
+        """Copy the folder to a disk, as `into`; returns that."""
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            for name in self.sizes():
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                fs.get_file(f"{path}/{name}", str(into / name))
+        return into
+
+    def _call(self, name: str) -> Any:
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            fs.invalidate_cache()  # what another rank has written shows at once
+            return getattr(fs, name)(path)
+
+    def _opened(self) -> tuple[Any, str]:
+        """File system and path in it. fsspec keeps one for each process and thread. UserError if there is none."""
+        protocol = self.url.partition("://")[0]
+        try:
+            from fsspec.core import url_to_fs
+
+            options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+            with _told_as_os_error(self.url):
+                fs, path = url_to_fs(self.url, **options)
+        except ImportError as error:
+            extra = "megatronish[s3]" if protocol in ("s3", "s3a") else f"fsspec[{protocol}]"
+            raise UserError(f"{self.url} needs a package that is missing ({error}); pip install '{extra}'") from error
+        return fs, path
+
+
+class RemoteFile:
+    """Open object: a binary file that raises OSError for what its store raises."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def read(self, length: int = -1) -> bytes:
+        """Next `length` bytes, fewer where the object ends before."""
+        with _told_as_os_error(self._url):
+            return bytes(self._file.read(length))
+
+    def write(self, data: Any) -> int:
+        """Append; returns the number of bytes."""
+        with _told_as_os_error(self._url):
+            self._file.write(data)
+        return memoryview(data).nbytes
+
+    def seek(self, offset: int) -> int:
+        """Go to a byte, for reading."""
+        return int(self._file.seek(offset))
+
+    def fileno(self) -> int:
+        """There is none: io.UnsupportedOperation, as of other streams that are no file."""
+        raise io.UnsupportedOperation("fileno")
+
+    def flush(self) -> None:
+        """Nothing: parts are sent when they are large enough, and the object is there after `close`."""
+
+    def close(self) -> None:
+        """End; what was written becomes an object."""
+        with _told_as_os_error(self._url):
+            self._file.close()
+
+    def __enter__(self) -> "RemoteFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+Location = Path | RemotePath
+"""Folder or file of a checkpoint, on a disk or on object storage."""
+
+
+def is_url(name: str | Path | None) -> bool:
+    """Whether a name is a URL and not a path."""
+    return "://" in str(name)
+
+
+def location(name: str | Path) -> Location:
+    """Path, or remote path for a URL."""
+    return RemotePath(str(name).rstrip("/")) if is_url(name) else Path(name)
+
+
+def refuse_unwritable(folder: RemotePath, *, flag: str) -> None:
+    """UserError now, and not at the first checkpoint, if no object can be written there."""
+    probe = folder / f".write_test_{os.uname().nodename}_{os.getpid()}"
+    try:
+        probe.write_text("megatronish writes its checkpoints here\n")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{flag} {folder} cannot be written: {error.strerror or error}; check its name, the credentials and the "
+            "address of the store (AWS_ENDPOINT_URL), or choose another"
+        ) from error
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+
+@contextmanager
+def _told_as_os_error(url: str) -> Iterator[None]:
+    """Context in which every error of a store, whatever its class, is an OSError with a line of text."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        line = (str(error).splitlines() or [""])[0][:300]
+        raise OSError(errno.EIO, f"{type(error).__name__}: {line}", url) from error

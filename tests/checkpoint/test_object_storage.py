@@ -1,0 +1,286 @@
+"""Tests of checkpoints on object storage: the promises of those on a disk, by files, in memory, on a server of S3."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
+from ranks import wait_until
+from saved_runs import read_whole, save_value, saved_value
+
+from megatronish.checkpoint.attempts import new_attempt, remove_incomplete, whole_attempts
+from megatronish.checkpoint.checksums import Checksums, DamagedError
+from megatronish.checkpoint.folder import remove_old, steps_in
+from megatronish.checkpoint.remote import RemotePath, location
+from megatronish.checkpoint.save import SaveError
+from megatronish.train.engine import Engine
+
+NEEDS_S3 = pytest.mark.skipif(
+    find_spec("moto") is None or find_spec("s3fs") is None,
+    reason="needs a server of S3: pip install s3fs 'moto[server]'",
+)
+
+
+class Store(NamedTuple):
+    """A place for checkpoints, and what a process needs in its environment to reach it."""
+
+    url: str
+    environ: dict[str, str]
+
+    def names(self) -> list[str]:
+        return sorted({name.partition("/")[0] for name in RemotePath(self.url).sizes()})
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A server of S3 on loopback, with one empty bucket."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environ = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "anybody",
+        "AWS_SECRET_ACCESS_KEY": "anything",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    log = (tmp_path_factory.mktemp("s3") / "log").open("w")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+    )
+    with pytest.MonkeyPatch.context() as patch, log:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        try:
+            assert wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, timeout=60)
+            import s3fs
+
+            s3fs.S3FileSystem().mkdir("bucket")
+            yield Store("s3://bucket", environ)
+        finally:
+            server.kill()
+            server.wait()
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=NEEDS_S3)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "file":
+        return Store((tmp_path / "store").as_uri(), {})
+    server = request.getfixturevalue("s3")
+    return Store(f"{server.url}/{tmp_path.name}/run", server.environ)
+
+
+def reach(environ: dict[str, str], seconds: float | None = None, rank: int | None = None) -> None:
+    """Planted in a job: the store's variables; then SIGKILL to all, or to a rank, so long after its first step."""
+    os.environ.update(environ)
+    run, begun = Engine.step, threading.Event()
+
+    def kill() -> None:
+        if rank is None:
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepped(self: Engine, *arguments: Any, **options: Any) -> Any:
+        if seconds is not None and not begun.is_set() and self.mesh.world.rank == (rank or 0):
+            begun.set()
+            timer = threading.Timer(seconds, kill)
+            timer.daemon = True
+            timer.start()
+        return run(self, *arguments, **options)
+
+    Engine.step = stepped  # type: ignore[method-assign]
+
+
+def test_a_run_resumes_from_a_store_in_another_layout_and_on_another_machine(tmp_path: Path, store: Store) -> None:
+    flags = f"--save {store.url} --save-interval 2 --keep-last 2"
+
+    def train(folder: str, more: str) -> str:
+        ended = run_job(tiny(tmp_path / folder, f"{flags} {more}"), tmp_path, plant=reach, plant_args=(store.environ,))
+        assert ended.status == 0, ended
+        return ended.output
+
+    train("a", "--exit-interval 4 --tp 2")
+    # Nothing of the first machine is there but the store.
+    assert not (tmp_path / "a" / "checkpoints").exists()
+    shutil.rmtree(tmp_path / "a")
+    assert f"continuing from {store.url}/step_00000004" in train("b", "--dp 2 --zero-stage 1 --async-save")
+    assert store.names() == ["latest", "step_00000004", "step_00000006"]
+    assert RemotePath(f"{store.url}/latest").read_text() == "step_00000006\n"
+    train_on_ranks(tiny(tmp_path / "whole"))
+    whole = steps_of(tmp_path / "whole")
+    for step, seen in steps_of(tmp_path / "b").items():
+        assert seen == pytest.approx(whole[step], rel=1e-5)
+    # Another run takes it by --load, and a checkpoint that was copied to a disk is one there.
+    copied = RemotePath(store.url) / "step_00000006"
+    copied.download(tmp_path / "copied" / "step_00000006")
+    for load in (str(copied), str(tmp_path / "copied"), f"{store.url} --ckpt-step 6 --use-checkpoint-args"):
+        argv = tiny(tmp_path / "other", f"--load {load} --dry-run")
+        assert call_main(argv, **store.environ).status == 0
+    ended = call_main(tiny(tmp_path / "other", f"--load {store.url} --train-iters 7"), **store.environ)
+    assert f"continuing from {store.url}/step_00000006" in ended.output, ended
+    assert list(steps_of(tmp_path / "other")) == [7]
+
+
+def test_two_ranks_killed_at_random_moments_of_uploads_end_as_if_nothing_had_been(tmp_path: Path, store: Store) -> None:
+    """Something is being written to the store all the time."""
+    numbers = random.Random(7)
+    flags = "--num-layers 1 --train-iters 10 --dp 2 --zero-stage 1"
+    argv = tiny(tmp_path / "run", f"{flags} --save {store.url} --save-interval 1 --async-save --keep-last 2")
+    kills = 0
+    for rank in (None, 1, None, 0, 1, None) if store.environ else (None, 1):
+        ended = run_job(argv, tmp_path, plant=reach, plant_args=(store.environ, numbers.uniform(0.2, 1.2), rank))
+        if ended.status == 0:
+            break
+        assert ended.status == (-signal.SIGKILL if rank is None else 1), ended
+        kills += 1
+        for checkpoint in whole_attempts(RemotePath(store.url)).values():
+            Checksums.read(checkpoint).verify()  # what says that it is whole is whole
+    assert kills >= 1
+    ended = run_job(argv, tmp_path, plant=reach, plant_args=(store.environ,))
+    assert ended.status == 0, ended
+    train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+    assert [name.partition(".")[0] for name in store.names()] == ["latest", "step_00000009", "step_00000010"]
+
+
+# ---- what a store holds at any moment
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RemotePath]:
+    """A folder of objects in memory."""
+    folder = RemotePath(f"memory://{tmp_path.name}/checkpoints")
+    yield folder
+    folder.remove_tree()
+
+
+def test_a_checkpoint_without_its_last_object_is_none(folder: RemotePath) -> None:
+    for step in (2, 4):
+        save_value(folder, float(step), step=step)
+    (folder / "step_00000004" / "state.json").unlink()
+    assert list(steps_in(folder)) == [2] and saved_value(folder) == 2.0
+    # The next save removes it, and does not write where a process that was taken for dead may still write.
+    save_value(folder, 5.0)
+    assert sorted({name.partition("/")[0] for name in folder.sizes()}) == ["latest", "step_00000002", "step_00000004.2"]
+    assert steps_in(folder)[4].name == "step_00000004.2" and saved_value(folder) == 5.0
+
+
+def test_a_step_is_replaced_by_a_later_attempt_and_never_overwritten(folder: RemotePath) -> None:
+    for value in (1.0, 2.0, 3.0):
+        before = steps_in(folder)
+        attempt = new_attempt(folder, 4)
+        assert attempt not in before.values() and not attempt.exists()
+        save_value(folder, value)
+        assert steps_in(folder) == {4: attempt} and saved_value(folder) == value
+
+
+def test_of_two_whole_attempts_the_later_counts(folder: RemotePath) -> None:
+    """A kill after the last object, before the earlier attempt is removed."""
+    save_value(folder, 1.0)
+    earlier = {name: (folder / name).read_bytes() for name in folder.sizes()}
+    save_value(folder, 2.0)
+    for name, content in earlier.items():
+        with (folder / name).open("wb") as file:
+            file.write(content)
+    assert saved_value(folder) == 2.0
+    remove_incomplete(folder)
+    assert [path.name for path in steps_in(folder).values()] == ["step_00000004.2"]
+
+
+def test_the_newest_is_the_one_saved_last_and_old_ones_are_removed(folder: RemotePath) -> None:
+    for step in (2, 8, 4, 6):
+        save_value(folder, float(step), step=step)
+    assert saved_value(folder) == 6.0
+    assert remove_old(folder, keep_last=2, keep_every=8) == []
+    assert list(steps_in(folder)) == [4, 6, 8]
+    assert remove_old(folder, keep_last=1, keep_every=None) == []
+    assert {name.partition("/")[0] for name in folder.sizes()} == {"latest", "step_00000006"}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "checksums.json"])
+def test_a_changed_byte_is_found(folder: RemotePath, name: str) -> None:
+    save_value(folder, 1.0)
+    checkpoint = steps_in(folder)[4]
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    with (checkpoint / name).open("wb") as file:
+        file.write(content)
+    with pytest.raises(DamagedError, match=re.escape(f"{checkpoint} is damaged: {name}")):
+        Checksums.read(checkpoint).verify()
+    (checkpoint / name).unlink()
+    with pytest.raises(DamagedError, match=f"{re.escape(name)} is missing"):
+        Checksums.read(checkpoint).check_lengths()
+
+
+def test_an_upload_that_fails_leaves_what_was_there(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_value(folder, 1.0, step=2)
+    write = RemotePath.write_text
+
+    def fail(self: RemotePath, text: str) -> None:
+        if self.name == "state.json":
+            raise ConnectionResetError(104, "Connection reset by peer")
+        write(self, text)
+
+    monkeypatch.setattr(RemotePath, "write_text", fail)
+    with pytest.raises(SaveError, match=r"step 4 could not be written to memory://.*Connection reset by peer"):
+        save_value(folder, 2.0)
+    assert {name.partition("/")[0] for name in folder.sizes()} == {"latest", "step_00000002"}
+    assert saved_value(folder) == 1.0
+
+
+def test_a_rank_reads_the_ranges_that_it_needs(folder: RemotePath) -> None:
+    save_value(folder, 3.0)
+    checkpoint = steps_in(folder)[4]
+    sums = Checksums.read(checkpoint)
+    with sums.opened("__0_0.distcp") as read:
+        first = sums.files["__0_0.distcp"][0]
+        assert len(read(0, first.length)) == first.length
+    assert read_whole(checkpoint)["model.weight"].tolist() == [3.0] * 64
+
+
+def test_names_and_parts_of_a_url() -> None:
+    path = location("s3://bucket/run/")
+    assert isinstance(path, RemotePath) and str(path / "step_1") == "s3://bucket/run/step_1"
+    assert (path.name, str(path.parent), str(path.parent.parent)) == ("run", "s3://bucket", "s3://bucket")
+    assert location("runs/a") == Path("runs/a")
+    assert json.loads(json.dumps(str(path))) == "s3://bucket/run"
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--save nowhere://bucket/run", r"nowhere://bucket/run.*cannot be written: .*nowhere"),
+        ("--save file:///proc/run", r"--save file:///proc/run cannot be written: .*; check its name"),
+        ("--load file:///nowhere/run", "--load file:///nowhere/run holds no checkpoint"),
+        ("--load file:///nowhere/run --adapter-type lora", "on object storage.*copy that checkpoint to one"),
+        ("--run-dir s3://bucket/run", "run_dir=s3://bucket/run is a URL.*--save s3://bucket/run"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tmp_path: Path, flags: str, sentence: str) -> None:
+    ended = call_main(tiny(tmp_path / "run", flags))
+    assert ended.status == 2 and "Traceback" not in ended.errors, ended
+    assert re.search(sentence, ended.errors), ended.errors
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    registry = import_module("fsspec.registry")  # fsspec.registry itself is a mapping
+    monkeypatch.delitem(registry._registry, "s3", raising=False)
+    with pytest.raises(Exception, match=re.escape("pip install 'megatronish[s3]'")):
+        RemotePath("s3://bucket/run").exists()

@@ -1,0 +1,120 @@
+"""Tests of the launch contract (docs/LAUNCH.md) that no other file has: exit statuses, pods without a shared disk."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import SECONDS, run_job, started, steps_of, tiny, train_on_ranks
+from paths import ROOT
+from ranks import wait_until
+
+from megatronish.checkpoint.attempts import whole_attempts
+from megatronish.checkpoint.remote import RemotePath
+from megatronish.train.engine import Engine
+
+ENDLESS = "--train-iters 100000 --lr-decay-style constant"
+
+
+def fail_at(step: int) -> None:
+    """Planted in a job: a bug, or a broken machine, in that step."""
+    run = Engine.step
+
+    def stepped(self: Engine, *arguments: Any, num_steps_done: int, **options: Any) -> Any:
+        if num_steps_done + 1 == step:
+            raise ArithmeticError("broken")
+        return run(self, *arguments, num_steps_done=num_steps_done, **options)
+
+    Engine.step = stepped  # type: ignore[assignment, method-assign]
+
+
+def has_steps(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and len(steps_of(run_dir)) > 1
+
+
+def test_the_exit_status_says_whether_another_start_will_help(tmp_path: Path) -> None:
+    argv = tiny(tmp_path / "run", "--tp 2 --train-iters 4 --save-interval 1")
+    failed = run_job(argv, tmp_path, plant=fail_at, plant_args=(3,))
+    assert failed.status == 1 and "broken" in failed.errors  # retry
+    wrong = run_job([*argv, "--load", "/nowhere"], tmp_path)
+    assert wrong.status == 0, wrong  # the run has begun: its own checkpoints come first
+    again = run_job(argv, tmp_path)
+    assert again.status == 0 and "finished already: 4 steps of 4 are done" in again.output  # done
+    never = run_job(tiny(tmp_path / "other", "--load /nowhere --tp 2"), tmp_path)
+    assert never.status == 2 and "holds no checkpoint" in never.errors  # never
+
+
+@pytest.mark.parametrize(("flags", "status"), [("--tp 2", 0), ("--tp 2 --exit-status-if-stopped 143", 143)])
+def test_a_run_that_was_asked_to_leave_says_so_by_its_status(tmp_path: Path, flags: str, status: int) -> None:
+    run_dir = tmp_path / "run"
+    with started(tiny(run_dir, f"{flags} {ENDLESS}"), tmp_path) as job:
+        assert wait_until(lambda: has_steps(run_dir), timeout=SECONDS)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == status, job.told
+        assert job.errors.strip() in ("", "interrupted") and "SIGTERM or Ctrl-C asked for it" in job.output
+    (last,) = re.findall(r"stopped after step (\d+)", job.output)
+    assert list((run_dir / "checkpoints").glob("step_*")) == [run_dir / "checkpoints" / f"step_{int(last):08d}"]
+
+
+def test_a_finished_run_has_status_zero_whatever_a_stopped_one_has(tmp_path: Path) -> None:
+    ended = run_job(tiny(tmp_path / "run", "--train-iters 2 --exit-status-if-stopped 143"), tmp_path)
+    assert ended.status == 0, ended
+
+
+def pods(argv: list[list[str]], folder: Path) -> list[subprocess.Popen[str]]:
+    """Two pods as Kubeflow starts them: torchrun, to which PET_ variables say all; each in a folder of its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    said = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    environ = os.environ | said | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    started = []
+    for number, words in enumerate(argv):
+        own = folder / f"pod_{number}"
+        own.mkdir()
+        with (own / "output").open("w") as output:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", str(ROOT / "pretrain_gpt.py"), *words],
+                    env=environ | {"PET_NODE_RANK": str(number)},
+                    cwd=own,
+                    stdout=output,
+                    stderr=output,
+                    text=True,
+                )
+            )
+    return started
+
+
+def test_pods_share_nothing_but_the_checkpoints_and_save_when_they_are_evicted(tmp_path: Path) -> None:
+    save = RemotePath((tmp_path / "store").as_uri())
+    flags = f"--save {save} --dp 2 --zero-stage 1 --async-save --save-interval 2 --keep-last 2"
+    started = pods([tiny(Path("run"), f"{flags} {ENDLESS}")] * 2, tmp_path)
+    told = (tmp_path / "pod_0" / "output").read_text
+    try:
+        assert wait_until(lambda: bool(whole_attempts(save)), timeout=SECONDS), told()
+        for pod in started:
+            pod.send_signal(signal.SIGTERM)
+        for pod in started:
+            assert pod.wait(SECONDS) not in (0, 2), told()  # torchrun itself: it was ended by a signal
+    finally:
+        for pod in started:
+            pod.kill()
+    (last,) = re.findall(r"stopped after step (\d+)", told())
+    assert max(whole_attempts(save)) == int(last) == max(steps_of(tmp_path / "pod_0" / "run"))
+    assert not (tmp_path / "pod_1" / "run" / "metrics.jsonl").exists()
+    # Another machine, of another number of ranks, resumes from there; data and losses are those of one undisturbed run.
+    more = int(last) + 2
+    argv = tiny(tmp_path / "third", f"--save {save} --lr-decay-style constant --train-iters {more}")
+    assert f"continuing from {save}/step_{int(last):08d}" in train_on_ranks(argv)
+    train_on_ranks(tiny(tmp_path / "whole", f"--lr-decay-style constant --train-iters {more}"))
+    whole, parts = steps_of(tmp_path / "whole"), steps_of(tmp_path / "third")
+    assert list(parts) == [more - 1, more]
+    for step, seen in parts.items():
+        assert seen == pytest.approx(whole[step], rel=1e-4)
