@@ -47,10 +47,10 @@ def same_on_all(axis: Axis, read: Callable[[], T], *, what: str) -> T:
     return values[axis.rank]
 
 
-def of_main(axis: Axis, work: Callable[[], T]) -> T:
-    """Result of `work` on rank 0 of the axis, on all ranks; its error on all of them, too."""
-    results: list[T | None] = from_all(axis, work if axis.rank == 0 else lambda: None)
-    return cast(T, results[0])
+def from_one(axis: Axis, work: Callable[[], T], *, rank: int = 0) -> T:
+    """Result of `work` on one rank of the axis, on all ranks; its error on all of them, too."""
+    results: list[T | None] = from_all(axis, work if axis.rank == rank else lambda: None)
+    return cast(T, results[rank])
 
 
 def from_all(axis: Axis, read: Callable[[], T]) -> list[T]:

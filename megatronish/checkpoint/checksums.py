@@ -91,11 +91,16 @@ class Checksums:
         """Checksums of a checkpoint; DamagedError if checksums.json is missing or changed."""
         try:
             _length_of(folder, CHECKSUMS)
-            files = _read_files((folder / CHECKSUMS).read_bytes().decode())
-        except DamagedError:
-            raise
+            text = (folder / CHECKSUMS).read_bytes()
         except OSError as error:
             raise _unreadable(folder, CHECKSUMS, error) from error
+        return cls.parse(folder, text)
+
+    @classmethod
+    def parse(cls, folder: Path, text: bytes) -> "Checksums":
+        """Checksums that the text of a checksums.json holds; DamagedError if it was changed."""
+        try:
+            files = _read_files(text.decode())
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise DamagedError(folder, f"{CHECKSUMS} does not hold what was written") from error
         return cls(folder, files)

@@ -71,7 +71,7 @@ def steps_in(folder: L) -> dict[int, L]:
 
 def by_age(folder: L) -> list[L]:
     """Complete checkpoints of a `checkpoints/` folder in the order of saving, the newest at the end."""
-    return sorted(steps_in(folder).values(), key=_saved_at)
+    return sorted(steps_in(folder).values(), key=saved_at)
 
 
 def folder_of(load: L) -> L:
@@ -100,7 +100,7 @@ def find_checkpoint(load: L, *, step: int | None = None) -> L | None:
     return next(reversed(by_age(folder)), None)
 
 
-def _saved_at(folder: Location) -> float:
+def saved_at(folder: Location) -> float:
     """Time of saving in seconds since 1970.
 
     For a damaged checkpoint the latest of all guesses: if it may be the newest one, loading finds it and reports it.
@@ -120,10 +120,10 @@ def _saved_at(folder: Location) -> float:
 
 def _time(state: Mapping[str, Any]) -> float:
     """Time of saving in the state of a checkpoint; ValueError, TypeError or LookupError if it is no plausible time."""
-    saved_at = float(state["saved_at"])
-    if not 0 <= saved_at < NO_TIME:
-        raise ValueError(saved_at)
-    return saved_at
+    seconds = float(state["saved_at"])
+    if not 0 <= seconds < NO_TIME:
+        raise ValueError(seconds)
+    return seconds
 
 
 def publish(partial: L, *, step: int, state: dict[str, Any]) -> L:
@@ -136,8 +136,8 @@ def publish(partial: L, *, step: int, state: dict[str, Any]) -> L:
     """
     # State. Its time is after that of every other checkpoint, whatever the clock of this machine says: the next start
     # continues from this one.
-    saved_at = max([time.time(), *(_saved_at(other) + 0.001 for other in steps_in(partial.parent).values())])
-    text = json.dumps(state | {"step": step, "saved_at": saved_at}, indent=1)
+    after_others = max([time.time(), *(saved_at(other) + 0.001 for other in steps_in(partial.parent).values())])
+    text = json.dumps(state | {"step": step, "saved_at": after_others}, indent=1)
     # Checksums: those of the tensors were computed while writing, .metadata is read again.
     written = Checksums.read(partial)
     written.check_lengths()  # another rank may have written where this one does not see it

@@ -19,14 +19,20 @@ from megatronish.errors import UserError
 from megatronish.mesh import Axis, Mesh
 
 
-def load_tensors(folder: Location, tensors: dict[str, GlobalTensor], *, mesh: Mesh) -> None:
+def load_tensors(
+    folder: Location, tensors: dict[str, GlobalTensor], *, mesh: Mesh, is_shared: bool = True
+) -> None:
     """Fill `tensors` from the checkpoint in `folder`. All ranks call this.
+
+    Of one that is not shared, a copy nearby, each rank sees its own host's files.
 
     UserError, before anything is changed, if a tensor is missing or has another shape there: the checkpoint is of
     another model. DamagedError, with a checkpoint to load instead, if a byte that a rank reads is not what was written.
     """
     with offering_another(mesh.checkpoint_axis):
-        reader = all_or_none(mesh.checkpoint_axis, partial(_open, folder, tensors, checks_all=mesh.is_main))
+        reader = all_or_none(
+            mesh.checkpoint_axis, partial(_open, folder, tensors, checks_all=is_shared and mesh.is_main)
+        )
         read_tensors(reader, tensors, over=mesh.checkpoint_axis)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatronish.checkpoint.all_or_none import of_main
+from megatronish.checkpoint.all_or_none import from_one
 from megatronish.checkpoint.attempts import new_attempt, remove_attempt
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import partial_name_of, publish, remove_leftovers
@@ -134,9 +134,9 @@ def save_checkpoint(
     """
     axis, partial = mesh.checkpoint_axis, None
     try:
-        partial = folder / of_main(axis, lambda: _begin(folder, step, makes_folder=makes_folder))
+        partial = folder / from_one(axis, lambda: _begin(folder, step, makes_folder=makes_folder))
         write_tensors(partial, tensors, over=axis)
-        return folder / of_main(axis, lambda: publish(partial, step=step, state=state).name)
+        return folder / from_one(axis, lambda: publish(partial, step=step, state=state).name)
     except (OSError, DamagedError) as error:
         if mesh.is_main and partial is not None:
             _remove(partial)

@@ -183,6 +183,14 @@ def read_tensors(source: Location | CheckpointReader, tensors: dict[str, GlobalT
         )
 
 
+def files_for(tensors: dict[str, GlobalTensor], reader: CheckpointReader) -> set[str]:
+    """Names of the checkpoint's files in which this rank's part of `tensors` lies."""
+    planner = _LoadPlanner()
+    planner.set_up_planner(tensors, reader.metadata)
+    items = planner.create_local_plan().items
+    return {reader.metadata.storage_data[item.storage_index].relative_path for item in items}
+
+
 class StoredTensor(NamedTuple):
     """Global shape and dtype of a tensor in a checkpoint."""
 

@@ -25,6 +25,10 @@ class CheckpointConfig:
     """Steps between checkpoints; one is always written at the end."""
     async_save: bool = False
     """Write checkpoints in the background of training, which waits only while its tensors are copied to host memory."""
+    save_replicated_interval: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Lose at most so many steps with a host: copies of the state in this and another host's memory."""
+    local_save: str | None = None
+    """Folder on each host for those copies. Derived: in /dev/shm if it has room, else in the temporary directory."""
     keep_last: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Remove all except so many of the newest checkpoints. Derived: 1 with --keep-every, else all stay."""
     keep_every: Annotated[

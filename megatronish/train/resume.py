@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.checkpoint.all_or_none import all_or_none, of_main, same_on_all
+from megatronish.checkpoint.all_or_none import all_or_none, from_one, same_on_all
 from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
 from megatronish.checkpoint.load import load_tensors, offering_another
+from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
 from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
@@ -33,7 +34,7 @@ class Begun(NamedTuple):
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
     `hook_states` are those of the resumed run, by name: see `Hook.state`. `base` says which frozen model the run's
-    adapters are for.
+    adapters are for. `is_on_disk` is False for a copy nearby, which is removed at the end of the run.
     """
 
     progress: Progress
@@ -41,12 +42,20 @@ class Begun(NamedTuple):
     hook_states: dict[str, dict[str, Any]]
     schedule: LearningRateSchedule
     base: Base | None = None
+    is_on_disk: bool = True
 
 
-def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, reference: Base | None = None) -> Begun:
+def begin(
+    job: TrainingJob,
+    engine: Engine,
+    say: Callable[[str], None],
+    *,
+    reference: Base | None = None,
+    copies: NearbyCopies | None = None,
+) -> Begun:
     """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective.
 
-    `reference` is the model that the run is compared with, which a resume must have again.
+    `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints.
     """
     keep, own = job.config.checkpoint, location(job.config.save_place)
     axis = engine.mesh.checkpoint_axis
@@ -57,6 +66,8 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, refer
         say(f"adapters of the frozen model {base.source}")
         keep = replace(keep, load=None, load_hf=None)
     has_begun, checkpoint = _look_together(keep, own, axis)
+    copy = _copy(job, engine, copies, than=checkpoint if has_begun else None)
+    has_begun, checkpoint = has_begun or copy is not None, copy or checkpoint
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
@@ -85,13 +96,15 @@ def begin(job: TrainingJob, engine: Engine, say: Callable[[str], None], *, refer
         weights_only=weights_only,
         with_optimizer=not keep.no_load_optim,
         check=check,
+        is_shared=copy is None,
     )
     say(f"took the weights of {checkpoint}: {FROM_THE_START}" if weights_only else f"continuing from {checkpoint}")
     schedule = job.schedule
     if keep.use_checkpoint_opt_param_scheduler and not weights_only:
         schedule = saved_schedule(saved)
         say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
-    return Begun(progress, saved.get("origin", {}), {} if weights_only else saved.get("hooks", {}), schedule, base)
+    hooks = {} if weights_only else saved.get("hooks", {})
+    return Begun(progress, saved.get("origin", {}), hooks, schedule, base, is_on_disk=copy is None)
 
 
 def resume(
@@ -101,6 +114,7 @@ def resume(
     weights_only: bool,
     with_optimizer: bool,
     check: Callable[[dict[str, Any]], None],
+    is_shared: bool = True,
 ) -> Progress:
     """Load this rank's part of a checkpoint of any layout; returns the progress of the run. Collective.
 
@@ -116,7 +130,7 @@ def resume(
     tensors = tensors_of(engine, with_optimizer=with_optimizer)
     if weights_only:  # a run counts the choices of its routers anew, and converted weights have no counts
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(native.LOAD)}
-    load_tensors(checkpoint, tensors, mesh=mesh)
+    load_tensors(checkpoint, tensors, mesh=mesh, is_shared=is_shared)
     engine.data_parallel.gather_parameters(frozen=True)
     if weights_only:
         return Progress()
@@ -143,7 +157,7 @@ def _look_together(keep: CheckpointConfig, own: Location, axis: Axis) -> tuple[b
     """What `_look` returns, on all ranks. A store shows all ranks the same: one of them asks it."""
     look = partial(_look, keep, own)
     if isinstance(own, RemotePath) and (keep.load is None or is_url(keep.load)):
-        return of_main(axis, look)
+        return from_one(axis, look)
     return same_on_all(axis, look, what=f"in {own}")
 
 
@@ -169,6 +183,21 @@ def _find(keep: CheckpointConfig, own: Location, *, has_begun: bool) -> Location
         )
         raise UserError((isinstance(source, Path) and of_another_format(source)) or told)
     return checkpoint
+
+
+def _copy(job: TrainingJob, engine: Engine, copies: NearbyCopies | None, *, than: Location | None) -> Path | None:
+    """Folder of a copy nearby that is newer than a checkpoint; None if there is none, or if a step is asked for."""
+    keep = job.config.checkpoint
+    if copies is None or _names_step(keep, location(job.config.save_place)):
+        return None
+    return copies.fetch_newest(tensors_of(engine, with_optimizer=not keep.no_load_optim), than=than)
+
+
+def _names_step(keep: CheckpointConfig, own: Location) -> bool:
+    """Whether the user asks for one checkpoint of the run, and not for the newest state."""
+    load = None if keep.load is None else location(keep.load)
+    is_step = load is not None and folder_of(load) == load.parent and load.parent.resolve() == own.resolve()
+    return keep.ckpt_step is not None or is_step
 
 
 def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:

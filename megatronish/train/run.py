@@ -29,6 +29,7 @@ from megatronish.pipeline.replayed import own_stream
 from megatronish.tokenizer import encode_prompt
 from megatronish.train.chat_audit import report_chats
 from megatronish.train.folder import locked, make_writable
+from megatronish.train.hooks.nearby import open_copies
 from megatronish.train.hooks.of_run import hooks_of_run
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
@@ -158,31 +159,36 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack, o
     engine = job.build_engine()
     reference = begin_reference(job, engine, say)
     record.enter_phase("start", "loading")
-    progress, origin, hook_states, schedule, base = begin(job, engine, say, reference=reference)
+    copies = open_copies(config, engine)
+    begun = begin(job, engine, say, reference=reference, copies=copies)
+    progress, schedule = begun.progress, begun.schedule
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
-        if _has_its_ending(config, mesh):
+        if begun.is_on_disk and _has_its_ending(config, mesh):
+            if copies is not None:
+                copies.remove()
             return True
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
-    facts = job.facts | {"origin": origin, "schedule": asdict(schedule)}
-    models = {"base": base, "reference": reference}
+    facts = job.facts | {"origin": begun.origin, "schedule": asdict(schedule)}
+    models = {"base": begun.base, "reference": reference}
     facts |= {
         name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
     }
     saving = Save(location(config.save_place), config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
+    saving.begins_on_disk = begun.is_on_disk
     save = stack.enter_context(saving)
     trainer = Trainer(
         engine=engine,
         schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),
         prepare=job.batches_of(job.datasets.train),
         num_ahead=config.data.num_workers,
-        hooks=hooks_of_run(job, engine, stopper, trackers, [*own, save]),
+        hooks=hooks_of_run(job, engine, stopper, trackers, own=own, save=save, copies=copies),
         progress=progress,
         record=record,
     )
-    trainer.load_hook_states(hook_states)
+    trainer.load_hook_states(begun.hook_states)
     if mesh.is_main:
         (config.run_dir / "config.toml").write_text(to_toml(config))
     record.enter_phase("start", "the first step")

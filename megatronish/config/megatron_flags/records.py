@@ -85,7 +85,7 @@ CHECKPOINT: dict[str, Known] = {
     "ckpt-convert-save": refused("use tools/convert_checkpoint.py", 1),
     "ckpt-convert-update-legacy-dist-opt-format": refused("use tools/convert_checkpoint.py"),
     "override-ckpt-iteration": refused("use --ckpt-step to choose a checkpoint", 1),
-    "non-persistent-save-interval": refused("use a smaller --save-interval with --async-save --keep-last N", 1),
+    "non-persistent-save-interval": refused("use --save-replicated-interval N, with --local-save DIR if need be", 1),
     **all_idle(
         "it belongs to --non-persistent-save-interval, which is not there",
         switches="replication",

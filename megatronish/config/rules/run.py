@@ -117,6 +117,12 @@ def _kept_steps(config: Config) -> str | None:
     return None
 
 
+def _copies(config: Config) -> str | None:
+    if config.checkpoint.local_save is None or config.checkpoint.save_replicated_interval is not None:
+        return None
+    return "local_save names a folder for copies, and none are made; add --save-replicated-interval, or leave it out"
+
+
 RECORD_RULES = (
     ConfigRule(("profile_schedule", "profile", "profile_step_start", "profile_step_end", "train_iters"), _profile),
     ConfigRule(("dry_run", "world_size", "rank"), _dry_run),
@@ -132,4 +138,5 @@ CHECKPOINT_RULES = (
     ConfigRule(("load", "moe_use_upcycling", "adapter_type", "objective", "reference"), _from_a_store),
     ConfigRule(("run_dir",), _run_folder),
     ConfigRule(("keep_every", "save_interval"), _kept_steps),
+    ConfigRule(("local_save", "save_replicated_interval"), _copies),
 )

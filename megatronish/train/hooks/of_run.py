@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.config.config import Config
 from megatronish.mesh import Mesh
 from megatronish.planner.forecast import forecast
@@ -17,9 +18,11 @@ from megatronish.train.hooks.goodput import Goodput
 from megatronish.train.hooks.health import Health
 from megatronish.train.hooks.log import Log, ProgressBar
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
+from megatronish.train.hooks.nearby import CopyNearby
 from megatronish.train.hooks.profile import ProfileSchedule
 from megatronish.train.hooks.profiler import MeetStages, step_profiler
 from megatronish.train.hooks.replicas import CheckReplicas
+from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.stragglers import Stragglers
 from megatronish.train.hooks.table import hooks_of
@@ -30,9 +33,19 @@ from megatronish.train.trainer import Hook
 
 
 def hooks_of_run(
-    job: TrainingJob, engine: Engine, stopper: Stopper, trackers: Trackers, last: Sequence[Hook]
+    job: TrainingJob,
+    engine: Engine,
+    stopper: Stopper,
+    trackers: Trackers,
+    *,
+    own: Sequence[Hook],
+    save: Save,
+    copies: NearbyCopies | None,
 ) -> list[Hook]:
-    """All hooks of a run in their order: first that decides to stop, then those that look, then the `last`, which save."""
+    """All hooks of a run in their order: first that decides to stop, then those that look, the user's `own`, `save`.
+
+    After it come that of copies nearby, which are removed once the last checkpoint is written, and the ledger of time.
+    """
     config, mesh, datasets = job.config, job.mesh, job.datasets
     log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
@@ -85,10 +98,16 @@ def hooks_of_run(
             )
         )
     hooks += hooks_of(log, job)
+    replicas = None
     if limits.check_replicas_interval and has_peers:
         saves = config.checkpoint.save_interval
-        hooks.append(CheckReplicas(interval=limits.check_replicas_interval, save_interval=saves, stopper=stopper))
-    return [*hooks, *last] if goodput is None else [*hooks, *last, goodput]
+        replicas = CheckReplicas(interval=limits.check_replicas_interval, save_interval=saves, stopper=stopper)
+        hooks.append(replicas)
+    hooks += [*own, save]
+    if copies is not None:
+        every = config.checkpoint.save_replicated_interval or 1
+        hooks.append(CopyNearby(copies, interval=every, save=save, check=None if replicas is None else replicas.check))
+    return hooks if goodput is None else [*hooks, goodput]
 
 
 def _forecast(job: TrainingJob, folder: Path) -> Hook:

@@ -49,14 +49,15 @@ class CheckReplicas(Hook):
         """Compare, at the interval or because a checkpoint follows."""
         intervals = [each for each in (self.interval, self.save_interval) if each is not None]
         if self.stopper.save_now or any(record.step % each == 0 for each in intervals):
-            self._check(trainer)
+            self.check(trainer)
 
     def finish(self, trainer: Trainer) -> None:
         """Compare what the last checkpoint will hold."""
         if trainer.progress.step != self._sound_step:
-            self._check(trainer)
+            self.check(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
+    def check(self, trainer: Trainer) -> None:
+        """Compare now; RunError if copies differ. Collective."""
         step = trainer.progress.step
         found = differences(trainer.engine)
         if found:

@@ -52,14 +52,15 @@ class Save(Hook):
         self, folder: Location, *, config: CheckpointConfig, mesh: Mesh, stopper: Stopper, facts: dict[str, Any]
     ) -> None:
         self.folder, self.config, self.mesh, self.stopper, self.facts = folder, config, mesh, stopper, facts
+        self.begins_on_disk = True
         self.saved_step: int | None = None
         self._refused_step: int | None = None  # whose parameters were not finite
         self._copies = HostCopies()
         self._pending: PendingSave | None = None
 
     def start(self, trainer: Trainer) -> None:
-        """Take the step that was loaded as saved."""
-        self.saved_step = trainer.progress.step
+        """Take the step that was loaded as saved, unless it came from a copy nearby."""
+        self.saved_step = trainer.progress.step if self.begins_on_disk else None
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Save at the interval, or because a signal asked for it."""
@@ -114,12 +115,12 @@ class Save(Hook):
         start = time.perf_counter()
         copies = self._copies.of(self._tensors(trainer))
         step = trainer.progress.step
-        work = partial(self._write_watched, step, copies, self._state(trainer))
+        work = partial(self._write_watched, step, copies, self.run_state(trainer))
         self._pending = PendingSave(step, time.perf_counter() - start, in_background(work))
 
     def _save_now(self, trainer: Trainer) -> None:
         step = trainer.progress.step
-        written = self._write(step, self._tensors(trainer), self._state(trainer))
+        written = self._write(step, self._tensors(trainer), self.run_state(trainer))
         self.saved_step = step
         self._tell(f" saved {written.path} in {written.seconds:.1f} s", *written.complaints)
 
@@ -169,7 +170,8 @@ class Save(Hook):
     def _tensors(self, trainer: Trainer) -> dict[str, GlobalTensor]:
         return tensors_of(trainer.engine, with_optimizer=not self.config.no_save_optim)
 
-    def _state(self, trainer: Trainer) -> dict[str, Any]:
+    def run_state(self, trainer: Trainer) -> dict[str, Any]:
+        """What state.json says of the run now."""
         engine, progress = trainer.engine, trainer.progress
         return self.facts | {
             "consumed_samples": progress.consumed_samples,

@@ -1,0 +1,92 @@
+"""Copies of a run's state nearby: on each host, in memory, and for its neighbour (write.py, vote.py, fetch.py)."""
+
+import os
+import sys
+import uuid
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
+from megatronish.checkpoint.folder import saved_at
+from megatronish.checkpoint.nearby.fetch import fetch_small, fetch_tensors
+from megatronish.checkpoint.nearby.hosts import Hosts
+from megatronish.checkpoint.nearby.local import choose_folder, remove_folder, token_of
+from megatronish.checkpoint.nearby.vote import newest_copy
+from megatronish.checkpoint.nearby.write import Nearby, remove_partial, write_copy
+from megatronish.checkpoint.remote import Location, RemotePath
+from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.files import write_durably
+from megatronish.mesh import Axis
+
+ID = ".copies"
+"""File among a run's checkpoints: the name of its folders of copies. A run whose checkpoints are removed has none."""
+
+
+class NearbyCopies:
+    """Copies of a run on the hosts of its ranks. All ranks call each method together, a thread may call `write`."""
+
+    def __init__(self, nearby: Nearby, save_place: Location) -> None:
+        self.nearby, self.save_place = nearby, save_place
+
+    @classmethod
+    def open(
+        cls, local_save: str | None, *, save_place: Location, tensors: dict[str, GlobalTensor], axis: Axis
+    ) -> "NearbyCopies":
+        """Folders with room for copies of `tensors`; UserError if a host has none. `axis` is for copies alone."""
+        run = from_one(axis, partial(_id_of, save_place))
+        mine = sum(tensor.local.nbytes for tensor in tensors.values() if tensor.writes)
+        machine = os.uname().nodename
+        written = from_all(axis, lambda: (machine, mine))
+        by_machine: Counter[str] = Counter()
+        for name, size in written:
+            by_machine[name] += size
+        # The copy before stays until a copy is whole; what is kept for others is about as much as the own.
+        needed = by_machine[machine] * 2 * (1 if len(by_machine) == 1 else 2)
+        folder = all_or_none(axis, partial(choose_folder, local_save, run, needed=needed))
+        hosts = Hosts.of(from_all(axis, partial(token_of, folder)), rank=axis.rank)
+        nearby = Nearby(folder, hosts, axis)
+        all_or_none(axis, partial(remove_partial, folder) if hosts.is_first else lambda: None)
+        return cls(nearby, save_place)
+
+    def fetch_newest(self, tensors: dict[str, GlobalTensor], *, than: Location | None) -> Path | None:
+        """Folder of the newest whole copy: a checkpoint with those files on this host in which `tensors` lie.
+
+        None if there is none that was saved after the checkpoint `than`. What is damaged is printed.
+        """
+        copy, damage = newest_copy(self.nearby)
+        axis = self.nearby.axis
+        for line in damage if axis.is_first else ():
+            tqdm.write(line, file=sys.stderr)
+        if copy is None or (than is not None and not from_one(axis, lambda: copy.saved_at > saved_at(than))):
+            return None
+        folder = fetch_small(self.nearby, copy)
+        fetch_tensors(self.nearby, copy, tensors)
+        return folder
+
+    def write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> None:
+        """Write a copy on all hosts, or RunError on all; the copy before is removed."""
+        write_copy(self.nearby, step=step, tensors=tensors, state=state)
+
+    def remove(self) -> None:
+        """Remove all copies: the run has ended, and its last checkpoint is written."""
+        if self.nearby.hosts.is_first:
+            remove_folder(self.nearby.folder)
+        if self.nearby.axis.is_first:
+            with suppress(FileNotFoundError):
+                (self.save_place / ID).unlink()
+
+
+def _id_of(save_place: Location) -> str:
+    """Name of the run's folders of copies; a new one for a new run."""
+    path = save_place / ID
+    if not path.exists():
+        if isinstance(path, RemotePath):
+            path.write_text(uuid.uuid4().hex)
+        else:
+            write_durably(path, uuid.uuid4().hex)
+    return Path(path.read_text().strip()).name

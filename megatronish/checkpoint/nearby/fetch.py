@@ -1,0 +1,75 @@
+"""Fetching of a found copy: each host gets the files that its ranks read and that it does not have, from their holders.
+
+A host that has lost its folder gets the small files first; .metadata then says which files a rank's tensors lie in. In
+the layout of the copy these are few; in another layout, after hosts were lost, whichever hold a part of them.
+"""
+
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
+from megatronish.checkpoint.checksums import CHECKSUMS
+from megatronish.checkpoint.nearby.hosts import Hosts
+from megatronish.checkpoint.nearby.transfer import Transfer, move
+from megatronish.checkpoint.nearby.vote import FoundCopy
+from megatronish.checkpoint.nearby.write import SMALL, Nearby, write_small
+from megatronish.checkpoint.storage import CheckpointReader
+from megatronish.checkpoint.tensors import GlobalTensor, files_for
+
+
+def fetch_small(nearby: Nearby, copy: FoundCopy) -> Path:
+    """Folder of the copy on this host, with its small files. Collective."""
+    folder, hosts, axis = nearby.folder / copy.name, nearby.hosts, nearby.axis
+    small = {}
+    for name in SMALL:
+        first = hosts.ranks[copy.holders[name][0]][0]
+        small[name] = from_one(axis, (folder / name).read_bytes, rank=first)
+    has_it = all(hosts.number_of(hosts.rank) in copy.holders[name] for name in SMALL)
+
+    def write() -> None:
+        if hosts.number_of(hosts.rank) not in copy.holders[CHECKSUMS]:
+            shutil.rmtree(folder, ignore_errors=True)  # the same step of another copy
+        write_small(folder, small)
+
+    all_or_none(axis, write if hosts.is_first and not has_it else lambda: None)
+    return folder
+
+
+def fetch_tensors(nearby: Nearby, copy: FoundCopy, tensors: dict[str, GlobalTensor]) -> int:
+    """Fetch the files in which `tensors` lie; returns the bytes that hosts got from each other. Collective.
+
+    A file that one host alone has goes to the next host, too: that of the lost host's neighbour is lost otherwise, if
+    it is the next to be lost, before there is a new copy.
+    """
+    folder, axis = nearby.folder / copy.name, nearby.axis
+
+    def read() -> tuple[set[str], dict[str, int]]:
+        reader = CheckpointReader(folder, checks_all=False)
+        lengths = {name: sum(span.length for span in spans) for name, spans in reader.checksums.files.items()}
+        return files_for(tensors, reader), lengths
+
+    needs, lengths = all_or_none(axis, read)
+    transfers = planned(nearby.hosts, copy, from_all(axis, lambda: needs), lengths)
+    all_or_none(axis, partial(move, transfers, folder, axis))
+    return sum(transfer.length for transfer in transfers)
+
+
+def planned(
+    hosts: Hosts, copy: FoundCopy, needs: Sequence[Collection[str]], lengths: Mapping[str, int]
+) -> list[Transfer]:
+    """Transfers after which each host has the files that its ranks need, by rank, and each file has two hosts."""
+    transfers: list[Transfer] = []
+    by_host = [set().union(*(needs[rank] for rank in ranks)) for ranks in hosts.ranks]
+    for name in sorted(lengths.keys() - set(SMALL)):
+        holders = copy.holders[name]
+        targets = [host for host, needed in enumerate(by_host) if name in needed and host not in holders]
+        if not targets and len(holders) == 1 and len(hosts.ranks) > 1:
+            targets = [(holders[0] + 1) % len(hosts.ranks)]
+        for target in targets:
+            # Ranks of the holder take turns in sending, and those of the target in receiving.
+            turn, senders, receivers = len(transfers), hosts.ranks[holders[0]], hosts.ranks[target]
+            ends = senders[turn % len(senders)], receivers[turn % len(receivers)]
+            transfers.append(Transfer(name, lengths[name], *ends))
+    return transfers

@@ -1,0 +1,128 @@
+"""The CopyNearby hook: copies of the state on this host and the next, so that a lost host loses at most N steps.
+
+Training waits while its tensors are copied in memory. A thread writes and sends the copy meanwhile, and ranks learn
+from the votes of a later step that it is whole everywhere. N bounds what is lost, so a copy starts as many steps early
+as the last one took; training waits for it only if it takes longer than that.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TextIO
+
+from tqdm import tqdm
+
+from megatronish.checkpoint.background import HostCopies, in_background
+from megatronish.checkpoint.nearby.copies import NearbyCopies
+from megatronish.checkpoint.remote import location
+from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.config.config import Config
+from megatronish.mesh import new_axis
+from megatronish.train.engine import Engine
+from megatronish.train.hooks.save import Save
+from megatronish.train.state import tensors_of
+from megatronish.train.trainer import Hook, StepRecord, Trainer
+
+WHOLE = "copied_nearby"
+
+
+def open_copies(config: Config, engine: Engine) -> NearbyCopies | None:
+    """Folders of --save-replicated-interval; None without it. Collective."""
+    keep, world = config.checkpoint, engine.mesh.world
+    if keep.save_replicated_interval is None:
+        return None
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    groups = [world.ranks]
+    axis = new_axis(
+        "copies", groups, rank=world.rank, timeout=timeout, backend="gloo", record=engine.mesh.record
+    )
+    tensors = tensors_of(engine, with_optimizer=True)
+    return NearbyCopies.open(keep.local_save, save_place=location(config.save_place), tensors=tensors, axis=axis)
+
+
+class PendingCopy(NamedTuple):
+    """Copy that a thread is writing."""
+
+    step: int
+    future: Future[None]
+
+
+class CopyNearby(Hook):
+    """Copies such that the newest whole one is never more than `interval` steps old after a step.
+
+    `check` is called before each copy: that ranks which should hold the same parameters do.
+    """
+
+    def __init__(
+        self, copies: NearbyCopies, *, interval: int, save: Save, check: Callable[[Trainer], None] | None
+    ) -> None:
+        self.copies, self.interval, self.save, self.check = copies, interval, save, check
+        self._buffers = HostCopies()
+        self._pending: PendingCopy | None = None
+        self._last = 0  # step of the last copy
+        self._lead = 1  # steps that a copy takes
+        self._number, self._paused = 0, 0.0
+
+    def start(self, trainer: Trainer) -> None:
+        """Take the step that was loaded as kept."""
+        self._last = trainer.progress.step
+
+    def votes(self, step: int) -> dict[str, float]:
+        """One if this rank has its part of the copy that is being written."""
+        return {WHOLE: float(self._pending is not None and self._pending.future.done())}
+
+    def decided(self, trainer: Trainer, sums: Mapping[str, float]) -> None:
+        """Take note that a copy is whole, on all ranks after the same step."""
+        if self._pending is not None and sums[WHOLE] == self.save.mesh.world.size:
+            self._lead = max(1, trainer.progress.step - self._pending.step)
+            self._collect()
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """Start a copy when it is time; wait for it where more steps would be lost without it."""
+        start = time.perf_counter()
+        if self._pending is None and record.step >= self._last + self.interval - self._lead:
+            self._begin(trainer)
+        if self._pending is not None and record.step >= self._last + self.interval:
+            self._lead = min(self.interval, self._lead + 1)
+            self._collect()
+        self._paused += time.perf_counter() - start
+
+    def finish(self, trainer: Trainer) -> None:
+        """Remove the copies of a run whose last checkpoint is written."""
+        self._collect()
+        if self.save.saved_step == trainer.progress.step:
+            self.copies.remove()
+            told = f"copied {self._number} times to {self.copies.nearby.folder}"
+            self._tell(f" {told}; training paused for {self._paused:.2f} s in all", file=sys.stdout)
+
+    def _begin(self, trainer: Trainer) -> None:
+        if self.check is not None:
+            self.check(trainer)
+        step, state = trainer.progress.step, self.save.run_state(trainer) | {"has_optimizer": True}
+        tensors = self._buffers.of(tensors_of(trainer.engine, with_optimizer=True))
+        self._pending = PendingCopy(step, in_background(partial(self._write, step, tensors, state)))
+
+    def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> None:
+        """Write the copy, in a thread for which the watchdog looks, too."""
+        with self.save.mesh.record.phase("save", f"the copy nearby of step {step}, in the background"):
+            self.copies.write(step, tensors, state)
+
+    def _collect(self) -> None:
+        """Wait for the copy that a thread writes, if there is one, and report a failure."""
+        if self._pending is None:
+            return
+        step, future = self._pending
+        wait([future])
+        self._pending, self._last = None, step
+        try:
+            future.result()
+            self._number += 1
+        except Exception as error:
+            self._tell(f"{error}. The copy before it stays, training continues, and the next copy tries again")
+
+    def _tell(self, line: str, file: TextIO = sys.stderr) -> None:
+        if self.save.mesh.is_main:
+            tqdm.write(line, file=file)

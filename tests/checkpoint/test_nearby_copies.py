@@ -1,0 +1,218 @@
+"""Tests of copies nearby: runs that are killed between saves resume from memory of this host and the next."""
+
+import re
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hosts import killed_at, killed_in_step, train_on_hosts, without_room
+from jobs import call_main, checkpoints_of, run_job, steps_of, tiny, train_on_ranks
+
+from megatronish.checkpoint.nearby import local
+from megatronish.checkpoint.nearby.hosts import Hosts
+from megatronish.errors import UserError
+
+INTERVAL = 3
+STEPS = "--train-iters 8"
+COPIES = f"{STEPS} --save-replicated-interval {INTERVAL}"
+# flags, ranks, ranks of a host
+LAYOUTS = {
+    "zero-1": ("--dp 2 --zero-stage 1", 2, 1),
+    "zero-3": ("--dp 2 --zero-stage 3", 2, 1),
+    "tp-pp": ("--tp 2 --pp 2", 4, 2),
+}
+KILLED_IN = 7
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of one data-parallel replica after the other, in each of the layouts."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name, (flags, world_size, _) in LAYOUTS.items():
+        train_on_ranks(tiny(folder / name, f"{STEPS} {flags}"), world_size=world_size)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run with ZeRO-1 on two hosts, with a checkpoint of step 2, leaves when all is killed in its step 7."""
+    folder = tmp_path_factory.mktemp("killed")
+    flags, _, per_host = LAYOUTS["zero-1"]
+    argv = tiny(folder / "run", f"{COPIES} {flags} --save-interval 2")
+    job = run_job(argv, folder, plant=killed_in_step, plant_args=(folder / "local", per_host, KILLED_IN))
+    assert job.status == -signal.SIGKILL, job.errors
+    for step in (4, 6):
+        shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step:08d}")
+    return folder
+
+
+def resumed_from(output: str) -> int:
+    """Step of the copy or checkpoint that a run continued from."""
+    found = re.search(r"continuing from \S+/step_(\d+)", output)
+    assert found is not None, output
+    return int(found[1])
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    """The run has ended: no copy, no name of one."""
+    assert [path for path in (folder / "local").rglob("*") if not path.name.startswith("host_")] == []
+    assert checkpoints_of(folder / "run")[-1].startswith("step_")
+    assert ".copies" not in checkpoints_of(folder / "run")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_lost_host_is_restored_from_its_neighbour(tmp_path: Path, whole: Path, layout: str) -> None:
+    flags, world_size, per_host = LAYOUTS[layout]
+    argv = tiny(tmp_path / "run", f"{COPIES} {flags}")
+    folder = tmp_path / "local"
+    job = run_job(argv, tmp_path, plant=killed_in_step, plant_args=(folder, per_host, KILLED_IN))
+    assert job.status == -signal.SIGKILL, job.errors
+    assert checkpoints_of(tmp_path / "run") == [".copies"]
+    shutil.rmtree(folder / ("host_0" if layout == "zero-3" else "host_1"))
+    said = train_on_hosts(argv, folder, world_size=world_size, per_host=per_host)
+    assert KILLED_IN - 1 - resumed_from(said.output) <= INTERVAL
+    assert steps_of(tmp_path / "run") == steps_of(whole / layout)
+    assert_nothing_is_left(tmp_path)
+
+
+def copy_of(killed: Path, folder: Path) -> list[str]:
+    """The killed run in a folder of its own; its command line there."""
+    shutil.copytree(killed, folder, dirs_exist_ok=True)
+    return tiny(folder / "run", f"{COPIES} --save-interval 100")
+
+
+def test_fewer_ranks_continue_from_what_the_other_hosts_kept(tmp_path: Path, killed: Path, whole: Path) -> None:
+    argv = copy_of(killed, tmp_path)
+    shutil.rmtree(tmp_path / "local" / "host_0")
+    (tmp_path / "local" / "host_1").rename(tmp_path / "local" / "host_0")
+    said = train_on_hosts(argv, tmp_path / "local", world_size=1, per_host=1)
+    assert resumed_from(said.output) >= KILLED_IN - 1 - INTERVAL
+    for step, seen in steps_of(whole / "zero-1").items():
+        assert steps_of(tmp_path / "run")[step] == pytest.approx(seen, rel=1e-5)
+    assert_nothing_is_left(tmp_path)
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def shards(folder: Path, name: str) -> list[Path]:
+    """The files of a name in the folders of all hosts."""
+    return sorted((folder / "local").glob(f"host_*/*/step_*/{name}"))
+
+
+def test_a_damaged_copy_is_refused_and_the_next_one_used(tmp_path: Path, killed: Path, whole: Path) -> None:
+    flags = LAYOUTS["zero-1"][0].split()
+    # One of the two files that hold rank 0's part: the other is used.
+    argv = [*copy_of(killed, tmp_path / "one"), *flags]
+    held = shards(tmp_path / "one", "__0_0.distcp")
+    assert len(held) == 2
+    flip_bit(held[0])
+    said = train_on_hosts(argv, tmp_path / "one" / "local", world_size=2, per_host=1)
+    assert f"{held[0].parent}: __0_0.distcp does not hold what was written (on the host of rank 0)" in said.errors
+    assert resumed_from(said.output) > 2
+    assert steps_of(tmp_path / "one" / "run") == steps_of(whole / "zero-1")
+    # Both: the copy is not whole, and the checkpoint on the shared disk is the newest state. Nor is one without sums.
+    for number, name in enumerate(("__0_0.distcp", "checksums.json")):
+        argv = [*copy_of(killed, tmp_path / f"both_{number}"), *flags]
+        for path in shards(tmp_path / f"both_{number}", name):
+            flip_bit(path)
+        said = train_on_hosts(argv, tmp_path / f"both_{number}" / "local", world_size=2, per_host=1)
+        assert said.errors.count(f"{name} does not hold what was written") == 2
+        assert resumed_from(said.output) == 2
+        assert steps_of(tmp_path / f"both_{number}" / "run") == steps_of(whole / "zero-1")
+
+
+def test_a_step_that_is_asked_for_comes_before_any_copy(tmp_path: Path, killed: Path) -> None:
+    argv = [*copy_of(killed, tmp_path), *LAYOUTS["zero-1"][0].split(), "--ckpt-step", "2", "--train-iters", "3"]
+    said = train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1)
+    assert resumed_from(said.output) == 2
+
+
+# moment of the kill -> event and path, and the steps that may be continued from. With N = 1 every step is copied.
+MOMENTS = {
+    "while-tensors-are-written": ("open", ".step_00000003.partial/__1_0.distcp", {2}),
+    "while-the-neighbour-receives": ("open", "host_1/name/.step_00000003.partial/__0_0.distcp", {2}),
+    "before-all-have-renamed": ("os.rename", "host_1/name/.step_00000003.partial", {2, 3}),
+    "while-the-one-before-is-removed": ("shutil.rmtree", "step_00000002", {3}),
+    "before-the-last-checkpoint": ("open", "checkpoints/.step_00000008.partial", {8}),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_copy_counts_whole_or_not_at_all(tmp_path: Path, whole: Path, moment: str) -> None:
+    event, text, expected = MOMENTS[moment]
+    flags, _, per_host = LAYOUTS["zero-1"]
+    argv = tiny(tmp_path / "run", f"{STEPS} --save-replicated-interval 1 {flags}")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / ".copies").write_text("name")
+    job = run_job(argv, tmp_path, plant=killed_at, plant_args=(tmp_path / "local", per_host, event, text))
+    assert job.status == -signal.SIGKILL, job.errors
+    said = train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1)
+    assert said.errors == ""
+    assert resumed_from(said.output) in expected
+    assert steps_of(tmp_path / "run") == steps_of(whole / "zero-1")
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_copy_without_room_is_a_sentence_and_training_continues(tmp_path: Path, whole: Path) -> None:
+    flags, _, per_host = LAYOUTS["zero-1"]
+    argv = tiny(tmp_path / "run", f"{COPIES} {flags}")
+    job = run_job(argv, tmp_path, plant=without_room, plant_args=(tmp_path / "local", per_host, 3))
+    assert job.status == 0, job.errors
+    (line,) = [each for each in job.errors.splitlines() if not each.startswith("TensorBoard is off")]
+    assert re.fullmatch(
+        r"the state of step \d+ was not copied to \S+: No space left on device\. The copy before it stays, training "
+        r"continues, and the next copy tries again",
+        line,
+    )
+    assert re.search(r"copied \d+ times to \S+; training paused for", job.output)
+    assert steps_of(tmp_path / "run") == steps_of(whole / "zero-1")
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_folder_without_room_is_refused(tmp_path: Path) -> None:
+    told = "copies of the state need 8000000 MB on each host, .*; name a folder with room by --local-save"
+    with pytest.raises(UserError, match=told):
+        local.choose_folder(str(tmp_path / "copies"), "name", needed=8 * 10**12)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file cannot be written: (Not a directory|File exists)"):
+        local.choose_folder(str(tmp_path / "file"), "name", needed=1)
+    ended = call_main(tiny(tmp_path / "run", "--local-save copies"))
+    assert ended.status == 2
+    assert "local_save names a folder for copies, and none are made; add --save-replicated-interval" in ended.errors
+
+
+def test_copies_lie_in_memory_unless_they_are_elsewhere_or_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    free = {memory: 100, disk: 1000}
+    monkeypatch.setattr(local, "MEMORY", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(free=free[next(each for each in free if path.is_relative_to(each))]),
+    )
+    assert local.choose_folder(None, "small", needed=100).parents[1] == memory
+    folder = local.choose_folder(None, "large", needed=101)
+    assert folder.parents[1] == disk
+    free[memory] = 1000
+    assert local.choose_folder(None, "large", needed=101) == folder  # where its copies are
+    local.remove_folder(folder)
+    assert list(disk.iterdir()) == []
+
+
+def test_the_neighbour_of_a_rank_is_on_the_next_host() -> None:
+    assert [Hosts.of("aabbcc", rank=0).keeper_of(rank) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
+    assert [Hosts.of("aaabb", rank=0).keeper_of(rank) for rank in range(5)] == [3, 4, 3, 0, 1]
+    assert Hosts.of("aa", rank=1).keeper_of(1) is None
+    assert Hosts.of("abab", rank=3).own == (1, 3)
