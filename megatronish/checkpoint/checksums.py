@@ -97,7 +97,7 @@ class Checksums:
         return cls.parse(folder, text)
 
     @classmethod
-    def parse(cls, folder: Path, text: bytes) -> "Checksums":
+    def parse(cls, folder: Location, text: bytes) -> "Checksums":
         """Checksums that the text of a checksums.json holds; DamagedError if it was changed."""
         try:
             files = _read_files(text.decode())

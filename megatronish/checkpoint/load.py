@@ -19,9 +19,7 @@ from megatronish.errors import UserError
 from megatronish.mesh import Axis, Mesh
 
 
-def load_tensors(
-    folder: Location, tensors: dict[str, GlobalTensor], *, mesh: Mesh, is_shared: bool = True
-) -> None:
+def load_tensors(folder: Location, tensors: dict[str, GlobalTensor], *, mesh: Mesh, is_shared: bool = True) -> None:
     """Fill `tensors` from the checkpoint in `folder`. All ranks call this.
 
     Of one that is not shared, a copy nearby, each rank sees its own host's files.

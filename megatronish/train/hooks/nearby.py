@@ -36,9 +36,7 @@ def open_copies(config: Config, engine: Engine) -> NearbyCopies | None:
         return None
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     groups = [world.ranks]
-    axis = new_axis(
-        "copies", groups, rank=world.rank, timeout=timeout, backend="gloo", record=engine.mesh.record
-    )
+    axis = new_axis("copies", groups, rank=world.rank, timeout=timeout, backend="gloo", record=engine.mesh.record)
     tensors = tensors_of(engine, with_optimizer=True)
     return NearbyCopies.open(keep.local_save, save_place=location(config.save_place), tensors=tensors, axis=axis)
 
