@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,32 @@ def test_a_step_gets_no_new_pages() -> None:
 @pytest.mark.parametrize("name", VARIABLES)
 def test_a_users_own_setting_stays(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
+
+
+SIZES = """
+import re, torch
+from pathlib import Path
+from megatronish.launch.freed_memory import keep_freed_memory
+assert keep_freed_memory({})
+held = torch.ones(16 << 20)
+kilobytes = lambda file, name: sum(map(int, re.findall(name + r":\\s+(\\d+)", Path("/proc/self", file).read_text())))
+print(kilobytes("status", "VmData"), kilobytes("smaps", "AnonHugePages"))
+"""
+
+
+def sizes(limit: str) -> tuple[int, int]:
+    """Kilobytes that a process with 64 MB of numbers may use, and that it has in huge pages."""
+    command = ["sh", "-c", f'{limit} exec "$0" -c "$1"', sys.executable, SIZES]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    return int(said[0]), int(said[1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+def test_large_blocks_lie_in_huge_pages_where_addresses_cost_nothing() -> None:
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not switch.exists() or "[never]" in switch.read_text():
+        pytest.skip("this system has no huge pages")
+    assert sizes("")[1] >= 60_000
+    bounded = sizes("ulimit -d 2000000;")
+    assert bounded[0] < 2_000_000
+    assert bounded[1] < sizes("")[1]
