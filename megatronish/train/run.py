@@ -27,6 +27,7 @@ from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.pipeline.replayed import own_stream
 from megatronish.tokenizer import encode_prompt
+from megatronish.train.base import Base
 from megatronish.train.chat_audit import report_chats
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.nearby import open_copies
@@ -35,7 +36,7 @@ from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.job import TrainingJob
 from megatronish.train.reference import begin_reference
-from megatronish.train.resume import begin
+from megatronish.train.resume import Begun, begin
 from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
@@ -171,14 +172,7 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack, o
             return True
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
-    facts = job.facts | {"origin": begun.origin, "schedule": asdict(schedule)}
-    models = {"base": begun.base, "reference": reference}
-    facts |= {
-        name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
-    }
-    saving = Save(location(config.save_place), config=config.checkpoint, mesh=mesh, stopper=stopper, facts=facts)
-    saving.begins_on_disk = begun.is_on_disk
-    save = stack.enter_context(saving)
+    save = stack.enter_context(_saving(job, stopper, begun, reference))
     trainer = Trainer(
         engine=engine,
         schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),
@@ -201,6 +195,19 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack, o
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
     return trainer.progress.step >= num_steps
+
+
+def _saving(job: TrainingJob, stopper: Stopper, begun: Begun, reference: Base | None) -> Save:
+    """The hook that saves, with what every checkpoint says of the run."""
+    config = job.config
+    facts = job.facts | {"origin": begun.origin, "schedule": asdict(begun.schedule)}
+    models = {"base": begun.base, "reference": reference}
+    facts |= {
+        name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
+    }
+    save = Save(location(config.save_place), config=config.checkpoint, mesh=job.mesh, stopper=stopper, facts=facts)
+    save.begins_on_disk = begun.is_on_disk
+    return save
 
 
 def draw_curves(folder: Path) -> None:

@@ -47,67 +47,65 @@ def hooks_of_run(
     After it come that of copies nearby, which are removed once the last checkpoint is written, and the ledger of time.
     """
     config, mesh, datasets = job.config, job.mesh, job.datasets
-    log, training = config.log, config.training
     folder = config.run_dir if mesh.is_main else None
-    console = Console.of(log.log_format)
-    extras: dict[str, Callable[[], float]] = {
-        **({"params_norm": partial(params_norm, engine)} if log.log_params_norm else {}),
-        **({"num_zeros": lambda: float(num_zeros(engine))} if log.log_num_zeros_in_grad else {}),
-        **({"world_size": lambda: mesh.world.size} if log.log_world_size_to_tensorboard else {}),
-    }
     goodput = Goodput(config.run_dir, mesh.record) if mesh.is_main else None
-    if goodput is not None:
-        extras["goodput"] = goodput.share
     hooks: list[Hook] = [stopper]
     limits, has_peers = config.resilience, mesh.world.size > 1
     if limits.straggler_interval and has_peers:
         hooks.append(Stragglers(mesh, interval=limits.straggler_interval, ratio=limits.straggler_ratio))
     if mesh.is_main:
         hooks.append(Health(config.run_dir))
-    hooks.append(
-        Log(
-            speed=job.speed,
-            config=log,
-            file=folder and folder / "metrics.jsonl",
-            trackers=trackers,
-            console=console,
-            device=mesh.device,
-            extras=extras,
-        )
-    )
+    hooks.append(_log(job, engine, trackers, goodput))
     if folder is not None:
         hooks.append(_forecast(job, folder))
     if config.model.num_experts is not None:
-        hooks.append(LogExperts(config=log, folder=folder, trackers=trackers))
-    if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
-        hooks.append(ProgressBar())
-    if log.profile_schedule:
-        steps = {"first": log.profile_step_start, "last": log.profile_step_end - 1}
-        hooks.append(ProfileSchedule(config.run_dir / "schedule", **steps))
+        hooks.append(LogExperts(config=config.log, folder=folder, trackers=trackers))
     hooks += _recordings(config, mesh)
-    if training.eval_iters > 0:
+    if config.training.eval_iters > 0:
         hooks.append(
             Evaluate(
                 {name: job.evaluation_of(valid) for name, valid in datasets.valid.items()},
                 None if datasets.test is None else job.evaluation_of(datasets.test),
-                interval=training.eval_interval,
-                num_batches=training.eval_iters,
+                interval=config.training.eval_interval,
+                num_batches=config.training.eval_iters,
                 file=folder and folder / "evaluations.jsonl",
                 trackers=trackers,
-                console=console,
+                console=Console.of(config.log.log_format),
             )
         )
-    hooks += hooks_of(log, job)
-    replicas = None
+    hooks += hooks_of(config.log, job)
+    check = None
     if limits.check_replicas_interval and has_peers:
         saves = config.checkpoint.save_interval
         replicas = CheckReplicas(interval=limits.check_replicas_interval, save_interval=saves, stopper=stopper)
         hooks.append(replicas)
+        check = replicas.check
     hooks += [*own, save]
     if copies is not None:
-        every = config.checkpoint.save_replicated_interval or 1
-        hooks.append(CopyNearby(copies, interval=every, save=save, check=None if replicas is None else replicas.check))
+        hooks.append(
+            CopyNearby(copies, interval=config.checkpoint.save_replicated_interval or 1, save=save, check=check)
+        )
     return hooks if goodput is None else [*hooks, goodput]
+
+
+def _log(job: TrainingJob, engine: Engine, trackers: Trackers, goodput: Goodput | None) -> Log:
+    """Lines of the steps, and the columns that the config asks for."""
+    log, mesh = job.config.log, job.mesh
+    extras: dict[str, Callable[[], float]] = {
+        **({"params_norm": partial(params_norm, engine)} if log.log_params_norm else {}),
+        **({"num_zeros": lambda: float(num_zeros(engine))} if log.log_num_zeros_in_grad else {}),
+        **({"world_size": lambda: mesh.world.size} if log.log_world_size_to_tensorboard else {}),
+        **({"goodput": goodput.share} if goodput is not None else {}),
+    }
+    return Log(
+        speed=job.speed,
+        config=log,
+        file=job.config.run_dir / "metrics.jsonl" if mesh.is_main else None,
+        trackers=trackers,
+        console=Console.of(log.log_format),
+        device=mesh.device,
+        extras=extras,
+    )
 
 
 def _forecast(job: TrainingJob, folder: Path) -> Hook:
@@ -123,9 +121,16 @@ def _forecast(job: TrainingJob, folder: Path) -> Hook:
 
 
 def _recordings(config: Config, mesh: Mesh) -> list[Hook]:
-    """Hooks of --profile and --record-memory-history, on the ranks that they record."""
+    """Progress bar, drawn schedules, profiles and memory histories, on the ranks that show or record them."""
     log, folder, rank = config.log, config.run_dir / "profile", mesh.world.rank
-    hooks: list[Hook] = [MeetStages(log)] if log.profile and mesh.pp.size > 1 else []
+    hooks: list[Hook] = []
+    if mesh.is_main and (log.progress_bar == "on" or (log.progress_bar == "auto" and sys.stderr.isatty())):
+        hooks.append(ProgressBar())
+    if log.profile_schedule:
+        steps = {"first": log.profile_step_start, "last": log.profile_step_end - 1}
+        hooks.append(ProfileSchedule(config.run_dir / "schedule", **steps))
+    if log.profile and mesh.pp.size > 1:
+        hooks.append(MeetStages(log))
     if rank not in (log.profile_ranks or (0,)):
         return hooks
     if log.profile:
