@@ -135,6 +135,19 @@ class RemotePath:
                 fs.get_file(f"{path}/{name}", str(into / name))
         return into
 
+    def download_file(self, into: Path) -> None:
+        """Copy the object to a disk, as `into`."""
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            into.parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(path, str(into))
+
+    def upload(self, file: Path) -> None:
+        """Write an object with the content of a file, or replace it."""
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            fs.put_file(str(file), path)
+
     def _call(self, name: str) -> Any:
         fs, path = self._opened()
         with _told_as_os_error(self.url):

@@ -56,13 +56,21 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """Folder of all files that the run writes."""
-        return Path(self.log.run_dir or "runs/pretrain_gpt")
+        """Folder of all files that the run writes; for one on object storage, the local folder that is copied there."""
+        name = self.log.run_dir or "runs/pretrain_gpt"
+        protocol, separator, rest = name.partition("://")
+        return Path("runs", protocol, *rest.split("/")) if separator else Path(name)
+
+    @property
+    def run_url(self) -> str | None:
+        """URL of a run folder on object storage; None for one on a disk."""
+        name = self.log.run_dir or ""
+        return name.rstrip("/") if "://" in name else None
 
     @property
     def save_place(self) -> str:
         """Folder of the run's checkpoints, a path or a URL."""
-        return self.checkpoint.save or str(self.run_dir / "checkpoints")
+        return self.checkpoint.save or f"{self.run_url or self.run_dir}/checkpoints"
 
     @property
     def tensorboard_dir(self) -> Path:

@@ -56,7 +56,7 @@ class LogConfig:
     """Run folder, log, TensorBoard and recordings."""
 
     run_dir: str | None = None
-    """Folder of everything the run leaves. Derived: runs/<name of the config>."""
+    """Folder of everything the run leaves, or a URL of object storage. Derived: runs/<name of the config>."""
     dry_run: bool = False
     """Print the first lines of the run and end. With --rank, also what that rank holds, sends and waits for."""
     world_size: Annotated[int | None, at_least(1), at_most(10_000_000)] = None

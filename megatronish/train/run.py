@@ -35,6 +35,7 @@ from megatronish.train.hooks.of_run import hooks_of_run
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.job import TrainingJob
+from megatronish.train.mirror import RunMirror
 from megatronish.train.reference import begin_reference
 from megatronish.train.resume import Begun, begin
 from megatronish.train.summary import first_lines
@@ -73,8 +74,14 @@ def _train_watched(
     hooks: Sequence[Hook],
 ) -> int:
     with ExitStack() as stack:
+        mirror = None
+        if config.run_url is not None and place.local_rank == 0:
+            mirror = RunMirror(config.run_dir, RemotePath(config.run_url))
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
+            if mirror is not None:
+                refuse_unwritable(mirror.place, flag="--run-dir")
+                mirror.fetch()
             # Also where it is a part of the run folder: another run may have been given it by --save.
             save = location(config.save_place)
             if isinstance(save, RemotePath):
@@ -87,9 +94,12 @@ def _train_watched(
             if config.log.profile:
                 make_writable(config.run_dir / "profile", flag="--profile")
         notes = list(notes)
+        if mirror is not None:
+            notes.append(f"files of the run are written to {config.run_dir} and copied to {mirror.place}")
+            stack.callback(mirror.copy)
         record.enter_phase("start", "the meeting of the ranks")
         mesh = start_mesh(config, place, on_note=notes.append, record=record, watchdog=watchdog)
-        is_finished = _train(config, notes, mesh, stack, hooks)
+        is_finished = _train(config, notes, mesh, stack, hooks, mirror)
     # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     record.enter_phase("end", "leaving the process group")
     leave()
@@ -138,7 +148,14 @@ def start_mesh(
     return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store, record=record)
 
 
-def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack, own: Sequence[Hook]) -> bool:
+def _train(
+    config: Config,
+    notes: Sequence[str],
+    mesh: Mesh,
+    stack: ExitStack,
+    own: Sequence[Hook],
+    mirror: RunMirror | None,
+) -> bool:
     """Train from the start that is found; returns whether the run has made its last step."""
     # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
     stopper = Stopper(
@@ -173,6 +190,8 @@ def _train(config: Config, notes: Sequence[str], mesh: Mesh, stack: ExitStack, o
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
     save = stack.enter_context(_saving(job, stopper, begun, reference))
+    if mirror is not None:
+        save.before_writing = mirror.copy
     trainer = Trainer(
         engine=engine,
         schedule=TrainingSchedule(schedule, job.batch_sizes, num_steps),

@@ -27,6 +27,7 @@ from megatronish.checkpoint.folder import remove_old, steps_in
 from megatronish.checkpoint.remote import RemotePath, location
 from megatronish.checkpoint.save import SaveError
 from megatronish.train.engine import Engine
+from megatronish.train.mirror import RunMirror
 
 NEEDS_S3 = pytest.mark.skipif(
     find_spec("moto") is None or find_spec("s3fs") is None,
@@ -262,6 +263,60 @@ def test_names_and_parts_of_a_url() -> None:
 # ---- mistakes
 
 
+def started_in(folder: Path, environ: dict[str, str]) -> None:
+    """Planted in a job: the store's variables, and the working directory of a machine."""
+    folder.mkdir(parents=True)
+    os.chdir(folder)
+    os.environ.update(environ)
+
+
+def test_a_run_folder_in_a_store_is_continued_on_another_machine(tmp_path: Path, store: Store) -> None:
+    def train(machine: str, more: str) -> str:
+        argv = tiny(Path("run"), f"--save-interval 2 {more}")
+        argv[argv.index("--run-dir") + 1] = store.url
+        ended = run_job(argv, tmp_path, plant=started_in, plant_args=(tmp_path / machine, store.environ))
+        assert ended.status == 0, ended
+        return ended.output
+
+    assert f"copied to {store.url}" in train("first", "--exit-interval 4")
+    shutil.rmtree(tmp_path / "first")  # a machine that is lost with all that it has
+    assert f"continuing from {store.url}/checkpoints/step_00000004" in train("second", "--dp 2")
+    copied = RemotePath(store.url)
+    lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {"loss.png", "config.toml", "goodput.json", "metrics.jsonl"} <= set(store.names())
+    (local,) = (tmp_path / "second" / "runs").rglob("metrics.jsonl")
+    assert not (local.parent / "checkpoints").exists()
+    assert (copied / "config.toml").read_text() == (local.parent / "config.toml").read_text()
+
+
+def test_files_of_a_run_are_copied_when_they_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, place = tmp_path / "run", RemotePath((tmp_path / "store").as_uri())
+    for name in ("metrics.jsonl", "logs/rank_0.txt", "checkpoints/latest", ".lock"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("1")
+    mirror, sent = RunMirror(folder, place), []
+    upload = RemotePath.upload
+    monkeypatch.setattr(RemotePath, "upload", lambda self, file: (sent.append(file.name), upload(self, file)))
+    mirror.copy()
+    assert sorted(place.sizes()) == ["logs/rank_0.txt", "metrics.jsonl"]
+    (folder / "metrics.jsonl").write_text("1, 2")
+    mirror.copy()
+    assert sent == ["rank_0.txt", "metrics.jsonl", "metrics.jsonl"]
+    # A store that fails is a line, and the file is copied the next time.
+    (folder / "metrics.jsonl").write_text("1, 2, 3")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "upload", lambda *_: (_ for _ in ()).throw(OSError(5, "no answer")))
+        mirror.copy()
+    assert "no answer; it is tried again before the next checkpoint" in capsys.readouterr().err
+    mirror.copy()
+    assert (place / "metrics.jsonl").read_text() == "1, 2, 3"
+    RunMirror(tmp_path / "other", place).fetch()
+    assert sorted(path.name for path in (tmp_path / "other").rglob("*")) == ["logs", "metrics.jsonl", "rank_0.txt"]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -269,7 +324,7 @@ def test_names_and_parts_of_a_url() -> None:
         ("--save file:///proc/run", r"--save file:///proc/run cannot be written: .*; check its name"),
         ("--load file:///nowhere/run", "--load file:///nowhere/run holds no checkpoint"),
         ("--load file:///nowhere/run --adapter-type lora", "on object storage.*copy that checkpoint to one"),
-        ("--run-dir s3://bucket/run", "run_dir=s3://bucket/run is a URL.*--save s3://bucket/run"),
+        ("--run-dir nowhere://bucket/run --save here", r"--run-dir nowhere://bucket/run cannot be written: .*nowhere"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, flags: str, sentence: str) -> None:

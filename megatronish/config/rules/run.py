@@ -73,16 +73,6 @@ def _starting_point(config: Config) -> str | None:
     return None
 
 
-def _run_folder(config: Config) -> str | None:
-    run_dir = config.log.run_dir
-    if run_dir is None or "://" not in run_dir:
-        return None
-    return (
-        f"run_dir={run_dir} is a URL, and logs grow line by line, which object storage cannot do; name a folder on a "
-        f"disk, and add --save {run_dir} for the checkpoints"
-    )
-
-
 def _from_a_store(config: Config) -> str | None:
     load = config.checkpoint.load
     is_frozen = config.adapter.is_used or config.reference == "model"
@@ -136,7 +126,6 @@ CHECKPOINT_RULES = (
     ConfigRule(("finetune", "load", "load_hf"), _starting_point),
     ConfigRule(("use_checkpoint_args", "load"), _arguments),
     ConfigRule(("load", "moe_use_upcycling", "adapter_type", "objective", "reference"), _from_a_store),
-    ConfigRule(("run_dir",), _run_folder),
     ConfigRule(("keep_every", "save_interval"), _kept_steps),
     ConfigRule(("local_save", "save_replicated_interval"), _copies),
 )

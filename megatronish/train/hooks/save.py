@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ class Save(Hook):
     ) -> None:
         self.folder, self.config, self.mesh, self.stopper, self.facts = folder, config, mesh, stopper, facts
         self.begins_on_disk = True
+        self.before_writing: Callable[[], object] = lambda: None
         self.saved_step: int | None = None
         self._refused_step: int | None = None  # whose parameters were not finite
         self._copies = HostCopies()
@@ -113,12 +115,14 @@ class Save(Hook):
             return
         self._wait()
         start = time.perf_counter()
+        self.before_writing()
         copies = self._copies.of(self._tensors(trainer))
         step = trainer.progress.step
         work = partial(self._write_watched, step, copies, self.run_state(trainer))
         self._pending = PendingSave(step, time.perf_counter() - start, in_background(work))
 
     def _save_now(self, trainer: Trainer) -> None:
+        self.before_writing()
         step = trainer.progress.step
         written = self._write(step, self._tensors(trainer), self.run_state(trainer))
         self.saved_step = step

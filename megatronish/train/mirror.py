@@ -1,0 +1,66 @@
+"""Run folders on object storage (--run-dir s3://...): written on a disk, copied to the store.
+
+Logs grow line by line, and objects are replaced as a whole. So the files of a run lie in a local folder, whose name is
+made of the URL, and those that have changed are copied before each checkpoint is written and when the run ends: what a
+store says of a run is never older than the checkpoint from which it resumes. A start on any machine begins with the
+files that the store has. Checkpoints are not part of this: ranks write them into the store directly.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatronish.checkpoint.remote import RemotePath
+from megatronish.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+
+
+class RunMirror:
+    """The copy of a local run folder in a store. One rank of each machine calls its methods."""
+
+    def __init__(self, folder: Path, place: RemotePath) -> None:
+        self.folder, self.place = folder, place
+        self._copied: dict[str, tuple[int, int]] = {}  # change time and size of the files as they were copied
+
+    def fetch(self) -> None:
+        """Replace local files by those of the store; UserError if they cannot be read.
+
+        Local lines that the store lacks are those after its newest checkpoint, which a resumed run writes again.
+        """
+        try:
+            for name in self.place.sizes():
+                if name.partition("/")[0] != CHECKPOINTS:
+                    (self.place / name).download_file(self.folder / name)
+        except OSError as error:
+            raise UserError(
+                f"--run-dir {self.place} cannot be copied to {self.folder}: {error.strerror or error}; correct that "
+                "or choose another run folder"
+            ) from error
+
+    def copy(self) -> None:
+        """Copy the files that have changed. What fails is printed, and tried again the next time."""
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder).as_posix()
+            if name.partition("/")[0] == CHECKPOINTS or path.name.startswith("."):
+                continue
+            with suppress(FileNotFoundError):  # one that was replaced meanwhile
+                if not path.is_file() or self._copied.get(name) == (state := _state(path)):
+                    continue
+                try:
+                    (self.place / name).upload(path)
+                except FileNotFoundError:
+                    raise
+                except OSError as error:
+                    told = f"{path} was not copied to {self.place}: {error.strerror or error}"
+                    tqdm.write(f"{told}; it is tried again before the next checkpoint", file=sys.stderr)
+                    return
+                self._copied[name] = state
+
+
+def _state(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size
