@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
+STORES_VENV ?= .venv-stores
 PRETRAIN_FLAGS ?=
 FINETUNE_FLAGS ?=
 GPU_REPORT_FLAGS ?=
@@ -15,6 +16,7 @@ DEMO = $(if $(findstring --config,$(PRETRAIN_FLAGS)),,--config configs/demo.toml
 RUN = $(VENV)/bin/python
 READY = $(VENV)/.megatronish-requirements
 PEERS_READY = $(PEERS_VENV)/.megatronish-requirements
+STORES_READY = $(STORES_VENV)/.megatronish-requirements
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 TORCH = "$$(grep '^torch==' requirements.txt)"
 BENCH_READY = $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.megatronish-requirements,$(wildcard benchmarks/environments/*.txt))
@@ -48,6 +50,9 @@ attack: $(READY) ## hangs of ten kinds planted into real runs, and hosts that co
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers
 
+test-stores: $(STORES_READY) ## checkpoints against a server of S3, and Ray Train, in an environment of their own
+	$(STORES_VENV)/bin/python -m pytest tests/checkpoint/test_object_storage.py tests/launch/test_ray_train.py
+
 check: $(READY) ## format, lint, types and layering
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -74,10 +79,10 @@ gpu-report: $(READY) ## on a GPU, one report of all: tests, kernels, GPT-2 to 8B
 venv: $(READY) ## the environment alone
 
 clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
-	rm -rf .venv .venv-peers .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-stores .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick finetune test test-fast test-all test-peers attack check package bench kernels gpu gpu-report venv clean
+.PHONY: help pretrain quick finetune test test-fast test-all test-peers test-stores attack check package bench kernels gpu gpu-report venv clean
 .DELETE_ON_ERROR:
 
 # The environments.
@@ -102,6 +107,15 @@ $(PEERS_READY): requirements-peers.txt
 	@"$(PYTHON)" -m venv "$(PEERS_VENV)"
 	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
 	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-peers.txt
+	@touch $@
+
+$(STORES_READY): requirements.txt requirements-stores.txt
+	$(check_python)
+	@echo 'installing a server of S3 and Ray into $(STORES_VENV) (a minute or more, once)'
+	@"$(PYTHON)" -m venv "$(STORES_VENV)"
+	@$(STORES_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
+	@$(STORES_VENV)/bin/python $(PIP_INSTALL) -r requirements.txt -r requirements-stores.txt
+	@$(STORES_VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # What megatronish is measured against: one that does not install is told, and then reported in the table.
