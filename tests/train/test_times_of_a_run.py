@@ -55,6 +55,23 @@ def test_a_rank_is_told_after_two_windows_and_again_when_it_is_quick() -> None:
     assert hook.compare(slow, step=60) == [] and hook.compare(usual, step=70) == []  # one accident is none
 
 
+def test_a_stage_of_one_rank_is_compared_with_itself_and_with_how_the_others_do() -> None:
+    hook = Stragglers(Mesh.of(ParallelConfig()), interval=10, ratio=1.3)
+    hook._workers = [RankAtWork(rank, "host", rank, "") for rank in range(3)]
+    usual, slow = [0.1, 0.2, 0.4], [0.1, 0.31, 0.4]
+    assert [hook.compare(usual, step=step) for step in (10, 20, 30)] == [[], [], []]
+    # A larger batch takes all longer, and one stage that gets quicker makes no other slow.
+    for others in ([0.2, 0.4, 0.8], [0.05, 0.2, 0.4]):
+        assert hook.compare(others, step=40) == [] and hook.compare(others, step=50) == []
+    assert hook.compare(slow, step=60) == []
+    (told,) = hook.compare(slow, step=70)
+    assert told == (
+        " rank 1 (host) is slow since step 51: it computes 310 ms a step, 1.5 times the 200 ms that its stage took "
+        "before, and all others wait for it"
+    )
+    assert hook.compare(usual, step=80) == [" rank 1 is as quick again as it was, at step 80"]
+
+
 def test_the_ledger_moves_what_was_done_again_and_counts_the_pause_after_a_failure() -> None:
     ledger = Ledger({"training": 10.0, "saving": 2.0}, {"last_step": 10, "steps": 10, "starts": 1}, seen=100.0)
     ledger.has_ended = False

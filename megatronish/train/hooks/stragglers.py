@@ -2,14 +2,16 @@
 
 All ranks finish a step together, the quick ones having waited for the slow ones. So a rank's own time is that of its
 step less what it waited for collectives. The ranks of one pipeline stage do the same work (dp x cp x tp); of each, the
-median own time of a window is compared with the lower median of its stage. A stage of one rank has no peers, and its
-times are not compared.
+median own time of a window is compared with the lower median of its stage. A stage of one rank has no peers: it is
+compared with its own windows before, in seconds and in its share of the step, for all stages take longer together when
+the batch grows.
 
 On a GPU waiting is no time of the host: the device waits, so events around each wait are recorded in the last step of a
 window, and read after it. What `fully_shard` sends (ZeRO-3) is not seen, so there waiting counts as computing.
 """
 
 import socket
+from collections import defaultdict, deque
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -24,6 +26,8 @@ from megatronish.watch.record import RankRecord
 
 WINDOWS = 2
 """Windows in a row in which a rank is slow before it is reported: one may be an accident."""
+KEPT_WINDOWS, FEWEST_WINDOWS = 20, 3
+"""Windows of its own that a stage of one rank is compared with."""
 FEWEST_SECONDS = 1e-3
 """Own times below this are noise of the host."""
 
@@ -35,6 +39,25 @@ class RankAtWork(NamedTuple):
     host: str
     stage: int
     coordinates: str
+
+
+class StageHistory:
+    """What a stage of one rank took so far: the median of its windows is what it should take."""
+
+    def __init__(self) -> None:
+        self._windows: deque[tuple[float, float]] = deque(maxlen=KEPT_WINDOWS)  # own seconds, and those of the others
+
+    def usual(self, others: float) -> float | None:
+        """Seconds that the stage should take now that the others take so many; None before enough is known."""
+        if len(self._windows) < FEWEST_WINDOWS:
+            return None
+        seconds = median(own for own, _ in self._windows)
+        share = median(own / max(theirs, FEWEST_SECONDS) for own, theirs in self._windows)
+        return max(seconds, share * others)
+
+    def add(self, own: float, others: float) -> None:
+        """Keep a window in which the stage was not slow."""
+        self._windows.append((own, others))
 
 
 class DeviceWaits:
@@ -72,6 +95,7 @@ class Stragglers(Hook):
         self._num_steps = 0  # of this window
         self._suspects: dict[int, int] = {}  # windows in a row, by rank
         self._since: dict[int, int] = {}  # first step of the first of them
+        self._histories: dict[int, StageHistory] = defaultdict(StageHistory)  # of ranks without peers
         self._waited = 0.0
         self._workers: list[RankAtWork] = []
         self._device = DeviceWaits(mesh.record) if mesh.device.type == "cuda" else None
@@ -111,24 +135,38 @@ class Stragglers(Hook):
         """Sentences about ranks that are slow now, or are no longer: own seconds of a step by rank, up to `step`."""
         told = []
         for worker in self._workers:
-            peers = [times[each.rank] for each in self._workers if each.stage == worker.stage]
-            usual, own, rank = median_low(peers), times[worker.rank], worker.rank
-            if len(peers) > 1 and own > max(self.ratio * usual, usual + FEWEST_SECONDS):
+            own, rank = times[worker.rank], worker.rank
+            usual, has_peers = self._usual(worker, times)
+            if usual is not None and own > max(self.ratio * usual, usual + FEWEST_SECONDS):
                 self._suspects[rank] = self._suspects.get(rank, 0) + 1
                 since = self._since.setdefault(rank, step - self.interval + 1)
                 if self._suspects[rank] == WINDOWS:
                     self.slow[rank] = since
-                    told.append(self._slow(worker, own, usual, since))
+                    told.append(self._slow(worker, own, usual, since, has_peers=has_peers))
                 continue
+            if not has_peers:
+                self._histories[rank].add(own, self._of_others(worker, times))
             self._suspects.pop(rank, None)
             self._since.pop(rank, None)
             if self.slow.pop(rank, None) is not None:
-                told.append(f" rank {rank} is as quick as its peers again, at step {step}")
+                as_before = "as its peers again" if has_peers else "again as it was"
+                told.append(f" rank {rank} is as quick {as_before}, at step {step}")
         return told
 
-    def _slow(self, worker: RankAtWork, own: float, usual: float, since: int) -> str:
+    def _usual(self, worker: RankAtWork, times: list[float]) -> tuple[float | None, bool]:
+        """Seconds that a rank should take, if they are known, and whether it has peers to be compared with."""
+        peers = [times[each.rank] for each in self._workers if each.stage == worker.stage]
+        if len(peers) > 1:
+            return median_low(peers), True
+        return self._histories[worker.rank].usual(self._of_others(worker, times)), False
+
+    def _of_others(self, worker: RankAtWork, times: list[float]) -> float:
+        return median(times[each.rank] for each in self._workers if each.rank != worker.rank)
+
+    def _slow(self, worker: RankAtWork, own: float, usual: float, since: int, *, has_peers: bool) -> str:
+        compared = "of its peers" if has_peers else "that its stage took before"
         where = f"{worker.host}; {worker.coordinates}" if worker.coordinates else worker.host
         return (
             f" rank {worker.rank} ({where}) is slow since step {since}: it computes {1000 * own:.3g} ms a step, "
-            f"{own / usual:.2g} times the {1000 * usual:.3g} ms of its peers, and all others wait for it"
+            f"{own / usual:.2g} times the {1000 * usual:.3g} ms {compared}, and all others wait for it"
         )
