@@ -195,7 +195,7 @@ def fail_to_remove() -> None:
         ),
         ("--keep-every 3", "keep_every=3 keeps none .* add --save-interval"),
         ("--keep-last 0", "keep_last=0 must be at least 1"),
-        ("--non-persistent-save-interval 5", "use a smaller --save-interval with --async-save --keep-last N"),
+        ("--non-persistent-save-interval 5", "use --save-replicated-interval N, with --local-save DIR if need be"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(tmp_path: Path, flags: str, told: str) -> None:
