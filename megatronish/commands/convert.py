@@ -12,6 +12,8 @@ from megatronish.commands.plugin_flag import PluginNames
 from megatronish.config.arguments import read_arguments
 from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
+from megatronish.formats.hf.config_json import CONFIG
+from megatronish.formats.start import of_another_format
 
 FormatName = Literal["hf", "megatronish", "megatron"]
 
@@ -69,6 +71,7 @@ def run(arguments: ConvertArguments) -> int:
     from megatronish.formats.prove import prove
 
     import_plugins(arguments.plugin)
+    _refuse_other_format(arguments)
     if arguments.target == "peft":
         _refuse_for_peft(arguments)
         number = export_adapter(arguments.load, arguments.save, step=arguments.ckpt_step)
@@ -103,6 +106,13 @@ def run(arguments: ConvertArguments) -> int:
         kinds = {"source": arguments.source, "target": arguments.target}
         print("\n".join(prove(arguments.load, arguments.save, **kinds, reading=reading, dtype=dtype)))
     return 0
+
+
+def _refuse_other_format(arguments: ConvertArguments) -> None:
+    """UserError for a Hugging Face folder that is called one of ours."""
+    load = arguments.load
+    if arguments.source == "megatronish" and of_another_format(load) is not None and (load / CONFIG).is_file():
+        raise UserError(f"--load {load} holds a Hugging Face model, not --from megatronish; use --from hf")
 
 
 def _refuse_for_peft(arguments: ConvertArguments) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from megatronish.commands import pretrain
 from megatronish.config.settings import read_command_line
 
+RUN_DIR = "runs/finetune_gpt"
+"""Folder of a run that neither names one nor has a config file: not that of pretraining, which may be the base."""
+
 
 def main(argv: Sequence[str], *, program: str = "megatronish finetune") -> int:
     """Run the command; the exit status."""
@@ -13,6 +16,9 @@ def main(argv: Sequence[str], *, program: str = "megatronish finetune") -> int:
 
 def with_start(argv: Sequence[str]) -> list[str]:
     """The command line with what a start means here: weights of a trained model, its settings, and step 0."""
-    given = {setting.field for setting in read_command_line(argv).flags.settings}
+    line = read_command_line(argv)
+    given = {setting.field for setting in line.flags.settings}
     flags = ["--finetune", *(["--use-checkpoint-args"] if "load" in given else [])]
+    if line.config_file is None and "run_dir" not in given:
+        flags += ["--run-dir", RUN_DIR]
     return [*flags, *argv]

@@ -46,6 +46,8 @@ def _data_remedy(prefix: str) -> str:
         return f"use {prefix}_text_document"
     if prefix in HOW_TO_MAKE:
         return f"make them in this folder with: {HOW_TO_MAKE[prefix]}; or use --mock-data"
+    if Path(prefix).is_file():
+        return "of chats add --dataset-type chat, of other texts make them with megatronish preprocess"
     return "make them with megatronish preprocess, or use --mock-data"
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatronish.checkpoint.all_or_none import all_or_none
+from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.remote import Location
 from megatronish.errors import UserError
 from megatronish.formats import native
@@ -35,7 +36,7 @@ class Base(NamedTuple):
 
 
 def load_base(job: TrainingJob, engine: Engine) -> Base:
-    """Fill the frozen parameters from --load-hf, or from the checkpoint of --load. Collective."""
+    """Fill the frozen parameters from --load-hf, or from the checkpoint of --load and --ckpt-step. Collective."""
     keep, axis = job.config.checkpoint, engine.mesh.checkpoint_axis
     source = Path(keep.load_hf or keep.load or "")
     into = {name: each for name, each in base_tensors_of(engine).items() if not name.endswith(native.LOAD)}
@@ -43,13 +44,26 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
         into = {name: each for name, each in into.items() if name.removeprefix(native.PREFIX) in engine.stage.shardings}
 
     def read() -> Model:
-        model = native.read(source) if keep.load_hf is None else open_hf(source)
+        if keep.load_hf is None:
+            _refuse_adapters(source)
+        model = native.read(source, step=keep.ckpt_step) if keep.load_hf is None else open_hf(source)
         load_weights(_as_held(model.tensors, engine), into, source=source)
         return model
 
     model = all_or_none(axis, read)
     engine.data_parallel.gather_parameters(frozen=True)
     return Base(str(source), identity_of(model.tensors, over=axis), dict(model.description.origin))
+
+
+def _refuse_adapters(source: Path) -> None:
+    """UserError for a run with adapters: its checkpoints hold no model that a run could start from."""
+    folder = find_checkpoint(source) if source.is_dir() else None
+    base = None if folder is None else read_state(folder).get("base")
+    if base is not None:
+        raise UserError(
+            f"--load {source} holds the adapters of {base.get('source')} alone; start that run again to continue it, "
+            "or merge them into their model with megatronish convert --adapter, and start from the merged one"
+        )
 
 
 def draw_base(engine: Engine, *, seed: int) -> None:

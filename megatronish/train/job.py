@@ -29,6 +29,7 @@ from megatronish.objectives.table import objective_of
 from megatronish.optim.batch_size import BatchSizeSchedule, batch_sizes_of
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.tokenizer import Tokenizer, build_tokenizer
+from megatronish.train.base_tokenizer import refuse_other_tokenizer
 from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.hooks.log import Speed
@@ -49,6 +50,7 @@ class TrainingJob:
     def open(cls, config: Config, mesh: Mesh) -> "TrainingJob":
         """Open the tokenizer and the data; UserError with a remedy for what cannot be read."""
         tokenizer = build_tokenizer(config.data)
+        refuse_other_tokenizer(config, tokenizer)
         vocab_size = config.data.vocab_size or tokenizer.vocab_size
         datasets = build_datasets(
             config.data,

@@ -64,7 +64,9 @@ def begin(
     if engine.stage.is_adapted:
         base = load_base(job, engine)
         say(f"adapters of the frozen model {base.source}")
-        keep = replace(keep, load=None, load_hf=None)
+        # --ckpt-step is a step of --load, as it is without adapters, or else of the run itself.
+        own_step = keep.ckpt_step if keep.load is None else None
+        keep = replace(keep, load=None, load_hf=None, ckpt_step=own_step)
     has_begun, checkpoint = _look_together(keep, own, axis)
     copy = _copy(job, engine, copies, than=checkpoint if has_begun else None)
     has_begun, checkpoint = has_begun or copy is not None, copy or checkpoint

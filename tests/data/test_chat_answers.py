@@ -7,6 +7,7 @@ import pytest
 from chat_formats import QWEN_3, QWEN_25, REFUSED, VERIFIED, ChatForm, chatml
 from chat_tokenizers import encode, encoder, said, trained_text, whole_text, with_controls
 
+from megatronish.config.chat import TrainOn
 from megatronish.data.chat.answers import UnclearError
 from megatronish.data.chat.builtin import BUILT_IN, built_in_template
 
@@ -115,6 +116,31 @@ def test_the_built_in_chatml_writes_calls_as_it_describes_them() -> None:
     (sample,) = encode(encoder(tokenizer, built_in_template("chatml")), with_tools())
     called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 1}}\n</tool_call><|im_end|>'
     assert trained_text(sample, tokenizer) == [called, "It is cold.<|im_end|>"]
+
+
+# what templates leave out
+
+BARE = "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+BARE += "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+WRITES_TOOLS = "{{ tools | tojson if tools }}"
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize(
+    ("template", "record", "left_out"),
+    [
+        (BARE, with_tools(), "the tool weather"),
+        (WRITES_TOOLS + BARE, with_tools(), "the call of weather in message 2"),
+        (BARE, said("a", "b", system="Be brief."), "message 1, of the system,"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(
+    template: str, record: dict[str, Any], left_out: str, train_on: TrainOn
+) -> None:
+    """It would write None for an answer that is a call, and that is what a model would learn."""
+    made = encoder(with_controls(IM), template, name="mine", train_on=train_on)
+    with pytest.raises(ValueError, match=f"the chat template mine leaves {left_out} out; name another"):
+        encode(made, record)
 
 
 # thoughts

@@ -13,6 +13,8 @@ from kernel_runs import needs_compiler
 from megatronish.ops import native as module
 from megatronish.ops.native import native
 
+pytestmark = pytest.mark.processes  # of the compiler
+
 
 @pytest.fixture
 def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:

@@ -85,6 +85,8 @@ VOCABULARY: dict[str, Sharding] = {
     "matrix": Sharding((4, 3)),
     "q_norm": Sharding((3,), role="qk_norm"),
     "norm": Sharding((3,)),
+    "lora_a": Sharding((4, 3), role="lora_a"),
+    "lora_b": Sharding((4, 3), role="lora_b"),
 }
 
 
@@ -111,6 +113,16 @@ def test_word_embedding_and_head_have_a_rate_of_their_own_and_positions_do_not(n
     alike = stepped(OptimizerConfig(optimizer=name), gradient=1.0, weight_decay=0.0, learning_rate=0.1)  # type: ignore[arg-type]
     torch.testing.assert_close(moved["matrix"], alike["matrix"])
     torch.testing.assert_close(alike["embedding"], 0.1 * torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
+def test_b_of_lora_has_a_multiple_of_the_rate_if_asked_and_muon_leaves_both_factors_alone(name: str) -> None:
+    config = OptimizerConfig(optimizer=name, loraplus_lr_ratio=16.0)  # type: ignore[arg-type]
+    moved = stepped(config, gradient=1.0, weight_decay=0.0, learning_rate=0.01)
+    torch.testing.assert_close(moved["lora_b"], 0.16 * torch.ones(4, 3))
+    torch.testing.assert_close(moved["lora_a"], 0.01 * torch.ones(4, 3))
+    alike = stepped(OptimizerConfig(optimizer=name), gradient=1.0, weight_decay=0.0, learning_rate=0.01)  # type: ignore[arg-type]
+    torch.testing.assert_close(alike["lora_b"], alike["lora_a"])
 
 
 def test_norms_of_queries_and_keys_decay_if_asked() -> None:

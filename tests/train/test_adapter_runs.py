@@ -54,6 +54,35 @@ def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(adapted: tup
     assert said["source"] == str(base) and len(said["identity"]) == 64
 
 
+def test_a_checkpoint_of_adapters_takes_less_than_a_fiftieth_of_its_base(tmp_path: Path) -> None:
+    large = "--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 2048 --train-iters 1"
+    train_on_ranks(tiny(tmp_path / "base", f"{large} --no-save-optim"))
+    train_on_ranks(tiny(tmp_path / "adapted", f"{large} --adapter-type lora --lora-rank 1 --load {tmp_path / 'base'}"))
+    base, adapted = (
+        sum(path.stat().st_size for path in (tmp_path / name / "checkpoints").rglob("*") if path.is_file())
+        for name in ("base", "adapted")
+    )
+    assert 0 < adapted < 0.02 * base
+
+
+def test_a_step_of_the_base_may_be_named_and_a_run_with_adapters_is_no_base(tmp_path: Path) -> None:
+    base, identities = tmp_path / "base", []
+    train_on_ranks(tiny(base, "--train-iters 2 --save-interval 1"))
+    for name, more in (
+        ("first", f"--load {base} --ckpt-step 1"),
+        ("path", f"--load {base / 'checkpoints' / 'step_00000001'}"),
+        ("last", f"--load {base}"),
+    ):
+        train_on_ranks(tiny(tmp_path / name, f"{LORA} --train-iters 1 {more}"))
+        identities.append(read_state(tmp_path / name / "checkpoints" / "step_00000001")["base"]["identity"])
+    assert identities[0] == identities[1] != identities[2]
+    assert "continuing from" in train_on_ranks(
+        tiny(tmp_path / "first", f"{LORA} --train-iters 2 --load {base} --ckpt-step 1")
+    )
+    seen = call_main(tiny(tmp_path / "again", f"{LORA} --load {tmp_path / 'last'}"))
+    assert_told(seen, "holds the adapters of", "start that run again to continue it", "megatronish convert --adapter")
+
+
 @pytest.mark.parametrize(("layout", "size"), [("--tp 2 --sequence-parallel", 2), ("--pp 2 --dp 2 --zero-stage 2", 4)])
 def test_a_run_goes_on_in_another_layout(
     tmp_path: Path, adapted: tuple[Path, str], base: Path, layout: str, size: int

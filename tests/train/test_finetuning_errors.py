@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from chat_formats import chatml
-from chat_tokenizers import said, save_tokenizer, write_lines
+from chat_tokenizers import byte_level, said, save_tokenizer, write_lines
 from jobs import call_main, tiny, train_on_ranks
 from test_bad_input import assert_told
 from test_load_hf import LLAMA, llama_tensors, run_of, write_model
@@ -51,6 +52,10 @@ TABLE = {
     "vocabulary larger than the model's": Wrong(
         f"{CHATS} --load-hf {{model}} --data-path {{chats}} {LORA}", (r"vocab",)
     ),
+    "tokenizer of another model": Wrong(
+        f"{CHATS} --load-hf {{same_size}} --data-path {{chats}}",
+        (r"writes text in other tokens than .*same_size, that of the model to start from", r"--tokenizer-model"),
+    ),
     "empty file": Wrong(f"{CHATS} {{sizes}} --data-path {{empty}}", (r"empty\.jsonl",)),
     "no such file": Wrong(f"{CHATS} {{sizes}} --data-path missing.jsonl", (r"missing\.jsonl",)),
     "unknown role": Wrong(f"{CHATS} {{sizes}} --data-path {{roles}}", (r"roles\.jsonl:1",)),
@@ -70,6 +75,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     save_tokenizer(folder / "tokenizer", IM, template=chatml())
     save_tokenizer(folder / "bare", IM, template=None)
     write_model(folder / "model", LLAMA, llama_tensors())
+    # A model with as many tokens as the tokenizer of the chats has, which are other ones.
+    size = byte_level(IM).get_vocab_size()
+    table = {name: torch.zeros(size, 24) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    write_model(folder / "same_size", {**LLAMA, "vocab_size": size}, llama_tensors() | table)
     (folder / "no_roles.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (folder / "empty.jsonl").write_text("")
     write_lines(folder / "chats.jsonl", [said("hello there", "good day")] * 40)

@@ -58,6 +58,15 @@ def test_the_first_loss_is_that_of_no_difference_and_rewards_are_logged(
     assert "sample 1 of pairs.jsonl, chosen" in output and "sample 2 of pairs.jsonl, rejected" in output
 
 
+@pytest.mark.parametrize("kind", ["stored", "model"])
+def test_the_reference_is_the_step_that_the_run_starts_from(folder: Path, tmp_path: Path, kind: str) -> None:
+    train_on_ranks(tiny(tmp_path / "base", "--train-iters 2 --save-interval 1 --lr 0.1", data=data(folder, "chats")))
+    preferred(
+        tmp_path / "run", folder, tmp_path / "base", f"--objective dpo --reference {kind} --ckpt-step 1 --train-iters 1"
+    )
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[0]["loss"] == pytest.approx(0.693147, rel=1e-5)
+
+
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 @pytest.mark.parametrize("kind", ["stored", "model"])
 def test_all_references_give_the_same_numbers_in_any_layout(

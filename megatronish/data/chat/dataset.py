@@ -194,6 +194,6 @@ def _refuse_empty(file: ChatFile, source: DatasetSource, settings: DatasetSettin
             f"--seq-length {settings.seq_length}{BOTH if file.is_paired else ''}; give a longer --seq-length"
         )
     raise TooSmallError(
-        f"{source.path} has {len(file.masked):,} samples and leaves none for {source.name}; give it more data or a "
+        f"{source.path} has {file.num_in_file:,} samples and leaves none for {source.name}; give it more data or a "
         "larger part of --split (for example 1,0,0)"
     )

@@ -11,6 +11,7 @@ from megatronish.control_tokens import ControlEncoder, PlacedTokens
 from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
 from megatronish.data.chat.conversation import Conversation, Message, PlainText
 from megatronish.data.chat.template import ChatTemplate
+from megatronish.data.chat.written import refuse_left_out
 
 
 class EncodedChat(NamedTuple):
@@ -85,6 +86,7 @@ class ChatEncoder:
     def _encoded(self, chat: Conversation, answers: Sequence[int]) -> EncodedChat:
         assert self.template is not None
         rendered = render_answers(self.template, chat, answers)
+        refuse_left_out(self.template, chat, rendered.text)
         text = self.template.unshield(rendered.text)
         placed = self._placed(text, rendered.controls)
         begins, ends = np.array(placed.begins, np.int64), np.array(placed.ends, np.int64)

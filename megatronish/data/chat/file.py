@@ -52,7 +52,8 @@ class ChatFile:
         self.counts = ChatCounts(**masked.counts)
         self.is_paired = self.counts.chat_format in PAIRED
         self._texts_each = 2 if self.is_paired else 1
-        first, end = (round(fraction * (len(masked) // self._texts_each)) for fraction in part)
+        self.num_in_file = len(masked) // self._texts_each
+        first, end = (round(fraction * self.num_in_file) for fraction in part)
         self.capacity = seq_length + 1
         self._kept, self.lengths, self.fit = self._fitted(range(first, end))
         self.num_samples = len(self._kept)

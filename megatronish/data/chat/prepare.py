@@ -29,7 +29,7 @@ from megatronish.files import one_builder
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "megatronish chats 1"
+FORMAT = "megatronish chats 2"
 MOST_BAD = 0.5
 """With a larger part of bad lines, the format or the template is wrong."""
 

@@ -20,7 +20,15 @@ NOT_DONE = {
     "layer_replication": "repeated layers",
     "trainable_token_indices": "rows of the embedding that learn",
     "modules_to_save": "whole modules that learn",
+    "alora_invocation_tokens": "adapters that begin at a token",
+    "use_qalora": "adapters of pooled inputs",
+    "use_bdlora": "block-diagonal adapters",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "arrow_config": "adapters chosen by a router",
 }
+OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+"""Beginnings of values of `init_lora_weights` with which PEFT changes the weights of the base itself."""
 
 
 def their_config(
@@ -77,10 +85,16 @@ def our_config(path: Path, theirs: Mapping[str, Any]) -> AdapterConfig:
     for key, what in NOT_DONE.items():
         if theirs.get(key):
             raise UserError(f"{path}: {key} asks for {what}, which are not supported; merge the adapter with PEFT")
+    if str(initial := theirs.get("init_lora_weights")).lower().startswith(OTHER_BASE):
+        raise UserError(
+            f"{path}: init_lora_weights={initial} changes the weights of the base, so the adapter is not for the "
+            "model as it is; merge it with PEFT, or convert it with PEFT's path_initial_model_for_weight_conversion"
+        )
     if theirs.get("bias", "none") != "none":
         raise UserError(f"{path}: bias={theirs['bias']} trains biases, which is not supported; merge it with PEFT")
     if kind == "IA3":
         return AdapterConfig(adapter_type="ia3")
+    _refuse_no_numbers(path, theirs)
     rank, alpha, rs = theirs.get("r", 8), theirs.get("lora_alpha", 8), bool(theirs.get("use_rslora"))
     config = AdapterConfig(
         adapter_type="lora",
@@ -99,3 +113,20 @@ def our_config(path: Path, theirs: Mapping[str, Any]) -> AdapterConfig:
                 "scale are read, merge it with PEFT"
             )
     return config
+
+
+def _refuse_no_numbers(path: Path, theirs: Mapping[str, Any]) -> None:
+    """UserError for ranks that are no whole numbers from 1 on, and for other settings that are no numbers."""
+    ranks, others = {"r": theirs.get("r", 8)}, {"lora_alpha": theirs.get("lora_alpha", 8)}
+    others["lora_dropout"] = theirs.get("lora_dropout") or 0.0
+    for key, values in (("rank_pattern", ranks), ("alpha_pattern", others)):
+        found = theirs.get(key) or {}
+        if not isinstance(found, dict):
+            raise UserError(f"{path}: {key}={found!r} is no JSON object; fetch it again")
+        values |= {f"{key} of {name}": value for name, value in found.items()}
+    for name, value in ranks.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{path}: {name}={value!r} must be a whole number from 1 on; fetch it again")
+    for name, value in others.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"{path}: {name}={value!r} must be a number; fetch it again")
