@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -68,6 +69,8 @@ class Demonstration:
         tell("7. The same question to the tuned model")
         self.ask("--adapter", self.tuned)
         tell("8. For others: the adapter as PEFT writes it, and the model with the adapter merged into its weights")
+        for kind in ("peft", "hf"):  # of an earlier demonstration: nothing is written over a folder that is there
+            shutil.rmtree(self.folder / kind, ignore_errors=True)
         python("tools/convert_checkpoint.py", *self.export("peft", "--load", self.tuned))
         python("tools/convert_checkpoint.py", *self.export("hf", "--load", self.base, "--adapter", self.tuned))
 

@@ -51,7 +51,8 @@ def read_native(load: Path, *, step: int | None = None) -> SavedAdapter:
     """Adapter of a run folder, its checkpoints folder or one step's folder; UserError if it holds none."""
     folder = find_checkpoint(load, step=step) if load.is_dir() else None
     if folder is None:
-        raise UserError(f"{load} holds no checkpoint; name the folder of a run with adapters")
+        what = "holds no adapter" if load.is_dir() else "does not exist"
+        raise UserError(f"{load} {what}; name the folder of a run with adapters, or one that PEFT has saved")
     state = read_state(folder)
     if (base := state.get("base")) is None:
         raise UserError(f"{folder} holds a whole model and no adapter; name the folder of a run with adapters")

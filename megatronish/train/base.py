@@ -44,8 +44,9 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
         into = {name: each for name, each in into.items() if name.removeprefix(native.PREFIX) in engine.stage.shardings}
 
     def read() -> Model:
-        if keep.load_hf is None:
-            _refuse_adapters(source)
+        folder = find_checkpoint(source, step=keep.ckpt_step) if keep.load_hf is None and source.is_dir() else None
+        if folder is not None:
+            refuse_adapters(read_state(folder), source)
         model = native.read(source, step=keep.ckpt_step) if keep.load_hf is None else open_hf(source)
         load_weights(_as_held(model.tensors, engine), into, source=source)
         return model
@@ -55,11 +56,12 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
     return Base(str(source), identity_of(model.tensors, over=axis), dict(model.description.origin))
 
 
-def _refuse_adapters(source: Path) -> None:
-    """UserError for a run with adapters: its checkpoints hold no model that a run could start from."""
-    folder = find_checkpoint(source) if source.is_dir() else None
-    base = None if folder is None else read_state(folder).get("base")
-    if base is not None:
+def refuse_adapters(state: Mapping[str, Any], source: Path) -> None:
+    """UserError for a run with adapters: its checkpoints, which say `state`, hold no model that a run could start from.
+
+    `source` is what --load names.
+    """
+    if (base := state.get("base")) is not None:
         raise UserError(
             f"--load {source} holds the adapters of {base.get('source')} alone; start that run again to continue it, "
             "or merge them into their model with megatronish convert --adapter, and start from the merged one"

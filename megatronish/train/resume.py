@@ -19,7 +19,7 @@ from megatronish.formats.start import of_another_format
 from megatronish.formats.upcycle import upcycled
 from megatronish.mesh import Axis
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.train.base import Base, load_base, refuse_other_base, refuse_other_reference
+from megatronish.train.base import Base, load_base, refuse_adapters, refuse_other_base, refuse_other_reference
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.job import TrainingJob
@@ -83,6 +83,7 @@ def begin(
 
     def check(state: dict[str, Any]) -> None:
         if weights_only:
+            refuse_adapters(state, Path(keep.load or checkpoint))
             refuse_other_function(state["config"], facts["config"], source=checkpoint)
             return
         refuse_other_base(state.get("base"), base, checkpoint)

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatronish.config.adapter import AdapterConfig
 from megatronish.errors import UserError
 from megatronish.formats.peft.config import our_config
+from megatronish.formats.peft.modules import Module, our_parts
 
 PATH = Path("adapter_config.json")
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "init_lora_weights": True}
@@ -46,3 +49,20 @@ def test_what_is_not_done_is_refused_by_name(changed: dict[str, Any], words: str
 @pytest.mark.parametrize("initial", [True, False, "gaussian", "eva", "orthogonal", "mica"])
 def test_initial_values_that_leave_the_base_alone_are_read(initial: object) -> None:
     assert our_config(PATH, LORA | {"init_lora_weights": initial}).lora_rank == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "shape", "words"),
+    [
+        ("up", (1, 8), "multiplies the inputs of mlp.up (feedforward_modules), and here the outputs"),
+        ("down", (8, 1), "multiplies the outputs of mlp.down (feedforward_modules), and here the inputs"),
+    ],
+)
+def test_ia3_of_the_other_side_of_a_square_layer_is_refused(section: str, shape: tuple[int, int], words: str) -> None:
+    """Both sides have as many features, so no shape would tell."""
+    module = Module(f"mlp.{section}", "layers.0.mlp", (section,), (8,))
+    ia3 = AdapterConfig(adapter_type="ia3")
+    with pytest.raises(UserError) as told:
+        our_parts(module, [torch.ones(shape)], ia3, Path("adapter/adapter_model.safetensors"))
+    assert words in str(told.value) and str(told.value).startswith("adapter: IA3 ")
+    assert our_parts(module, [torch.ones(shape).T], ia3, Path("adapter/x"))[section]["l"].shape == (8,)

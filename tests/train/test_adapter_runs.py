@@ -79,8 +79,9 @@ def test_a_step_of_the_base_may_be_named_and_a_run_with_adapters_is_no_base(tmp_
     assert "continuing from" in train_on_ranks(
         tiny(tmp_path / "first", f"{LORA} --train-iters 2 --load {base} --ckpt-step 1")
     )
-    seen = call_main(tiny(tmp_path / "again", f"{LORA} --load {tmp_path / 'last'}"))
-    assert_told(seen, "holds the adapters of", "start that run again to continue it", "megatronish convert --adapter")
+    for flags in (LORA, "--finetune"):
+        seen = call_main(tiny(tmp_path / "again", f"{flags} --load {tmp_path / 'last'}"))
+        assert_told(seen, "holds the adapters of", "start that run again to continue it", "convert --adapter")
 
 
 @pytest.mark.parametrize(("layout", "size"), [("--tp 2 --sequence-parallel", 2), ("--pp 2 --dp 2 --zero-stage 2", 4)])

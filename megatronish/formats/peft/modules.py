@@ -105,6 +105,7 @@ def our_parts(
 ) -> dict[str, dict[str, Tensor]]:
     """Tensors of one module as those of its sections: {section: {"A": ..., "B": ...}} or {section: {"l": ...}}."""
     if config.adapter_type == "ia3":
+        _refuse_other_side(module, tensors[0], source)
         scale = tensors[0].flatten()
         if module.rows is not None:
             scale = module.rows.join([scale])
@@ -130,6 +131,17 @@ def our_parts(
             f"{config.lora_rank}; adapters of one rank are read, train it so or merge it with PEFT"
         )
     return parts
+
+
+def _refuse_other_side(module: Module, scale: Tensor, source: Path) -> None:
+    """UserError for IA3 of the inputs [1, in] where ours is of the outputs [out, 1], or the other way round."""
+    of_inputs = module.sections == ("down",)
+    if (scale.shape[0] == 1) != of_inputs:
+        sides = ("inputs", "outputs") if of_inputs else ("outputs", "inputs")
+        raise UserError(
+            f"{source.parent}: IA3 multiplies the {sides[1]} of {module.name} (feedforward_modules), and here the "
+            f"{sides[0]}; merge the adapter with PEFT"
+        )
 
 
 def _apart(module: Module, a: Tensor, b: Tensor, rank: int) -> dict[str, dict[str, Tensor]]:
