@@ -56,7 +56,7 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
     return Base(str(source), identity_of(model.tensors, over=axis), dict(model.description.origin))
 
 
-def refuse_adapters(state: Mapping[str, Any], source: Path) -> None:
+def refuse_adapters(state: Mapping[str, Any], source: Location | str) -> None:
     """UserError for a run with adapters: its checkpoints, which say `state`, hold no model that a run could start from.
 
     `source` is what --load names.

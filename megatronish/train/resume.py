@@ -83,7 +83,7 @@ def begin(
 
     def check(state: dict[str, Any]) -> None:
         if weights_only:
-            refuse_adapters(state, Path(keep.load or checkpoint))
+            refuse_adapters(state, keep.load or checkpoint)
             refuse_other_function(state["config"], facts["config"], source=checkpoint)
             return
         refuse_other_base(state.get("base"), base, checkpoint)
