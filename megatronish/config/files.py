@@ -47,7 +47,7 @@ def _data_remedy(prefix: str) -> str:
     if prefix in HOW_TO_MAKE:
         return f"make them in this folder with: {HOW_TO_MAKE[prefix]}; or use --mock-data"
     if Path(prefix).is_file():
-        return "of chats add --dataset-type chat, of other texts make them with megatronish preprocess"
+        return "chats are read as they are with dataset_type=chat; of other texts make them with megatronish preprocess"
     return "make them with megatronish preprocess, or use --mock-data"
 
 

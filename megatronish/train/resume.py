@@ -64,9 +64,7 @@ def begin(
     if engine.stage.is_adapted:
         base = load_base(job, engine)
         say(f"adapters of the frozen model {base.source}")
-        # --ckpt-step is a step of --load, as it is without adapters, or else of the run itself.
-        own_step = keep.ckpt_step if keep.load is None else None
-        keep = replace(keep, load=None, load_hf=None, ckpt_step=own_step)
+        keep = _without_base(keep)
     has_begun, checkpoint = _look_together(keep, own, axis)
     copy = _copy(job, engine, copies, than=checkpoint if has_begun else None)
     has_begun, checkpoint = has_begun or copy is not None, copy or checkpoint
@@ -89,8 +87,7 @@ def begin(
         refuse_other_base(state.get("base"), base, checkpoint)
         refuse_other_reference(state.get("reference"), reference, checkpoint)
         refuse_other_run(state, facts)
-        changed = differences(state["config"], facts["config"])
-        if changed:
+        if changed := differences(state["config"], facts["config"]):
             say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
 
     progress = resume(
@@ -108,6 +105,11 @@ def begin(
         say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
     hooks = {} if weights_only else saved.get("hooks", {})
     return Begun(progress, saved.get("origin", {}), hooks, schedule, base, is_on_disk=copy is None)
+
+
+def _without_base(keep: CheckpointConfig) -> CheckpointConfig:
+    """Where the adapters of a run come from. --ckpt-step is a step of --load, and else of the run itself."""
+    return replace(keep, load=None, load_hf=None, ckpt_step=keep.ckpt_step if keep.load is None else None)
 
 
 def resume(

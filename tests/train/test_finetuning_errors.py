@@ -57,6 +57,9 @@ TABLE = {
         (r"writes text in other tokens than .*same_size, that of the model to start from", r"--tokenizer-model"),
     ),
     "empty file": Wrong(f"{CHATS} {{sizes}} --data-path {{empty}}", (r"empty\.jsonl",)),
+    "chats without their type": Wrong(
+        f"--load-hf {{model}} {LORA} --data-path {{chats}}", (r"chats\.jsonl\.idx do not exist; .* dataset_type=chat",)
+    ),
     "no such file": Wrong(f"{CHATS} {{sizes}} --data-path missing.jsonl", (r"missing\.jsonl",)),
     "unknown role": Wrong(f"{CHATS} {{sizes}} --data-path {{roles}}", (r"roles\.jsonl:1",)),
     "no answer": Wrong(f"{CHATS} {{sizes}} --data-path {{mute}}", (r"mute\.jsonl",)),
