@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 
 PATTERNS: Mapping[str, str] = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -44,7 +45,7 @@ def read_tiktoken(
     A JSON list that is longer than `vocab_size` is cut, as Megatron-LM does.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = ordinary(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--tokenizer-model {path} cannot be read as a tiktoken file: {error}") from error
     if text.lstrip().startswith("["):

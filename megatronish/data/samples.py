@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.indexed import IndexedTokens, bin_path
+from megatronish.data.mapped import MappedArray
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile, one_builder
@@ -41,6 +42,7 @@ class TooSmallError(UserError):
 class Epoch(NamedTuple):
     """One pass over the documents: their order and that of the cuts."""
 
+    mapped: MappedArray | None  # the cache file that the arrays are in
     starts: NDArray[np.int64]  # [documents], token of .bin at which a document starts, in the epoch's order
     ends: NDArray[np.int64]  # [documents], tokens of the epoch up to a document's end
     cuts: NDArray[np.int64]  # [samples], the order in which the cuts are taken
@@ -87,6 +89,9 @@ class GPTSamples:
         # The S + 1 places [begin, end) of the epoch: documents end to end, in the epoch's order.
         number, place = divmod(index, self.num_samples)
         epoch = self._epoch(number)
+        self._file.check_size()
+        if epoch.mapped is not None:
+            epoch.mapped.check()
         begin = int(epoch.cuts[place]) * self.seq_length
         end = begin + self.seq_length + 1
         # The d documents first..last that overlap it: where each starts in .bin and begins in the epoch. All are [d].
@@ -117,17 +122,21 @@ class GPTSamples:
             while len(self._epochs) >= EPOCHS_IN_MEMORY:
                 del self._epochs[next(iter(self._epochs))]
             documents = self._end - self._first
-            values = self._cached(number, size=2 * documents + self.num_samples)
-            self._epochs[number] = Epoch(*np.split(values, [documents, 2 * documents]))
+            size = 2 * documents + self.num_samples
+            mapped = self._cached(number, size=size)
+            values = mapped.values[:size] if isinstance(mapped, MappedArray) else mapped
+            kept = mapped if isinstance(mapped, MappedArray) else None
+            self._epochs[number] = Epoch(kept, *np.split(values, [documents, 2 * documents]))
         return self._epochs[number]
 
-    def _cached(self, number: int, *, size: int) -> NDArray[np.int64]:
-        """The three arrays of an epoch end to end, read from the cache, or built and written to it."""
+    def _cached(self, number: int, *, size: int) -> NDArray[np.int64] | MappedArray:
+        """The three arrays of an epoch end to end, in the file of the cache, or built where no cache is written."""
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
         if (cached := _read(path, size=size)) is not None:
             return cached
+        self._file.check_size()
         with one_builder(path):
             if (cached := _read(path, size=size)) is not None:  # by the process that this one waited for
                 return cached
@@ -171,15 +180,16 @@ def _hash(facts: object) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _read(path: Path, *, size: int) -> NDArray[np.int64] | None:
-    """Values that `_write` wrote; None if the file is missing or not whole."""
+def _read(path: Path, *, size: int) -> MappedArray | None:
+    """Values that `_write` wrote, and their checksum; None if the file is missing or not whole."""
     try:
         if path.stat().st_size != 8 * (size + 1):
             return None
-        values = np.memmap(path, dtype="<i8", mode="r")
+        mapped = MappedArray(path, "<i8")
     except (OSError, ValueError):
         return None
-    return values[:-1] if zlib.crc32(values[:-1].data) == values[-1] else None
+    values = mapped.values
+    return mapped if zlib.crc32(values[:-1].data) == values[-1] else None
 
 
 def _write(path: Path, values: NDArray[np.int64]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import call_main, run_job, tiny
 
-from megatronish.launch.mishaps import mishap
+from megatronish.launch.mishaps import is_lost_rank, mishap
 from megatronish.launch.slurm import expand_hosts
 from megatronish.train.run import draw_curves
 
@@ -85,6 +85,11 @@ def test_mishaps_have_remedies_and_bugs_keep_their_tracebacks() -> None:
     assert mishap(MemoryError()) is not None
     assert mishap(RuntimeError("shapes differ")) is None
     assert mishap(FileNotFoundError(errno.ENOENT, "none", "x")) is None
+
+
+def test_a_collective_that_lost_its_rank_is_known_by_what_the_backend_says() -> None:
+    assert is_lost_rank(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"))
+    assert not is_lost_rank(RuntimeError("shapes differ")) and not is_lost_rank(BrokenPipeError("Broken pipe"))
 
 
 def test_curves_that_cannot_be_drawn_fail_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatronish.files import ordinary
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import PhaseName, RankRecord
 
@@ -58,7 +59,7 @@ class Ledger:
     def read(cls, path: Path) -> "Ledger":
         """The ledger of the starts before; a new one where there is none that can be read."""
         try:
-            found = cls(**json.loads(path.read_text()))
+            found = cls(**json.loads(ordinary(path).read_text()))
             return (
                 found
                 if isinstance(found.seconds, dict)
