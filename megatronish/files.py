@@ -176,7 +176,7 @@ def new_folder(path: Path, *, decisive: str) -> Iterator[Path]:
     readers take a folder without that file for incomplete. UserError if `path` is not empty, RunError if the disk is
     full or fails; nothing that was written stays then.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     try:
         exists = _is_empty_folder(path)
         partial = path / ".partial" if exists else path.with_name(f".{path.name}.partial")

@@ -34,6 +34,7 @@ PATTERNS: Mapping[str, str] = {
 
 SPECIAL_TOKENS_FIRST = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 SPECIAL_TOKENS_LAST = ("<|endoftext|>",)
+LARGEST_RANK = 2**30
 LARGEST_VOCABULARY = 2**17  # of a JSON list, special tokens included, where --vocab-size is not given
 
 
@@ -100,8 +101,10 @@ def _checked(ranks: dict[bytes, int], path: Path) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise UserError(f"tokenizer {path} has no token for {len(missing)} of the 256 bytes, {missing[0]} for one")
-    if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
-        raise UserError(f"tokenizer {path} gives two tokens one rank, or a negative one; it is damaged")
+    if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0 or max(ranks.values()) > LARGEST_RANK:
+        raise UserError(
+            f"tokenizer {path} gives two tokens one rank, or one below 0 or above {LARGEST_RANK}; it is damaged"
+        )
     return ranks
 
 

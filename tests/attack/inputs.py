@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from changes import LETTERS, ODD_WORDS, any_change, forbid
+from changes import BYTES, LETTERS, ODD_WORDS, any_change, forbid
 from chat_formats import chatml
 from chat_models import write_adapter, write_chat_model
 from chat_tokenizers import said, write_lines
 from forked import Command
 from jobs import tiny, train_on_ranks, write_tokens
 from paths import ROOT
+from saved_runs import sealed
 from test_importers import AXOLOTL
 from test_place import ALL
 from test_torchrun_and_srun import SLURM
@@ -272,6 +273,24 @@ def checkpoints(good: Good, folder: Path, numbers: random.Random) -> Input:
     return _changed(path, numbers.choice(commands), numbers, is_text=path.suffix == ".json", sure=sure)
 
 
+def forged(good: Good, folder: Path, numbers: random.Random) -> Input:
+    """A changed state of a checkpoint whose sums fit again: what only its readers can find."""
+    (run,) = good.copy("run", to=folder)
+    step = run / "checkpoints" / "step_00000002"
+    path, change = step / numbers.choice(("state.json", "state.json", ".metadata")), numbers.choice(LETTERS)
+    if path.name == ".metadata":
+        change = numbers.choice(BYTES)
+    sealed(step, lambda _: change(path, numbers))
+    argv = numbers.choice(
+        [
+            pretrain(folder, "--train-iters 3"),
+            ("generate", "--load", str(run), "--prompt", "a", "--num-tokens", "2", "--device", "cpu"),
+            ("convert", "--from", "megatronish", "--to", "hf", "--load", str(run), "--save", str(folder / "out")),
+        ]
+    )
+    return Input(f"{path.name}: {change.__name__}, with its sums", Command(argv, folder))
+
+
 def run_files(good: Good, folder: Path, numbers: random.Random) -> Input:
     """Any other file of a run folder when the run resumes."""
     (run,) = good.copy("run", to=folder)
@@ -451,6 +470,6 @@ KINDS: dict[str, Callable[[Good, Path, random.Random], Input]] = {
     each.__name__: each
     for each in (
         *(data_files, caches, masks, tokenizers, configs, importers, flags, other_flags),
-        *(checkpoints, run_files, models, adapters, chats, environments, places, command_lines),
+        *(checkpoints, forged, run_files, models, adapters, chats, environments, places, command_lines),
     )
 }
