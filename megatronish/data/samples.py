@@ -42,7 +42,6 @@ class TooSmallError(UserError):
 class Epoch(NamedTuple):
     """One pass over the documents: their order and that of the cuts."""
 
-    mapped: MappedArray | None  # the cache file that the arrays are in
     starts: NDArray[np.int64]  # [documents], token of .bin at which a document starts, in the epoch's order
     ends: NDArray[np.int64]  # [documents], tokens of the epoch up to a document's end
     cuts: NDArray[np.int64]  # [samples], the order in which the cuts are taken
@@ -82,6 +81,7 @@ class GPTSamples:
         self._order_identity = _hash(facts)
         self.identity = _hash((self._order_identity, file.content))
         self._epochs: dict[int, Epoch] = {}
+        self._mapped: dict[int, MappedArray] = {}  # files of the cache that epochs are in
         self.sample(0)  # so that data of another tokenizer shows at the start
 
     def sample(self, index: int) -> Sample:
@@ -90,8 +90,8 @@ class GPTSamples:
         number, place = divmod(index, self.num_samples)
         epoch = self._epoch(number)
         self._file.check_size()
-        if epoch.mapped is not None:
-            epoch.mapped.check()
+        if number in self._mapped:
+            self._mapped[number].check()
         begin = int(epoch.cuts[place]) * self.seq_length
         end = begin + self.seq_length + 1
         # The d documents first..last that overlap it: where each starts in .bin and begins in the epoch. All are [d].
@@ -120,25 +120,24 @@ class GPTSamples:
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
             while len(self._epochs) >= EPOCHS_IN_MEMORY:
-                del self._epochs[next(iter(self._epochs))]
+                oldest = next(iter(self._epochs))
+                del self._epochs[oldest]
+                self._mapped.pop(oldest, None)
             documents = self._end - self._first
-            size = 2 * documents + self.num_samples
-            mapped = self._cached(number, size=size)
-            values = mapped.values[:size] if isinstance(mapped, MappedArray) else mapped
-            kept = mapped if isinstance(mapped, MappedArray) else None
-            self._epochs[number] = Epoch(kept, *np.split(values, [documents, 2 * documents]))
+            values = self._cached(number, size=2 * documents + self.num_samples)
+            self._epochs[number] = Epoch(*np.split(values, [documents, 2 * documents]))
         return self._epochs[number]
 
-    def _cached(self, number: int, *, size: int) -> NDArray[np.int64] | MappedArray:
-        """The three arrays of an epoch end to end, in the file of the cache, or built where no cache is written."""
+    def _cached(self, number: int, *, size: int) -> NDArray[np.int64]:
+        """The three arrays of an epoch end to end, read from the cache, or built and written to it."""
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
-        if (cached := _read(path, size=size)) is not None:
+        if (cached := self._kept(number, path, size=size)) is not None:
             return cached
         self._file.check_size()
         with one_builder(path):
-            if (cached := _read(path, size=size)) is not None:  # by the process that this one waited for
+            if (cached := self._kept(number, path, size=size)) is not None:  # by the process that this one waited for
                 return cached
             values = self._build(number)
             try:
@@ -146,7 +145,14 @@ class GPTSamples:
             except OSError as error:  # a read-only folder or a full disk: only time is lost
                 logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
                 return values
-        return values if (cached := _read(path, size=size)) is None else cached
+        return values if (cached := self._kept(number, path, size=size)) is None else cached
+
+    def _kept(self, number: int, path: Path, *, size: int) -> NDArray[np.int64] | None:
+        """The arrays as the cache has them; None if it does not."""
+        if (mapped := _read(path, size=size)) is None:
+            return None
+        self._mapped[number] = mapped
+        return mapped.values[:size]
 
     def _build(self, number: int) -> NDArray[np.int64]:
         bounds = self._file.document_starts()[self._first : self._end + 1]

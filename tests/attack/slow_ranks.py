@@ -19,7 +19,6 @@ import jobs
 from jobs import run_job, tiny
 from results import Result, publish
 
-from megatronish.model.block import TransformerBlock
 from megatronish.train.engine import Engine
 
 LAYOUTS = {"--dp 2": 1, "--tp 2": 0, "--dp 4": 2, "--tp 2 --pp 2": 3, "--dp 2 --zero-stage 1": 0, "--cp 2": 1}
@@ -30,20 +29,19 @@ NAMED = re.compile(r"rank (\d+) \([^)]*\) is slow since step (\d+)")
 
 
 def plant(rank: int | None, since: int) -> None:
-    """Planted in a job: all ranks compute for some time in a step, one of them half as long again."""
-    forward, gradients, now = TransformerBlock.forward, Engine.gradients, {"step": 0, "rank": -1, "calls": 1}
+    """Planted in a job: all ranks take some time in a step, and one of them half as long again as it would."""
+    gradients, computed = Engine.gradients, [0.0]
 
-    def noted(engine: Engine, micro_batches: Any, *, num_steps_done: int, **named: Any) -> Any:
-        layers = sum(isinstance(each, TransformerBlock) for each in engine.stage.model.modules())
-        now.update(step=num_steps_done + 1, rank=engine.mesh.world.rank, calls=layers * len(micro_batches))
-        return gradients(engine, micro_batches, num_steps_done=num_steps_done, **named)
+    def slowed(engine: Engine, *args: Any, num_steps_done: int, **named: Any) -> Any:
+        time.sleep(USUAL)
+        if engine.mesh.world.rank == rank and num_steps_done + 1 >= since:
+            time.sleep(0.5 * (USUAL + computed[0]))
+        begun = time.thread_time()
+        result = gradients(engine, *args, num_steps_done=num_steps_done, **named)
+        computed[0] = time.thread_time() - begun
+        return result
 
-    def slowed(block: TransformerBlock, *args: Any, **named: Any) -> Any:
-        is_slow = now["rank"] == rank and now["step"] >= since
-        time.sleep((1.5 if is_slow else 1.0) * USUAL / now["calls"])
-        return forward(block, *args, **named)
-
-    TransformerBlock.forward, Engine.gradients = slowed, noted  # type: ignore[assignment, method-assign]
+    Engine.gradients = slowed  # type: ignore[method-assign]
 
 
 def attack(layout: str, rank: int | None, since: int, steps: int) -> list[tuple[int, int, int]]:
