@@ -69,7 +69,7 @@ class Field(NamedTuple):
 
     def takes(self, value: Any) -> bool:
         """Whether a value that was read from a file is of the field's type; None is of every type."""
-        types = {int: int, float: (int, float), str: str, Path: str, bool: bool}
+        types: dict[Any, Any] = {int: int, float: (int, float), str: str, Path: str, bool: bool}
         wanted = tuple if get_origin(self.type) is tuple else types.get(self.type, object)
         is_truth = isinstance(value, bool) and self.type in (int, float)
         return value is None or (isinstance(value, wanted) and not is_truth)

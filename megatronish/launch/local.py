@@ -50,7 +50,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 ABORT_SECONDS = 2.0  # the same where a rank was ended by SIGABRT
 FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
-REASONS = {
+REASONS: dict[int, str] = {
     signal.SIGKILL: " (by hand, or because memory ran out)",
     signal.SIGBUS: " (a file that it reads was cut short, of --data-path or its cache, or a disk failed)",
 }

@@ -23,19 +23,21 @@ from megatronish.train.engine import Engine
 
 LAYOUTS = {"--dp 2": 1, "--tp 2": 0, "--dp 4": 2, "--tp 2 --pp 2": 3, "--dp 2 --zero-stage 1": 0, "--cp 2": 1}
 WITHIN = 40
-USUAL = 0.04
-"""Seconds that every rank computes in a step: more than the noise of a busy machine."""
+USUAL = 0.1
+"""Seconds that every rank takes in a step: far more than the noise of a busy machine."""
+SHORT = 0.03
+"""The same in runs without a slow rank, where noise is the attack."""
 NAMED = re.compile(r"rank (\d+) \([^)]*\) is slow since step (\d+)")
 
 
-def plant(rank: int | None, since: int) -> None:
+def plant(rank: int | None, since: int, usual: float) -> None:
     """Planted in a job: all ranks take some time in a step, and one of them half as long again as it would."""
     gradients, computed = Engine.gradients, [0.0]
 
     def slowed(engine: Engine, *args: Any, num_steps_done: int, **named: Any) -> Any:
-        time.sleep(USUAL)
+        time.sleep(usual)
         if engine.mesh.world.rank == rank and num_steps_done + 1 >= since:
-            time.sleep(0.5 * (USUAL + computed[0]))
+            time.sleep(0.5 * (usual + computed[0]))
         begun = time.thread_time()
         result = gradients(engine, *args, num_steps_done=num_steps_done, **named)
         computed[0] = time.thread_time() - begun
@@ -48,7 +50,7 @@ def attack(layout: str, rank: int | None, since: int, steps: int) -> list[tuple[
     """Ranks that were named: which, since when by the report, and the step before the report."""
     with tempfile.TemporaryDirectory(prefix="slow-") as name:
         argv = tiny(Path(name) / "run", f"{layout} --train-iters {steps} --log-interval 1")
-        ended = run_job(argv, Path(name), plant=plant, plant_args=(rank, since))
+        ended = run_job(argv, Path(name), plant=plant, plant_args=(rank, since, SHORT if rank is None else USUAL))
     assert ended.status == 0, ended
     named, last = [], 0
     for line in ended.output.splitlines():

@@ -162,7 +162,7 @@ def test_damaged_tokens_and_counts_are_one_sentence(tmp_path: Path) -> None:
     bin_path(prefix).write_bytes(tokens)
     for content, told in (
         (b"\xef", r"\.json cannot be read .*; remove it"),
-        (b"[]", r"\.json is no JSON object; remove"),
+        (b'{"records": []}', r"'records' is none of its values"),
     ):
         counts_path(prefix).write_bytes(content)
         with pytest.raises(UserError, match=told):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.data.chat.counts import ChatCounts
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
 from megatronish.data.mapped import MappedArray
 from megatronish.errors import UserError
@@ -81,15 +82,15 @@ class MaskedTokens:
         return self._mask[self._starts[document] : self._starts[document + 1]].view(np.bool_)
 
 
-def _read_counts(path: Path) -> dict[str, Any]:
+def _read_counts(path: Path) -> ChatCounts:
     """Content of the .json; UserError if it is damaged."""
     try:
         counts = json.loads(ordinary(path).read_text())
+        if not isinstance(counts, dict):
+            raise ValueError("it is no JSON object")
+        return ChatCounts.of_json(counts)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); remove it, so that all is made again") from error
-    if not isinstance(counts, dict):
-        raise UserError(f"{path} is no JSON object; remove it, so that all is made again")
-    return counts
 
 
 class MaskedWriter:
