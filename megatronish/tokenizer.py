@@ -248,9 +248,12 @@ def _configured_eod(folder: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a JSON object; correct or remove it")
+    token = found.get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     return (name,) if isinstance(name, str) else ()
 

@@ -102,10 +102,10 @@ def plant(log: str, temporary: str) -> None:
         os.close(descriptor)
 
     def begun(job: Any, *args: Any, **named: Any) -> Any:
-        found = max(steps_in(job.config.save_dir), default=0)
+        found = max(steps_in(job.config.run_dir / "checkpoints"), default=0)
         result = begin(job, *args, **named)
         if job.mesh.is_main:
-            note(found=found, resumed=result[0].step)
+            note(found=found, resumed=result.progress.step)
         return result
 
     def published(partial: Path, **named: Any) -> Path:
@@ -161,7 +161,7 @@ class Attack:
 
     def run(self, most: int, until: float) -> Outcome:
         """Start, kill, start again, until the run has finished."""
-        for number in range(1000):
+        for number in range(10 * KILLS_PER_RUN):
             planted = (str(self.log), str(self.temporary))
             with started(self.argv(number), self.folder, plant=plant, plant_args=planted) as job:
                 left = most - self.outcome.kills.total() if time.monotonic() < until else 0

@@ -83,7 +83,9 @@ def test_the_ledger_moves_what_was_done_again_and_counts_the_pause_after_a_failu
     assert ledger.begin(6, now=1e6) is None and ledger.seconds["down"] == 3.0  # nobody waited
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"counts": {"starts": {}}}', '{"seconds": 3}', '{"seen": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"counts": {"starts": {}}}', '{"seconds": 3}', '{"seen": "x"}', '{"seconds": {"\\ud800": 1}}']
+)
 def test_a_ledger_that_cannot_be_read_begins_again(tmp_path: Path, text: str) -> None:
     (tmp_path / "goodput.json").write_text(text)
     assert Ledger.read(tmp_path / "goodput.json") == Ledger()
