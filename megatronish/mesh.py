@@ -269,8 +269,8 @@ def _meet(backend: str, *, rank: int, **meeting: Any) -> None:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).partition("\n")[0]
         raise RunError(
-            f"rank {rank} lost the others while they met ({reason}); look for the first rank that failed, and start all "
-            "of them"
+            f"rank {rank} lost the others while they met ({reason}); look for the first rank that failed, and start "
+            "all of them"
         ) from error
 
 
