@@ -43,9 +43,8 @@ test-fast: $(READY) ## the tests that start no process: no ranks, no launcher, n
 test-all: $(READY) ## the test suite with every feature in every layout: hours, so PART=3/20 takes a twentieth of it
 	$(RUN) -m pytest --all-layouts --part $(PART) --numprocesses $(WORKERS) --dist worksteal
 
-attack: $(READY) ## hangs of ten kinds planted into real runs, and hosts that come and go (Linux, root), with tables; minutes
-	PYTHONPATH=.:tests/support $(RUN) tests/attack/hangs_sweep.py
-	if [ "$$(id -u)" = 0 ] && ip netns list > /dev/null 2>&1; then PYTHONPATH=.:tests/support $(RUN) tests/attack/elastic_hosts.py; fi
+attack: $(READY) ## kills, malformed inputs, hangs, flipped bits, slow ranks and lost hosts, with a table; about half an hour
+	PYTHONPATH=tests/attack $(RUN) tests/attack/all.py
 
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers

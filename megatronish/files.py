@@ -5,10 +5,12 @@ Each writes next to the final name, flushes to the disk and renames: a small tex
 `one_builder`, processes that want the same file leave its building to one of them.
 """
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -31,6 +33,17 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     aside.replace(path)
     sync_folder(path.parent)
+
+
+def ordinary(path: Path) -> Path:
+    """The path, if reading it comes to an end; OSError for a device, or for a pipe that no shell has put there.
+
+    A shell's `<(command)` and standard input are pipes in /dev, with a writer at the other end.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (stat.S_ISFIFO(mode) and path.is_relative_to("/dev"))):
+        raise OSError(errno.EINVAL, "it is no file but a pipe or a device", str(path))
+    return path
 
 
 def sync_folder(folder: Path) -> None:
@@ -163,7 +176,7 @@ def new_folder(path: Path, *, decisive: str) -> Iterator[Path]:
     readers take a folder without that file for incomplete. UserError if `path` is not empty, RunError if the disk is
     full or fails; nothing that was written stays then.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     try:
         exists = _is_empty_folder(path)
         partial = path / ".partial" if exists else path.with_name(f".{path.name}.partial")

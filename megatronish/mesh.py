@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatronish.config.parallel import ParallelConfig
+from megatronish.errors import RunError
 from megatronish.launch.place import Place
 from megatronish.layout import Coordinates, ExpertLayout, Layout
 from megatronish.schedule.plan import EVERY_LINE, Kind, lines
@@ -181,7 +182,7 @@ class Mesh:
         timeout = timedelta(minutes=timeout_minutes)
         if layout.world_size > 1:
             meeting: dict[str, Any] = {"init_method": init_method} if store is None else {"store": store}
-            dist.init_process_group(backend, rank=rank, world_size=layout.world_size, timeout=timeout, **meeting)
+            _meet(backend, rank=rank, world_size=layout.world_size, timeout=timeout, **meeting)
         elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         everyone = tuple(range(layout.world_size))
@@ -259,6 +260,18 @@ def new_axis(
             line = record.line(name, ranks) if record is not None and group is not None else None
             mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group, line)
     return mine
+
+
+def _meet(backend: str, *, rank: int, **meeting: Any) -> None:
+    """Join the run's process group; RunError if another rank ends meanwhile."""
+    try:
+        dist.init_process_group(backend, rank=rank, **meeting)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"rank {rank} lost the others while they met ({reason}); look for the first rank that failed, and start "
+            "all of them"
+        ) from error
 
 
 def _world(ranks: tuple[int, ...], rank: int, record: RankRecord) -> Axis:

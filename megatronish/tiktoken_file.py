@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 
 PATTERNS: Mapping[str, str] = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -33,6 +34,7 @@ PATTERNS: Mapping[str, str] = {
 
 SPECIAL_TOKENS_FIRST = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 SPECIAL_TOKENS_LAST = ("<|endoftext|>",)
+LARGEST_RANK = 2**30
 LARGEST_VOCABULARY = 2**17  # of a JSON list, special tokens included, where --vocab-size is not given
 
 
@@ -44,7 +46,7 @@ def read_tiktoken(
     A JSON list that is longer than `vocab_size` is cut, as Megatron-LM does.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = ordinary(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--tokenizer-model {path} cannot be read as a tiktoken file: {error}") from error
     if text.lstrip().startswith("["):
@@ -99,8 +101,10 @@ def _checked(ranks: dict[bytes, int], path: Path) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise UserError(f"tokenizer {path} has no token for {len(missing)} of the 256 bytes, {missing[0]} for one")
-    if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
-        raise UserError(f"tokenizer {path} gives two tokens one rank, or a negative one; it is damaged")
+    if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0 or max(ranks.values()) > LARGEST_RANK:
+        raise UserError(
+            f"tokenizer {path} gives two tokens one rank, or one below 0 or above {LARGEST_RANK}; it is damaged"
+        )
     return ranks
 
 

@@ -21,6 +21,7 @@ from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.tokenizer_names import TokenizerType, tokenizer_type
 from megatronish.control_tokens import ByteControls, ControlEncoder, HuggingFaceControls, SentencePieceControls
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 from megatronish.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
@@ -109,7 +110,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(ordinary(path)))
         except (OSError, RuntimeError) as error:
             raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
         self._own_size = self.vocab_size = self._model.get_piece_size()
@@ -165,7 +166,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if path.is_dir() and not file.is_file():
             return cls.from_gpt2(path / "vocab.json", path / "merges.txt")
         try:
-            model = tokenizers.Tokenizer.from_file(str(file))
+            model = tokenizers.Tokenizer.from_file(str(ordinary(file)))
         except Exception as error:  # the library raises nothing narrower
             raise UserError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
         return cls(model, eod=_find_eod(model.token_to_id, file, first=_configured_eod(file.parent)))
@@ -247,9 +248,12 @@ def _configured_eod(folder: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a JSON object; correct or remove it")
+    token = found.get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     return (name,) if isinstance(name, str) else ()
 

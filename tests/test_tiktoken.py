@@ -162,6 +162,9 @@ def test_ranks_and_special_tokens_that_clash_are_refused(tmp_path: Path, ranks: 
     path.write_text(path.read_text() + "YWJjZGVm 3\n")
     with pytest.raises(UserError, match="gives two tokens one rank"):
         tiktoken(path)
+    path.write_text(text_file(tmp_path, ranks).read_text() + "YWJjZGVm 99999999999\n")
+    with pytest.raises(UserError, match="or one below 0 or above"):
+        tiktoken(path)
     with pytest.raises(UserError, match="has 'a' as a token of text, and as a special token"):
         tiktoken(text_file(tmp_path, ranks), tiktoken_special_tokens=("a", "</s>"))
     with pytest.raises(UserError, match="--tiktoken-num-special-tokens 3 is less than the 7"):

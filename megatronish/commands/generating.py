@@ -14,6 +14,7 @@ from megatronish.commands.inference_flags import GenerateArguments
 from megatronish.commands.opening import OpenedModel, open_model, sampling_of
 from megatronish.data.encoding import read_line
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 from megatronish.inference.generate import GeneratedToken, Sampling
 from megatronish.inference.session import Continuation
 from megatronish.inference.text_stream import TextStream
@@ -51,7 +52,7 @@ def check(arguments: GenerateArguments) -> None:
 def read_prompts(path: Path) -> tuple[str, ...]:
     """Prompts of a file, one per line; blank lines are skipped. UserError with the number of an invalid line."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = ordinary(path).read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"--prompts-file {path} cannot be read: {error.strerror}; check the path") from error
     found = []

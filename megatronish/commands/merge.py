@@ -4,6 +4,7 @@ The result is what preprocessing the joined texts in one call would write, byte 
 file in small pieces; of each document 12 bytes are in memory.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ def prefixes_of(given: str, *, output: str) -> list[str]:
 
 def absolute(prefix: str) -> Path:
     """The path of a prefix, links followed, for comparison with others."""
-    return idx_path(prefix).resolve()
+    return Path(os.path.realpath(idx_path(prefix)))
 
 
 def open_writer(prefix: str, *, dtype: np.dtype[Any]) -> IndexedWriter:

@@ -1,6 +1,7 @@
 """Opening of a trained model for the commands that generate: its files, its new layout, its tokenizer and adapters."""
 
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -112,7 +113,7 @@ def adapters_of(words: Iterable[str]) -> dict[str, Path]:
         name, equals, folder = word.partition("=")
         if not equals or "/" in name:
             folder = word
-            name = Path(word).resolve().name
+            name = Path(os.path.realpath(word)).name
         if not re.fullmatch(r"[^\s,/]+", name) or name == NONE:
             raise UserError(f"--adapter {word} has the name {name!r}; give it one without spaces that is not {NONE}")
         if name in found:

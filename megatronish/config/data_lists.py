@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from megatronish.files import ordinary
+
 Lists = list[tuple[str, tuple[str, ...]]]
 """[(field, its values), ...]"""
 
@@ -17,7 +19,7 @@ _ENTRY = re.compile(r"(\S+)\s+(\S+):(\S+)\s+(\S+)")
 def _read(path: str) -> str:
     """Text of a file; ValueError, a sentence, if there is none."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return ordinary(Path(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"{path} cannot be read ({reason}); correct the path") from None

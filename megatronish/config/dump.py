@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from megatronish.config.config import Config
+from megatronish.config.fields import fields_of
 
 
 def resolved(config: Config) -> dict[str, dict[str, Any]]:
@@ -24,8 +25,15 @@ Section = TypeVar("Section")
 
 
 def section_of(kind: type[Section], saved: Mapping[str, Any]) -> Section:
-    """Section of a config from its fields as `resolved` gives them; TypeError for a field that it does not have."""
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+    """Section of a config from its fields as `resolved` gives them; TypeError for a field or a value it cannot have."""
+    fields = fields_of(kind)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    for name, value in values.items():
+        if name not in fields:
+            raise TypeError(f"there is no {name}")
+        if not fields[name].takes(value):
+            raise TypeError(f"{name}={str(value)[:60]} must be {fields[name].wants}")
+    return kind(**values)
 
 
 def to_toml(config: Config) -> str:

@@ -67,6 +67,13 @@ class Field(NamedTuple):
             return f"{len(parts)} whole numbers"
         return SAMPLE_VALUES.get(self.type, "true or false")
 
+    def takes(self, value: Any) -> bool:
+        """Whether a value that was read from a file is of the field's type; None is of every type."""
+        types: dict[Any, Any] = {int: int, float: (int, float), str: str, Path: str, bool: bool}
+        wanted = tuple if get_origin(self.type) is tuple else types.get(self.type, object)
+        is_truth = isinstance(value, bool) and self.type in (int, float)
+        return value is None or (isinstance(value, wanted) and not is_truth)
+
 
 def one_of(values: Any) -> str:
     """[1, 2, 3] -> "1, 2 or 3"."""

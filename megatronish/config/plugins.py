@@ -6,6 +6,7 @@ a file. They come last on the path: a file of the user hides no installed module
 """
 
 import importlib
+import os
 import re
 import sys
 import traceback
@@ -49,7 +50,7 @@ def _make_importable(folder: Path) -> None:
 
 def _import(plugin: str) -> str:
     """Import a plug-in; returns the path of its file."""
-    name, path = module_name(plugin), Path(plugin).resolve() if plugin.endswith(".py") else None
+    name, path = module_name(plugin), Path(os.path.realpath(plugin)) if plugin.endswith(".py") else None
     if path is None and not re.fullmatch(r"\w+(\.\w+)*", plugin):
         raise UserError(
             f"--plugin {plugin or repr(plugin)} is no module; write my.module, or the path of a file that ends in .py"

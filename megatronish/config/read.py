@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
@@ -146,7 +145,7 @@ def _read_file(path: Path | None) -> Settings | str:
     except FileNotFoundError:
         others = [*sorted(map(str, path.parent.glob("*.toml"))), *shipped_configs()]
         return f"--config {path} does not exist; there are {', '.join(others)}"
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of its encoding, or of a number of thousands of digits
         return f"--config {path} is not TOML: {error}; correct that line"
     except OSError as error:
         return f"--config {path} cannot be read: {error.strerror}; name a readable TOML file"

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatronish.data.mapped import MappedArray
 from megatronish.errors import RunError, UserError
 from megatronish.files import AtomicFile
 
@@ -69,7 +70,8 @@ class IndexedTokens:
                 raise UserError(f"data file {path} does not exist; {_missing_remedy(self.prefix)}")
         index = idx_path(prefix)
         num_sequences, num_indices = self._read_header(index)
-        self._index = np.memmap(index, dtype=np.uint8, mode="r")
+        self._mapped = [MappedArray(index, np.uint8)]
+        self._index = self._mapped[0].values
         arrays = HEADER.size
         self.sequence_lengths = self._index[arrays : arrays + 4 * num_sequences].view("<i4")
         arrays += 4 * num_sequences
@@ -121,7 +123,13 @@ class IndexedTokens:
         if size != expected:
             fault = "is truncated" if size < expected else "is not the one its .idx was written for"
             raise UserError(f"{path} has {size} bytes but its .idx says {expected}: it {fault}; {REMEDY}")
-        return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
+        self._mapped.append(MappedArray(path, self.dtype))
+        return self._mapped[-1].values
+
+    def check_size(self) -> None:
+        """RunError if a file has become shorter since it was opened: reading on would end the process with SIGBUS."""
+        for mapped in self._mapped:
+            mapped.check()
 
     @property
     def num_documents(self) -> int:

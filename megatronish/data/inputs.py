@@ -10,6 +10,7 @@ import gzip
 import importlib
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ def same_names(files: Sequence[Path]) -> list[tuple[Path, Path]]:
     """Pairs of files that may hold the same texts: a file that is named twice, or with and without its compression."""
     seen, pairs = dict[Path, Path](), []
     for file in files:
-        stem = file.resolve()
+        stem = Path(os.path.realpath(file))
         while stem.suffix in SUFFIXES:
             stem = stem.with_suffix("")
         if stem in seen:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.indexed import IndexedTokens, bin_path
+from megatronish.data.mapped import MappedArray
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.errors import UserError
 from megatronish.files import AtomicFile, one_builder
@@ -80,6 +81,7 @@ class GPTSamples:
         self._order_identity = _hash(facts)
         self.identity = _hash((self._order_identity, file.content))
         self._epochs: dict[int, Epoch] = {}
+        self._mapped: dict[int, MappedArray] = {}  # files of the cache that epochs are in
         self.sample(0)  # so that data of another tokenizer shows at the start
 
     def sample(self, index: int) -> Sample:
@@ -87,6 +89,9 @@ class GPTSamples:
         # The S + 1 places [begin, end) of the epoch: documents end to end, in the epoch's order.
         number, place = divmod(index, self.num_samples)
         epoch = self._epoch(number)
+        self._file.check_size()
+        if number in self._mapped:
+            self._mapped[number].check()
         begin = int(epoch.cuts[place]) * self.seq_length
         end = begin + self.seq_length + 1
         # The d documents first..last that overlap it: where each starts in .bin and begins in the epoch. All are [d].
@@ -115,7 +120,9 @@ class GPTSamples:
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
             while len(self._epochs) >= EPOCHS_IN_MEMORY:
-                del self._epochs[next(iter(self._epochs))]
+                oldest = next(iter(self._epochs))
+                del self._epochs[oldest]
+                self._mapped.pop(oldest, None)
             documents = self._end - self._first
             values = self._cached(number, size=2 * documents + self.num_samples)
             self._epochs[number] = Epoch(*np.split(values, [documents, 2 * documents]))
@@ -126,10 +133,11 @@ class GPTSamples:
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
-        if (cached := _read(path, size=size)) is not None:
+        if (cached := self._kept(number, path, size=size)) is not None:
             return cached
+        self._file.check_size()
         with one_builder(path):
-            if (cached := _read(path, size=size)) is not None:  # by the process that this one waited for
+            if (cached := self._kept(number, path, size=size)) is not None:  # by the process that this one waited for
                 return cached
             values = self._build(number)
             try:
@@ -137,7 +145,14 @@ class GPTSamples:
             except OSError as error:  # a read-only folder or a full disk: only time is lost
                 logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
                 return values
-        return values if (cached := _read(path, size=size)) is None else cached
+        return values if (cached := self._kept(number, path, size=size)) is None else cached
+
+    def _kept(self, number: int, path: Path, *, size: int) -> NDArray[np.int64] | None:
+        """The arrays as the cache has them; None if it does not."""
+        if (mapped := _read(path, size=size)) is None:
+            return None
+        self._mapped[number] = mapped
+        return mapped.values[:size]
 
     def _build(self, number: int) -> NDArray[np.int64]:
         bounds = self._file.document_starts()[self._first : self._end + 1]
@@ -171,15 +186,16 @@ def _hash(facts: object) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _read(path: Path, *, size: int) -> NDArray[np.int64] | None:
-    """Values that `_write` wrote; None if the file is missing or not whole."""
+def _read(path: Path, *, size: int) -> MappedArray | None:
+    """Values that `_write` wrote, and their checksum; None if the file is missing or not whole."""
     try:
         if path.stat().st_size != 8 * (size + 1):
             return None
-        values = np.memmap(path, dtype="<i8", mode="r")
+        mapped = MappedArray(path, "<i8")
     except (OSError, ValueError):
         return None
-    return values[:-1] if zlib.crc32(values[:-1].data) == values[-1] else None
+    values = mapped.values
+    return mapped if zlib.crc32(values[:-1].data) == values[-1] else None
 
 
 def _write(path: Path, values: NDArray[np.int64]) -> None:

@@ -17,6 +17,7 @@ While a layer computes, a GPU gathers the next one's parameters: in a forward be
 backward because each unit knows which one comes next.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 
@@ -206,6 +207,8 @@ def _fully_shard(
 ) -> list[FSDPModule]:
     """From the last to the first, as a module takes what those inside it have not taken. Gradients add up as sums."""
     assert mesh is not None, "the mesh was made for another stage of ZeRO"
+    # torch warns, in every step after a save, of writing into the output: nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     precision = MixedPrecisionPolicy(
         param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
     )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 from megatronish.formats.weights import LazyTensor
 
 FILE = "model.safetensors"
@@ -91,7 +92,7 @@ def read_folder(folder: Path) -> dict[str, LazyTensor]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads(ordinary(path).read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(file, str) for file in places.values()):
             raise ValueError("a file's name is no text")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -102,7 +103,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def read_file(path: Path) -> dict[str, LazyTensor]:
     """Lazy tensors of one file, by name; UserError if it is missing or damaged."""
     try:
-        size = path.stat().st_size
+        size = ordinary(path).stat().st_size
         with path.open("rb") as stream:
             header, start = _read_header(path, stream, size)
     except OSError as error:

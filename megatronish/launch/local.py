@@ -50,6 +50,10 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 ABORT_SECONDS = 2.0  # the same where a rank was ended by SIGABRT
 FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
+REASONS: dict[int, str] = {
+    signal.SIGKILL: " (by hand, or because memory ran out)",
+    signal.SIGBUS: " (a file that it reads was cut short, of --data-path or its cache, or a disk failed)",
+}
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
 
@@ -292,8 +296,7 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, st
     if ending is None and culprit.is_late:
         message = f"it had not ended {FINISH_SECONDS:g} s after the first of the ranks"
     elif ending is None and code < 0:
-        reason = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
-        message = f"killed by {signal.Signals(-code).name}{reason}"
+        message = f"killed by {signal.Signals(-code).name}{REASONS.get(-code, '')}"
     elif ending is None and code == 0:
         message = "it ended with status 0 before the run had finished"
     elif ending is None:

@@ -24,6 +24,11 @@ REMEDIES: Final = {
     errno.ENOMEM: "the machine's memory is full; see the next start's first lines for what a rank needs",
 }
 MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+LOST_RANK = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
+    *("Socket Timeout", "remote process exited", "pair closure", "closed connection"),
+)
+"""What gloo and NCCL say where a rank on the other side has ended."""
 TOO_LARGE = (
     "the memory of this rank is full ({reason}); use a smaller --micro-batch-size, --recompute-granularity full, a "
     "higher --zero-stage, or more ranks. --dry-run says what a rank needs"
@@ -39,3 +44,8 @@ def mishap(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in reason for each in MEMORY)):
         return TOO_LARGE.format(reason=reason.rpartition("] ")[2][:200] or "no reason was given")
     return None
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended: that rank is the culprit, and not this one."""
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in LOST_RANK)

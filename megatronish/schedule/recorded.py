@@ -5,6 +5,7 @@ The file has the schedule's name and, for each stage, its actions in order as
 before its output is sent, so the time between actions is waiting time.
 """
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Recorded:
     def read(cls, path: Path) -> "Recorded":
         """Read such a file. UserError if it is not a recorded step."""
         try:
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is no file")
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = [[_row(fields) for fields in stage] for stage in content["stages"]]
             if not rows or not all(rows):
@@ -89,7 +92,7 @@ class Recorded:
             return cls(str(content["schedule"]), rows)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path} is not a recorded step ({error}); megatronish pretrain writes one with --profile-schedule"
             ) from error

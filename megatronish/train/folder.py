@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,9 @@ def make_writable(folder: Path, *, flag: str) -> None:
     """Make the folder if it is missing; UserError now, and not at the first checkpoint, if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        problem = None if os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
+        # Not os.access: network file systems and those of the kernel refuse what its modes allow.
+        with tempfile.TemporaryFile(dir=folder):
+            problem = None
     except OSError as error:
         problem = error.strerror
     if problem is not None:

@@ -131,9 +131,10 @@ class TrainingJob:
         except RuntimeError as error:
             if "allocate" not in str(error):
                 raise
+            reason = str(error).partition("\n")[0].rpartition("] ")[2]
             raise RunError(
-                f"the model's share of a rank does not fit into its memory ({str(error).splitlines()[0]}); spread it "
-                "further with --tp and --pp, or make it smaller"
+                f"the model's share of a rank does not fit into its memory ({reason}); spread it further with --tp and "
+                "--pp, or make it smaller"
             ) from error
 
     def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:

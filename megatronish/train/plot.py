@@ -21,10 +21,11 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
     """Objects of a file of JSON lines, without the line that a killed run left unfinished; no file has no objects."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for line in file:
-            with suppress(ValueError):
-                yield json.loads(line)
+            with suppress(ValueError, RecursionError):  # also of what is no text
+                if isinstance(found := json.loads(line), dict):
+                    yield found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The start of a run: its own newest checkpoint, that of --load, a Hugging Face model, or initial weights."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -173,11 +174,16 @@ def _look(keep: CheckpointConfig, own: Location) -> tuple[bool, Location | None]
     return has_begun, None if from_hf else _find(keep, own, has_begun=has_begun)
 
 
+def _name(folder: Location) -> str:
+    """Name of a folder, without links; links that go round in a circle are no error here."""
+    return os.path.realpath(folder) if isinstance(folder, Path) else str(folder.resolve())
+
+
 def _find(keep: CheckpointConfig, own: Location, *, has_begun: bool) -> Location | None:
     """Newest checkpoint of the run itself, or else of --load; UserError if a flag asks for one that does not exist."""
     source, step = own, keep.ckpt_step
     load = None if keep.load is None else location(keep.load)
-    if load is not None and folder_of(load).resolve() != own.resolve():
+    if load is not None and _name(folder_of(load)) != _name(own):
         source, step = (own, None) if has_begun else (load, step)
     elif load is not None:
         source = load

@@ -230,7 +230,10 @@ def _saving(job: TrainingJob, stopper: Stopper, begun: Begun, reference: Base | 
 
 
 def draw_curves(folder: Path) -> None:
-    """Draw the curves of a run; a picture that cannot be written is no reason to fail what is trained and saved."""
+    """Draw the curves of a run; what cannot be drawn is no reason to fail what is trained and saved.
+
+    Lines of metrics.jsonl may be from another program, and values in them of any type.
+    """
     # matplotlib takes a second to import: the others, and the start, need not wait for it.
     from megatronish.train.plot import plot_run
     from megatronish.train.plot_experts import plot_experts
@@ -238,7 +241,7 @@ def draw_curves(folder: Path) -> None:
     try:
         plot_experts(folder)
         plot_run(folder)
-    except OSError as error:
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
         print(f"the curves were not drawn: {mishap(error) or error}", file=sys.stderr)
 
 

@@ -4,7 +4,7 @@ Each hang is planted into a real run. It must be told within --hang-seconds + 3 
 the rank that hangs must be named; it is counted as exact if the collective, or what the rank does instead, is right
 too. A sound rank that is named alone is the worst: it makes the sweep fail, as does a hang that is told too late.
 
-    PYTHONPATH=.:tests/support python tests/attack/hangs_sweep.py (minutes; `make attack`)
+    PYTHONPATH=.:tests/support python tests/attack/hangs_sweep.py [KIND ...] (minutes; `make attack`)
 """
 
 import re
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import hangs
 from jobs import run_job, tiny
+from results import Result, publish
 
 LIMIT = 4.0
 SPARE = 3.0
@@ -70,7 +71,7 @@ SWEEP = [
 def main() -> int:
     """Run the sweep, print the table; 1 if a hang was told wrongly or too late."""
     wanted = sys.argv[1:]
-    told, exact, bad = 0, 0, 0
+    told, exact, bad, latest = 0, 0, 0, 0.0
     sweep = [hang for hang in SWEEP if not wanted or hang.kind in wanted]
     print(f"{'hang':44} {'layout':24} rank  told after  verdict")
     for hang in sweep:
@@ -81,13 +82,14 @@ def main() -> int:
         in_time = status == 1 and seconds <= LIMIT + SPARE
         told, exact = told + (named and in_time), exact + right
         verdict = "exact" if right else "rank right" if named else "WRONG"
-        bad += not (named and in_time)
+        bad, latest = bad + (not (named and in_time)), max(latest, seconds)
         late = "" if in_time else " LATE"
         print(f"{hang.name:44} {hang.layout:24} {hang.rank:4}  {seconds:8.1f} s  {verdict}{late}", flush=True)
         if not right:
             print(f"    status {status}: {sentence[:600]}")
-    print(f"{len(sweep)} hangs: {told} told in time with the right rank, {exact} exact")
-    return 1 if bad else 0
+    kinds = len({hang.kind for hang in sweep})
+    measured = f"of {kinds} kinds; {told} named in time, {exact} exactly; at most {latest:.1f} s, limit {LIMIT:g} s"
+    return publish(Result("hangs", len(sweep), bad, measured))
 
 
 def run(hang: Hang) -> tuple[float, str, int]:

@@ -424,6 +424,7 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
         ("ds.json", '{"train_batch_size": "many"}', r'train_batch_size="many" must be a whole number'),
         ("ds.json", '{"optimizer": 3}', r"optimizer=3 must be an object of settings"),
         ("ds.json", '{"gradient_accumulation_steps": []}', r"gradient_accumulation_steps=\[\] must be a number"),
+        ("ds.json", '{"\\ud800": 1}', r"ds.json has half a surrogate pair, which is no text"),
         ("ds.json", " \n", r"ds.json is empty: it has no settings; name another file"),
         ("config.yml", "# nothing\n", r"config.yml is empty: it has no settings; name another file"),
         ("ds.json", None, r"ds.json cannot be read: No such file or directory; correct the path"),

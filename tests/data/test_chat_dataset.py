@@ -13,10 +13,11 @@ from chat_tokenizers import said, save_tokenizer, write_lines
 from megatronish.config.chat import ChatConfig
 from megatronish.config.data import DataConfig
 from megatronish.data.chat.dataset import ChatDataset
-from megatronish.data.chat.masked import mask_path
+from megatronish.data.chat.masked import counts_path, mask_path
 from megatronish.data.chat.packing import WINDOW, packs_of
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.datasets import build_datasets
+from megatronish.data.indexed import bin_path
 from megatronish.data.samples import TooSmallError
 from megatronish.errors import UserError
 from megatronish.streams import numpy_stream
@@ -149,6 +150,23 @@ def test_a_damaged_mask_is_one_sentence(tmp_path: Path) -> None:
     mask_path(Path(prefix)).write_bytes(content[:-1])
     with pytest.raises(UserError, match=r"\.mask is missing or truncated; remove"):
         open_chats(tmp_path, path)
+
+
+def test_damaged_tokens_and_counts_are_one_sentence(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", records(9))
+    prefix = Path(open_chats(tmp_path, path).files[0].masked.file.prefix)
+    tokens = bytearray(bin_path(prefix).read_bytes())
+    bin_path(prefix).write_bytes(b"\xff\xff" + tokens[2:])
+    with pytest.raises(UserError, match=r"\.bin holds a token id outside of the vocabulary of \d+ .*; remove"):
+        open_chats(tmp_path, path)
+    bin_path(prefix).write_bytes(tokens)
+    for content, told in (
+        (b"\xef", r"\.json cannot be read .*; remove it"),
+        (b'{"records": []}', r"'records' is none of its values"),
+    ):
+        counts_path(prefix).write_bytes(content)
+        with pytest.raises(UserError, match=told):
+            open_chats(tmp_path, path)
 
 
 # what is wrong

@@ -14,6 +14,7 @@ from ranks import run_ranks, wait_until, warm_context
 
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
 from megatronish.data.samples import GPTSamples
+from megatronish.errors import RunError
 from megatronish.files import one_builder
 from megatronish.launch.place import Place
 
@@ -260,3 +261,14 @@ def test_ids_beyond_the_vocabulary_are_named(prefix: Path) -> None:
     file = IndexedTokens(prefix)
     with pytest.raises(ValueError, match=r"data\.bin holds token id \d+, but the vocabulary has 5; train with the"):
         GPTSamples(file, name="x", first_document=0, end_document=100, seq_length=S, seed=1, vocab_size=5)
+
+
+@pytest.mark.parametrize("end", ["data.bin", "data.idx", "*.epoch"])
+def test_a_file_cut_short_while_it_is_read_is_told_and_no_bus_error(prefix: Path, tmp_path: Path, end: str) -> None:
+    samples = open_samples(prefix, cache=tmp_path / "cache")
+    samples.sample(0)
+    (path,) = [*tmp_path.glob(end), *tmp_path.glob(f"cache/{end}")]
+    size = path.stat().st_size
+    os.truncate(path, 0)
+    with pytest.raises(RunError, match=rf"{path} has 0 bytes and had {size} when this run opened it: .*copy or make"):
+        samples.sample(1)

@@ -1,6 +1,7 @@
 """Launchers in processes of their own, forked from the warm server of ranks.py, and what their ranks do in tests."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -46,6 +47,15 @@ def rank_one_is_killed(place: Place) -> int:
     join(place)
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return 0
+
+
+def rank_one_meets_a_bus_error(place: Place) -> int:
+    join(place)
+    if place.rank == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), signal.SIGBUS)
     dist.barrier()
     return 0
 

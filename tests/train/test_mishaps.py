@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,21 @@ import pytest
 import torch
 from jobs import call_main, run_job, tiny
 
-from megatronish.launch.mishaps import mishap
+from megatronish.commands.generating import read_prompts
+from megatronish.config.data import DataConfig
+from megatronish.config.dump import section_of
+from megatronish.config.importers.command import import_config
+from megatronish.config.model import ModelConfig
+from megatronish.data.chat.model_files import read_template
+from megatronish.errors import UserError
+from megatronish.formats.hf.config_json import read_json
+from megatronish.formats.peft import config as peft
+from megatronish.formats.safetensors import read_file
+from megatronish.launch.mishaps import is_lost_rank, mishap
 from megatronish.launch.slurm import expand_hosts
+from megatronish.schedule.recorded import Recorded
+from megatronish.tokenizer import build_tokenizer
+from megatronish.train.folder import make_writable
 from megatronish.train.run import draw_curves
 
 MAKE: dict[str, Callable[[Path], None]] = {
@@ -57,6 +71,71 @@ def test_a_folder_in_the_place_of_data_is_told(tmp_path: Path) -> None:
     assert ended.status == 2 and f"{tmp_path}/x.bin is no file but a folder, a pipe or a device" in ended.errors
 
 
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.json": lambda path: read_json(path.parent),
+    "model.safetensors": read_file,
+    "adapter_config.json": peft.read_config,
+    "ds_config.json": lambda path: import_config("deepspeed", path),
+    "template.jinja": read_template,
+    "prompts.txt": read_prompts,
+    "words.tiktoken": lambda path: build_tokenizer(DataConfig(tokenizer_type="tiktoken", tokenizer_model=str(path))),
+    "tokenizer.json": lambda path: build_tokenizer(DataConfig(tokenizer_type="huggingface", tokenizer_model=str(path))),
+    "a.model": lambda path: build_tokenizer(DataConfig(tokenizer_type="sentencepiece", tokenizer_model=str(path))),
+    "recorded.json": Recorded.read,
+}
+
+
+@pytest.mark.parametrize("name", list(READERS))
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=name):
+        READERS[name](tmp_path / name)
+
+
+def test_a_pipe_of_the_shell_is_read_as_a_file() -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream:
+        stream.write("a prompt")
+    try:
+        assert read_prompts(Path(f"/dev/fd/{read}")) == ("a prompt",)
+    finally:
+        os.close(read)
+
+
+def test_links_that_go_round_hold_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    ended = call_main(tiny(tmp_path / "run", f"--load {tmp_path}/circle"))
+    assert ended.status == 2 and f"{tmp_path}/circle holds no checkpoint" in ended.errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_folder_whose_modes_allow_what_its_file_system_refuses_is_told() -> None:
+    with pytest.raises(UserError, match=r"--save /proc/self/fdinfo cannot be written: .*; choose another"):
+        make_writable(Path("/proc/self/fdinfo"), flag="--save")
+
+
+def test_a_config_with_a_number_of_thousands_of_digits_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f"[model]\nnum_layers = {'1' * 5000}\n")
+    ended = call_main(tiny(tmp_path / "run", f"--config {tmp_path}/a.toml"))
+    assert ended.status == 2 and f"--config {tmp_path}/a.toml is not TOML" in ended.errors
+
+
+def test_a_saved_config_with_values_of_other_types_is_refused() -> None:
+    assert section_of(ModelConfig, {"num_layers": 2, "rotary_base": 10}).num_layers == 2
+    with pytest.raises(TypeError, match="num_layers=two must be a whole number"):
+        section_of(ModelConfig, {"num_layers": "two"})
+    with pytest.raises(TypeError, match="there is no layers"):
+        section_of(ModelConfig, {"layers": 2})
+
+
+@pytest.mark.parametrize(
+    "values", [{"r": "x"}, {"r": 0}, {"lora_alpha": "x"}, {"lora_dropout": "x"}, {"rank_pattern": 3}]
+)
+def test_numbers_of_an_adapter_that_are_none_are_told(tmp_path: Path, values: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="fetch the file again"):
+        peft.our_config(tmp_path / "adapter_config.json", {"peft_type": "LORA", **values})
+
+
 def plant_memory_error() -> None:
     """Planted in a job: the first step cannot have its memory."""
     from megatronish.train.engine import Engine
@@ -85,6 +164,11 @@ def test_mishaps_have_remedies_and_bugs_keep_their_tracebacks() -> None:
     assert mishap(MemoryError()) is not None
     assert mishap(RuntimeError("shapes differ")) is None
     assert mishap(FileNotFoundError(errno.ENOENT, "none", "x")) is None
+
+
+def test_a_collective_that_lost_its_rank_is_known_by_what_the_backend_says() -> None:
+    assert is_lost_rank(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"))
+    assert not is_lost_rank(RuntimeError("shapes differ")) and not is_lost_rank(BrokenPipeError("Broken pipe"))
 
 
 def test_curves_that_cannot_be_drawn_fail_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

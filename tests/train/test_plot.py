@@ -75,8 +75,10 @@ def test_a_repeated_step_counts_once_and_a_loss_that_is_no_number_leaves_a_gap(
     lines = [(1, 4.0), (2, 3.0), (4, 9.9), (3, None), (4, 2.0)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, "loss": loss, "learning_rate": 0.1}) + "\n" for step, loss in lines)
-        + '{"step": 5, "lo'
+        + '{"step": 5, "lo\n3\n'
     )
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\x93 of another program\n")
     plot_run(tmp_path)
     line = figure[0].axes[0].get_lines()[0]
     assert list(line.get_xdata()) == [1, 2, 3, 4]

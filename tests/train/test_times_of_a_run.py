@@ -83,6 +83,14 @@ def test_the_ledger_moves_what_was_done_again_and_counts_the_pause_after_a_failu
     assert ledger.begin(6, now=1e6) is None and ledger.seconds["down"] == 3.0  # nobody waited
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"counts": {"starts": {}}}', '{"seconds": 3}', '{"seen": "x"}', '{"seconds": {"\\ud800": 1}}']
+)
+def test_a_ledger_that_cannot_be_read_begins_again(tmp_path: Path, text: str) -> None:
+    (tmp_path / "goodput.json").write_text(text)
+    assert Ledger.read(tmp_path / "goodput.json") == Ledger()
+
+
 def test_a_killed_run_accounts_for_its_time_and_its_recovery(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = tiny(run_dir, "--dp 2 --train-iters 100000 --save-interval 3")

@@ -50,6 +50,15 @@ def run_importer(framework: Framework, argv: Sequence[str]) -> int:
 
 def import_config(framework: Framework, path: Path, *, dp: int | None = None) -> str:
     """Text of a TOML file for --config; UserError if the file cannot be read."""
+    text = _toml_of(framework, path, dp=dp)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path} has half a surrogate pair, which is no text ({error.reason}); correct it") from error
+    return text
+
+
+def _toml_of(framework: Framework, path: Path, *, dp: int | None) -> str:
     values = read_json(path) if path.suffix == ".json" or framework == "deepspeed" else read_yaml(path)
     if framework == "deepspeed":
         return from_deepspeed(values, dp=dp).to_toml(path)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from megatronish.config.dump import toml_value
 from megatronish.config.fields import FIELDS, SECTIONS
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 
 
 class Imported:
@@ -132,7 +133,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = ordinary(path).read_text(encoding="utf-8")
         values = parse(text) if text.strip() else None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; correct the path") from error

@@ -51,8 +51,17 @@ class ChatCounts:
         self.ends = dict(Counter(self.ends) + Counter(names))
 
     def as_json(self) -> dict[str, Any]:
-        """Object from which `ChatCounts(**object)` makes the counts again."""
+        """Object from which `of_json` makes the counts again."""
         return asdict(self)
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> "ChatCounts":
+        """Counts of an object; ValueError if it has other names, or values of other types."""
+        empty = asdict(cls())
+        for name, value in found.items():
+            if name not in empty or type(value) is not type(empty[name]):
+                raise ValueError(f"{name[:40]!r} is none of its values, or of another type")
+        return cls(**found)
 
 
 def _reason(error: Exception) -> str:

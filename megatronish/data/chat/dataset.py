@@ -167,6 +167,7 @@ def open_chats(source: DatasetSource, settings: DatasetSettings) -> ChatDataset:
     assert settings.chats is not None, "chats need a setup"
     path = Path(source.path)
     masked = prepared(path, settings.chats, cache=Path(settings.cache_path) if settings.cache_path else None)
+    masked.check_ids(settings.vocab_size)
     file = ChatFile(masked, path, part=source.part, seq_length=settings.seq_length, seed=settings.seed)
     _refuse_empty(file, source, settings)
     rows = ChatRows(settings.seq_length, settings.seed, settings.eod, settings.chats.config.pack_samples)

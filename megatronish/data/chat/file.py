@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronish.data.chat.counts import ChatCounts
 from megatronish.data.chat.masked import MaskedTokens
 from megatronish.data.chat.preferences import PAIRED
 from megatronish.streams import numpy_stream
@@ -49,7 +48,7 @@ class ChatFile:
         self, masked: MaskedTokens, path: Path, *, part: tuple[float, float], seq_length: int, seed: int
     ) -> None:
         self.path, self.masked = path, masked
-        self.counts = ChatCounts(**masked.counts)
+        self.counts = masked.counts
         self.is_paired = self.counts.chat_format in PAIRED
         self._texts_each = 2 if self.is_paired else 1
         self.num_in_file = len(masked) // self._texts_each

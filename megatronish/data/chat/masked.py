@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.data.chat.counts import ChatCounts
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
+from megatronish.data.mapped import MappedArray
 from megatronish.errors import UserError
-from megatronish.files import AtomicFile
+from megatronish.files import AtomicFile, ordinary
 
 MAGIC = b"MSHMASK1"
 HEADER = struct.Struct("<8s32sI")
@@ -43,29 +45,52 @@ class MaskedTokens:
         if len(head) < HEADER.size or path.stat().st_size != HEADER.size + self.file.num_tokens:
             raise UserError(f"{path} is missing or truncated; remove {prefix}.* so that it is made again")
         magic, identity, checksum = HEADER.unpack(head)
-        mask = np.memmap(path, np.uint8, "r", HEADER.size) if self.file.num_tokens else np.empty(0, np.uint8)
+        self._mapped = MappedArray(path, np.uint8, offset=HEADER.size)
+        mask = self._mapped.values
         if magic != MAGIC or identity.hex() != self.file.identity or zlib.crc32(mask.data) != checksum:
             raise UserError(f"{path} is damaged or of another .idx; remove {prefix}.* so that it is made again")
         self._mask = mask
         self._starts = self.file.document_starts()
         self.checksum = checksum
-        self.counts: dict[str, Any] = json.loads(counts_path(prefix).read_text())
+        self.counts = _read_counts(counts_path(prefix))
 
     @property
     def identity(self) -> tuple[str, str, int]:
         """Hashes of lengths, tokens and mask."""
         return self.file.identity, self.file.content, self.checksum
 
+    def check_ids(self, vocab_size: int) -> None:
+        """UserError if a token is outside of the vocabulary, for which it was made: the .bin is damaged."""
+        tokens = self.file.tokens
+        if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
+            raise UserError(
+                f"{self.file.prefix}.bin holds a token id outside of the vocabulary of {vocab_size} and is damaged; "
+                f"remove {self.file.prefix}.* so that it is made again"
+            )
+
     def __len__(self) -> int:
         return self.file.num_documents
 
     def tokens(self, document: int) -> NDArray[Any]:
         """Tokens of one sample, a view of the file."""
+        self.file.check_size()
         return self.file.document(document)
 
     def mask(self, document: int) -> NDArray[np.bool_]:
         """Whether each token of the sample is trained, a view of the file."""
+        self._mapped.check()
         return self._mask[self._starts[document] : self._starts[document + 1]].view(np.bool_)
+
+
+def _read_counts(path: Path) -> ChatCounts:
+    """Content of the .json; UserError if it is damaged."""
+    try:
+        counts = json.loads(ordinary(path).read_text())
+        if not isinstance(counts, dict):
+            raise ValueError("it is no JSON object")
+        return ChatCounts.of_json(counts)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); remove it, so that all is made again") from error
 
 
 class MaskedWriter:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -36,7 +37,7 @@ def read_model_templates(folder: Path) -> ModelTemplates:
 def read_template(path: Path) -> str:
     """Text of a file; UserError if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return ordinary(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"chat template {path} cannot be read ({error}); correct the path or the file") from error
 
@@ -50,7 +51,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(ordinary(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); correct or remove it") from error
     if not isinstance(found, dict):

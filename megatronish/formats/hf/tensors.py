@@ -17,7 +17,7 @@ from torch import Tensor
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
-from megatronish.files import new_folder
+from megatronish.files import new_folder, ordinary
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
@@ -56,9 +56,12 @@ def _stops_of_generation(load: Path) -> set[int]:
     if not path.is_file():
         return set()
     try:
-        stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        stops = json.loads(ordinary(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
+    if not isinstance(stops, dict):
+        raise UserError(f"{path} is not a JSON object; correct or remove it")
+    stops = stops.get("eos_token_id")
     found = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if not all(isinstance(token, int) for token in found):
         raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; correct it")

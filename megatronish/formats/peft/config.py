@@ -8,12 +8,14 @@ from typing import Any
 
 from megatronish.config.adapter import AdapterConfig
 from megatronish.errors import UserError
+from megatronish.files import ordinary
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.weights import Description
 from megatronish.model.adapters import lora_settings
 
 CONFIG = "adapter_config.json"
 DOWN = (".down_proj", ".mlp.c_proj", ".dense_4h_to_h")
+LARGEST_RANK = 2**31
 NOT_DONE = {
     "use_dora": "DoRA",
     "lora_bias": "biases of adapters",
@@ -69,12 +71,16 @@ def their_config(
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(ordinary(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; name a folder that PEFT has saved") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} is no JSON object; fetch it again")
     return found
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:60]
 
 
 def our_config(path: Path, theirs: Mapping[str, Any]) -> AdapterConfig:
@@ -96,14 +102,25 @@ def our_config(path: Path, theirs: Mapping[str, Any]) -> AdapterConfig:
         return AdapterConfig(adapter_type="ia3")
     _refuse_no_numbers(path, theirs)
     rank, alpha, rs = theirs.get("r", 8), theirs.get("lora_alpha", 8), bool(theirs.get("use_rslora"))
+    dropout = theirs.get("lora_dropout") or 0.0
+    ranks, alphas = theirs.get("rank_pattern") or {}, theirs.get("alpha_pattern") or {}
+    if not isinstance(ranks, dict) or not isinstance(alphas, dict):
+        raise UserError(f"{path}: rank_pattern and alpha_pattern must be objects of numbers; fetch the file again")
+    for each in (rank, *ranks.values()):
+        if type(each) is not int or not 1 <= each < LARGEST_RANK:
+            raise UserError(f"{path}: a rank of {_shown(each)} must be a whole number from 1; fetch the file again")
+    for each in (alpha, *alphas.values(), dropout):
+        if type(each) not in (int, float) or not 0 <= each < LARGEST_RANK:
+            raise UserError(
+                f"{path}: lora_alpha and lora_dropout must be numbers from 0, not {_shown(each)}; fetch the file again"
+            )
     config = AdapterConfig(
         adapter_type="lora",
         lora_rank=rank,
         lora_alpha=float(alpha),
-        lora_dropout=float(theirs.get("lora_dropout") or 0.0),
+        lora_dropout=float(dropout),
         use_rslora=rs,
     )
-    ranks, alphas = theirs.get("rank_pattern") or {}, theirs.get("alpha_pattern") or {}
     for name in {*ranks, *alphas}:
         their_rank = ranks.get(name, rank)
         scale = alphas.get(name, alpha) / (math.sqrt(their_rank) if rs else their_rank)

@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatronish.files import ordinary
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import PhaseName, RankRecord
 
@@ -38,6 +39,7 @@ CAUSES = {
 """Causes of the ledger by the phases of a rank."""
 COUNTS = ("last_step", "steps", "starts", "lost_steps")
 WRITE_SECONDS = 5.0
+MOST_SECONDS = 2.0**40
 
 
 @dataclass
@@ -58,15 +60,13 @@ class Ledger:
     def read(cls, path: Path) -> "Ledger":
         """The ledger of the starts before; a new one where there is none that can be read."""
         try:
-            found = cls(**json.loads(path.read_text()))
-            return (
-                found
-                if isinstance(found.seconds, dict)
-                and isinstance(found.counts, dict)
-                and isinstance(found.recoveries, list)
-                else cls()
-            )
-        except (OSError, ValueError, TypeError):
+            found = cls(**json.loads(ordinary(path).read_text()))
+            numbers = [*found.seconds.values(), *found.recoveries, found.seen, found.seconds_to_first_step or 0.0]
+            is_sound = all(type(each) in (int, float) and abs(each) < MOST_SECONDS for each in numbers)
+            is_sound &= all(name.isascii() for name in found.seconds)
+            is_sound &= all(type(each) is int and each >= 0 for each in found.counts.values())
+            return found if is_sound else cls()
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return cls()
 
     @property

@@ -15,6 +15,7 @@ from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.run import CheckpointConfig
+from megatronish.launch.mishaps import is_lost_rank
 from megatronish.mesh import Mesh
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.state import num_not_finite, tensors_of
@@ -148,7 +149,8 @@ class Save(Hook):
         try:
             path, seconds, complaints = future.result()
         except Exception as error:
-            what = error.what if isinstance(error, SaveError) else f"the checkpoint of step {step} failed: {error}"
+            why = "is not whole: another rank has ended" if is_lost_rank(error) else f"failed: {error}"
+            what = error.what if isinstance(error, SaveError) else f"the checkpoint of step {step} {why}"
             self._tell(f"{what}. Those before it are whole; {then}")
             return
         self.saved_step = step
