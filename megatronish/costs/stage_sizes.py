@@ -5,6 +5,8 @@ from functools import cached_property
 
 from megatronish.config.config import Config
 from megatronish.costs.activations import Instant, StageLoad
+from megatronish.costs.adapter_activations import AdapterActivations
+from megatronish.costs.adapters import adapter_parameters
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.layer_specs import ExpertsSpec, LayerSpec, layer_specs
@@ -69,6 +71,16 @@ class StageSizes:
         """Elements of an embedding on this rank."""
         model = self.config.model
         return model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
+
+    @property
+    def freezes(self) -> bool:
+        """Whether adapters learn, and the model itself is frozen."""
+        return self.config.adapter.is_used
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of an element of a weight's gradient before it is added to its sum: none where it is added at once."""
+        return 0 if self.freezes or (self.width == 4 and self.zero < 2) else self.width
 
     @property
     def ties_here(self) -> bool:
@@ -162,12 +174,29 @@ class StageSizes:
             if self.config.layout.cp == 1 and training.micro_batch_size > 1 and not drops:
                 found += unit * heads  # in the order of the heads, and in that of the sequence
         if isinstance(spec.mlp, ExpertsSpec):
-            found += self.tokens * model.hidden_size * 4 / self.tp - self.residual
+            routed = (
+                0 if self.freezes else self.tokens * model.hidden_size * 4 / self.tp
+            )  # in fp32, if the router learns
+            found += routed - self.residual
             if self.kernels and spec.mlp.expert.activation == "swiglu":
                 found -= unit * spec.mlp.num_chosen * spec.mlp.expert.ffn_size
         elif self.kernels and spec.mlp.activation == "swiglu" and spec.mlp.is_plain:
             found -= unit * spec.mlp.ffn_size
-        return found
+        return found + self.of_adapters(spec)
+
+    def of_adapters(self, spec: LayerSpec) -> float:
+        """What a layer keeps more, or fewer, because its weights are frozen; of layers alike the first one's."""
+        if not self.freezes:
+            return 0
+        number = next(
+            layer
+            for layers, specs in zip(self.stage.layers, self.specs, strict=True)
+            for layer, each in zip(layers, specs, strict=True)
+            if each == spec
+        )
+        unit = self.tokens * self.width
+        activations = AdapterActivations(self.config.adapter, unit=unit, tp=self.tp, residual=self.residual)
+        return activations.of_layer(f"layers.{number}", spec)
 
     def matrix_of(self, spec: LayerSpec) -> int:
         """Elements of a layer's largest weight on this rank."""
@@ -178,3 +207,12 @@ class StageSizes:
         """Parameters of a layer on this rank."""
         grid = self.config.parallel.expert_layout
         return spec.cost(self.config.model).parameters.per_rank(self.tp, experts=grid.ep * grid.etp)
+
+    def learned_of(self, spec: LayerSpec) -> int:
+        """Parameters of a layer on this rank that learn; of adapters the mean of all layers."""
+        if not self.freezes:
+            return self.parameters_of(spec)
+        layers = self.stage.all_layers
+        grid = self.config.parallel.expert_layout
+        adapters = adapter_parameters(self.config.model, layers, self.config.adapter)
+        return adapters.per_rank(self.tp, experts=grid.ep * grid.etp) // max(1, len(layers))

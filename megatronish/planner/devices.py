@@ -22,14 +22,20 @@ class Device:
 
     name: str
     bf16_tflops: float
+    """Dense peak in 16 bits, by the data sheet."""
     fp32_tflops: float
     memory_gib: float
     hbm_gb_s: float
+    """Of the device's own memory."""
     sms: int
+    """Processors over which the tiles of a product are dealt."""
     node_gb_s: float
+    """To the other devices of its node."""
     network_gb_s: float
+    """To other nodes, over its network card."""
     gpus_per_node: int = 8
     achievable_tflops: float | None = None
+    """What the best matrix product reaches for a long time, as measured; None: .8 of the peak."""
     sustained: float = 0.88
     """Part of the achievable rate that the power limit leaves in a training step; 1 where a probe measured it there."""
     all_reduce_gb_s: float | None = None

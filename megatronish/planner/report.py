@@ -56,7 +56,7 @@ def heading(search: Search) -> str:
     work, device = search.work, search.device
     sizes = {"vocab_size": work.vocab_size, "seq_length": work.seq_length}
     total, active = num_parameters(work.model, **sizes), num_active_parameters(work.model, **sizes)
-    experts = f", of which a token passes {active / 1e9:.1f}" if active != total else ""
+    experts = f", of which a token passes {in_words(active)}" if active != total else ""
     calibrated = (
         f"calibrated: {device.calibrated}"
         if device.calibrated
@@ -64,7 +64,7 @@ def heading(search: Search) -> str:
     )
     return "\n".join(
         [
-            f"model: {total / 1e9:.1f} billion parameters{experts}; a step: {work.global_batch} samples of "
+            f"model: {in_words(total)} parameters{experts}; a step: {work.global_batch} samples of "
             f"{work.seq_length}, {work.tokens:,} tokens, {work.precision}",
             f"devices: {search.gpus} {device.name}, {device.gpus_per_node} a node, {device.node_gb_s:g} GB/s inside, "
             f"{device.network_gb_s:g} GB/s a device to other nodes; {calibrated}",
@@ -102,7 +102,7 @@ def short_report(search: Search, chosen: ShortList) -> str:
                 f"{planned.fullest.memory.total / GIB:.1f}",
             ]
         )
-    length = f" for {tokens / 1e9:,.0f} billion tokens" if tokens else ""
+    length = f" for {in_words(tokens)} tokens" if tokens else ""
     return "\n".join(
         [
             heading(search),
@@ -122,9 +122,24 @@ def short_report(search: Search, chosen: ShortList) -> str:
 def between(low: float, high: float) -> str:
     """Two numbers as `12.1-12.5`, or one where they are the same as printed."""
     first, second = (
-        f"{each:,.0f}" if high >= 1000 else f"{each:.1f}" if high >= 20 else f"{each:.2f}" for each in (low, high)
+        f"{each:,.0f}"
+        if high >= 1000
+        else f"{each:.1f}"
+        if high >= 20
+        else f"{each:.2f}"
+        if high >= 1
+        else f"{each:.3g}"
+        for each in (low, high)
     )
     return first if first == second else f"{first}-{second}"
+
+
+def in_words(number: float) -> str:
+    """174600000000 -> `174.6 billion`: four digits and the unit that fits."""
+    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:,.0f}"
 
 
 def explanation(search: Search, planned: Planned) -> str:
