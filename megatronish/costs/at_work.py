@@ -3,12 +3,13 @@
 The largest at a time: sums of what an operator reads and writes besides activations, as it is on a GPU.
 """
 
-from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 
 from megatronish.costs.stage_sizes import StageSizes
 from megatronish.costs.state_traffic import StateTraffic
+from megatronish.costs.zero2_buffers import BufferBytes, Zero2Buffers
 from megatronish.layer_specs import ExpertsSpec, LayerSpec
 
 BLOCK_BYTES = 8 * 2**20
@@ -18,8 +19,11 @@ NEWTON_SCHULZ = 4
 """Matrices at once in a step of Muon's iterations: the matrix, two of its steps and its square."""
 
 
+@dataclass
 class StageWork(StageSizes):
     """What is at work on a stage; sizes are bytes of one micro-batch."""
+
+    _buffers: dict[tuple[int, frozenset[int]], BufferBytes] = field(default_factory=dict)
 
     @cached_property
     def layer_sizes(self) -> list[int]:
@@ -57,19 +61,27 @@ class StageWork(StageSizes):
             found = max(found, count.without_experts.per_rank(self.tp), count.experts // (grid.ep * grid.etp))
         return found
 
-    def before(self, begun: Collection[int]) -> float:
+    @cached_property
+    def _traffic(self) -> StateTraffic:
+        return StateTraffic(self.config, self.stage, 0, self.vocab_size)
+
+    def buffers(self, chunk: int, begun: frozenset[int]) -> BufferBytes:
+        """Buffers of ZeRO-2 in a backward of a chunk, when these chunks have had one before."""
+        key = (chunk, begun)
+        if key not in self._buffers:
+            buffers = Zero2Buffers(self._traffic.parameters, list(self._traffic.buckets()))
+            for other in (*sorted(begun - {chunk}), *sorted(begun & {chunk})):
+                buffers.backward(other)
+            self._buffers[key] = buffers.backward(chunk)
+        return self._buffers[key]
+
+    def before(self, chunk: int, begun: frozenset[int]) -> float:
         """Gradients of backwards before, of these chunks, that are still on their way when another one begins."""
         if self.zero < 2 or not begun:
             return 0
         if self.zero == 3:  # the last unit's: with several chunks it may be a layer's
             return self.reduced_width * (self.learned_rest if len(self.specs) == 1 else self.largest_unit)
-        bucket, layers, table = self.config.parallel.ddp_bucket_size, self.largest_chunk, 0
-        if self.stage.is_first and 0 in begun:
-            table = self.learned_table
-        has_layers = layers < bucket and (self.merges_table or not table)
-        if self.stage.is_last and self.config.model.tied and not self.stage.is_first:
-            table, has_layers = self.learned_table, False  # the tied table is the last bucket, as two stages sum it
-        return 4 * (table + (layers if has_layers else bucket / 16))
+        return self.buffers(chunk, begun).before
 
     @property
     def merges_table(self) -> bool:
@@ -77,39 +89,31 @@ class StageWork(StageSizes):
         is_apart = self.config.model.tied and self.config.layout.pp > 1
         return self.stage.is_first and self.largest_chunk < self.config.parallel.ddp_bucket_size and not is_apart
 
-    def shared_work(self, before: float) -> float:
+    def shared_work(self, chunk: int, begun: frozenset[int]) -> float:
         """What ZeRO has whole while a layer is at work, and the gradient of a tied table, which waits for its sum."""
         tied = self.gradient_width * self.table if self.ties_here else 0
         sizes = self.layer_sizes
         if self.zero == 2:
-            layers, bucket = self.largest_chunk, self.config.parallel.ddp_bucket_size
-            filling = min(layers, bucket + max(map(self.matrix_of, chain(*self.specs)), default=0) / 2)
-            # The head's bucket is on its way; the embedding's is the last one, unless it is that of layers.
-            is_with_table = (self.stage.is_last and not self.ties_here) or self.merges_table
-            if self.stage.is_last and not self.ties_here:
-                before = 0  # the head's takes its place
-            return tied + before + 4 * (filling + self.learned_table * is_with_table)
+            return tied + self.buffers(chunk, begun).layers
         if self.zero == 3 and sizes:
             # Gathered: the rest of the stage, a layer and the next one; of the gradients the head's and the layer's.
             again = 0 if self.freezes else 1
             following = max((a + b + again * a for a, b in pairwise(sizes)), default=(1 + again) * max(sizes))
             head = self.learned_table if self.stage.is_last else 0
-            reduced = max(before, self.reduced_width * self.largest_unit)
+            reduced = max(self.before(chunk, begun), self.reduced_width * self.largest_unit)
             return self.width * (self.rest + head + following) + reduced
         return tied
 
-    @property
-    def of_end(self) -> float:
+    def of_end(self, chunk: int, begun: frozenset[int]) -> float:
         """Gradient of the embedding, and of a table that is also the head's two and their sum."""
         if self.zero == 3:
             return self.rest * self.width + self.learned_rest * (self.width + self.reduced_width)
-        table = self.gradient_width * self.table * (3 if self.ties_here else 1) if self.stage.is_first else 0
+        one = self.gradient_width * self.table if self.stage.is_first else 0
+        table = one * (3 if self.ties_here else 1)
         if self.zero == 2:
-            layers = min(self.largest_chunk, 2 * self.config.parallel.ddp_bucket_size)
-            bucket = 4 * self.learned_table if self.stage.is_first else 0
+            buffers = self.buffers(chunk, begun)
             # Unless the table's bucket is there already, it comes once the two gradients have become one.
-            table = table + bucket if self.merges_table else max(table, self.gradient_width * self.table + bucket)
-            table += 4 * layers
+            return max(table + buffers.end - buffers.table, one + buffers.end)
         return table
 
     def of_head(self, before: float) -> float:
@@ -118,9 +122,10 @@ class StageWork(StageSizes):
         gathered = self.hidden + self.residual if self.cuts_sequence else 0
         found = weight + self.hidden + gathered
         if self.zero == 3:
-            # The rest of the stage is gathered into one buffer, and then copied out of it; then the last layer comes.
+            # The rest of the stage is gathered into one buffer, and then copied out of it; a layer is there, too.
             rest = self.width * self.rest
-            return rest + before + max(rest, found + self.width * max(self.layer_sizes, default=0))
+            layer = self.width * max(self.layer_sizes, default=0)
+            return rest + before + max(rest, found) + layer
         return found + before
 
     @cached_property
@@ -197,7 +202,7 @@ class StageWork(StageSizes):
         """Muon's largest buffer: the rows of some owners, and those of more of them as they are gathered."""
         if self.config.optimizer.optimizer != "muon":
             return 0
-        traffic, most = StateTraffic(self.config, self.stage, 0, self.vocab_size), 0.0
+        traffic, most = self._traffic, 0.0
         for domain in traffic.data_ranks:
             width, before, found = max(traffic.round_widths(domain), default=0), 1, NEWTON_SCHULZ
             for _, ranks in traffic.owners(domain):

@@ -75,7 +75,7 @@ class _StagePeak(StageWork):
     def moments(self) -> Iterator[Moment]:
         """All that may be the fullest."""
         for instant in self.stage.instants:
-            if any(instant.deferred):  # weight gradients by themselves
+            if self.defers and any(instant.deferred):  # weight gradients by themselves
                 yield Moment(self.waiting(instant), self.of_logits(instant), self.in_flight + self.of_weight)
         for backward in self.stage.backwards:
             yield from self.of_backward(backward)
@@ -87,19 +87,17 @@ class _StagePeak(StageWork):
         instant, chunk, begun = backward
         activations, logits = self.waiting(instant), self.of_logits(instant)
         ends = self.stage.is_last and chunk == len(instant.live) - 1
-        before = self.before(begun)
         # Gradients of chunks without a backward have no memory yet, where it is given back.
         missing = sum(self.gradients_of(other) for other in range(len(instant.live)) if other not in begun)
         if ends:
-            yield Moment(activations, logits, self.in_flight + self.of_head(before), -missing)
+            yield Moment(activations, logits, self.in_flight + self.of_head(self.before(chunk, begun)), -missing)
         gone = self.logits if ends and not self.defers else 0
-        work = self.in_flight + self.shared_work(before) + self.of_layers(chunk)
+        work = self.in_flight + self.shared_work(chunk, begun) + self.of_layers(chunk)
         again, layers = self.recomputed(chunk), self.specs[chunk]
         come = self.gradients_of(chunk) if chunk not in begun else 0.0
-        if len(again) < len(
-            layers
-        ):  # the last one is not computed again: of gradients the head's and a bucket have come
-            few = min(come, 4 * (self.table * ends + self.config.parallel.ddp_bucket_size))
+        if len(again) < len(layers):  # the last one is not computed again: of gradients a bucket has come, and the head's
+            bucket = min(come, 4 * (self.table * ends + self.config.parallel.ddp_bucket_size))
+            few = come if self.merges_table else bucket
             yield Moment(activations, logits - gone, work, few - missing)
         if again:
             kept = sum(self.of_layer(spec) for spec in layers[len(again) :])
@@ -107,7 +105,7 @@ class _StagePeak(StageWork):
             most = max(self.of_layer(spec) for spec in again)
             yield Moment(activations - kept + most + later, logits - gone, work, come - missing)
         freed = 0 if self.defers else self.of_chunk(chunk) + (2 * self.residual if ends else 0)
-        yield Moment(activations - freed, logits - gone, self.in_flight + self.of_end, come - missing)
+        yield Moment(activations - freed, logits - gone, self.in_flight + self.of_end(chunk, begun), come - missing)
 
     def gradients_of(self, chunk: int) -> float:
         """Bytes of the gradients of a chunk, if they are given back when a step begins."""

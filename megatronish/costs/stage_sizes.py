@@ -47,8 +47,8 @@ class StageSizes:
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients wait for actions of their own."""
-        return any(any(instant.deferred) for instant in self.stage.instants)
+        """Whether weight gradients wait for actions of their own: those of adapters never do."""
+        return not self.freezes and any(any(instant.deferred) for instant in self.stage.instants)
 
     @property
     def tokens(self) -> int:
@@ -115,7 +115,11 @@ class StageSizes:
 
     def of_logits(self, instant: Instant) -> float:
         """Logits of all micro-batches at an instant."""
-        return (instant.live[-1] + instant.deferred[-1]) * self.logits if self.stage.is_last else 0
+        return self.losses(instant) * self.logits if self.stage.is_last else 0
+
+    def losses(self, instant: Instant) -> int:
+        """Micro-batches whose loss has a backward, or weight gradients, before it."""
+        return instant.live[-1] + (instant.deferred[-1] if self.defers else 0)
 
     # What waits
 
@@ -125,7 +129,7 @@ class StageSizes:
         for chunk, (live, deferred) in enumerate(zip(instant.live, instant.deferred, strict=True)):
             found += live * self.of_chunk(chunk) + deferred * self.deferred_of_chunk(chunk)
         if self.stage.is_last:  # inputs of the final norm and of the head
-            found += (instant.live[-1] + instant.deferred[-1]) * 2 * self.residual
+            found += self.losses(instant) * 2 * self.residual
         return found
 
     def of_chunk(self, chunk: int) -> float:
@@ -154,6 +158,8 @@ class StageSizes:
 
     def deferred_of_chunk(self, chunk: int) -> float:
         """What a micro-batch keeps for its weight gradients alone."""
+        if not self.defers:
+            return 0
         settings = activations_of(self.config, "cuda")
         return self.tokens * sum(settings.deferred(spec.cost(self.config.model)) for spec in self.specs[chunk])
 

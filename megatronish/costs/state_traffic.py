@@ -25,8 +25,9 @@ class DataRanks(NamedTuple):
 
 
 class GradientBucket(NamedTuple):
-    """Elements of a bucket with all padding, and where its gradients come from and are summed besides."""
+    """Parameters of a bucket, its elements with all padding, and where its gradients come from and are summed besides."""
 
+    names: tuple[str, ...]
     size: int
     domain: str
     sources: frozenset[Source]
@@ -99,7 +100,8 @@ class StateTraffic(StepTraffic):
             for part in cut_into_buckets(sizes, self.config.parallel.ddp_bucket_size):
                 ranks = self.data_ranks[first.domain].shard
                 size = padded_size([sizes[number] for number in part], alignment=16 // self.width, ranks=ranks)
-                yield GradientBucket(size, first.domain, first.sources, self.sums_over(first))
+                names = tuple(found[number].name for number in part)
+                yield GradientBucket(names, size, first.domain, first.sources, self.sums_over(first))
 
     def sums_over(self, parameter: StageParameter) -> tuple[str, ...]:
         """Axes over which a gradient is summed besides its data ranks."""
