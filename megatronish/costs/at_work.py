@@ -116,15 +116,14 @@ class StageWork(StageSizes):
             return max(table + buffers.end - buffers.table, one + buffers.end)
         return table
 
-    def of_head(self, before: float) -> float:
-        """Gradients of the output layer's weight and input."""
+    def of_begin(self, before: float, *, ends: bool) -> float:
+        """As a backward begins: gradients of the output layer's weight and input, if it `ends` the model; ZeRO-3."""
         weight = 0 if self.defers else self.table * self.gradient_width
         gathered = self.hidden + self.residual if self.cuts_sequence else 0
-        found = weight + self.hidden + gathered
+        found = weight + self.hidden + gathered if ends else 0
         if self.zero == 3:
             # The rest of the stage is gathered into one buffer, and then copied out of it; a layer is there, too.
-            rest = self.width * self.rest
-            layer = self.width * max(self.layer_sizes, default=0)
+            rest, layer = self.width * self.rest, self.width * max(self.layer_sizes, default=0)
             return rest + before + max(rest, found) + layer
         return found + before
 
@@ -139,7 +138,11 @@ class StageWork(StageSizes):
 
     def of_layers(self, chunk: int) -> float:
         """What the backward of a layer of the chunk needs, the largest."""
-        return max(self._work(spec) for spec in self.specs[chunk]) if self.specs[chunk] else 0
+        return self._of_layers[chunk]
+
+    @cached_property
+    def _of_layers(self) -> list[float]:
+        return [max(map(self._work, dict.fromkeys(specs)), default=0.0) for specs in self.specs]
 
     def _work(self, spec: LayerSpec) -> float:
         model, unit = self.config.model, self.tokens * self.width / self.tp

@@ -3,7 +3,8 @@
 memory.py adds up the most of each kind of bytes, which are not there at the same time. Here every instant of the
 schedule is looked at as a backward begins in it, at two moments of that:
 
-    the output layer  all activations and the logits are there; its weight's gradient and its input's are added
+    its begin         all activations and the logits are there; gradients of the output layer's weight and input are
+                      added; with ZeRO-3 embedding and head are gathered
     a layer           the logits of the micro-batch are gone; of full recomputation its activations are there once more,
                       and the gradients of its weights, inputs and outputs are added, the largest at a time
 
@@ -16,6 +17,7 @@ the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from megatronish.config.config import Config
@@ -89,13 +91,16 @@ class _StagePeak(StageWork):
         ends = self.stage.is_last and chunk == len(instant.live) - 1
         # Gradients of chunks without a backward have no memory yet, where it is given back.
         missing = sum(self.gradients_of(other) for other in range(len(instant.live)) if other not in begun)
-        if ends:
-            yield Moment(activations, logits, self.in_flight + self.of_head(self.before(chunk, begun)), -missing)
+        if ends or self.zero == 3:
+            work = self.of_begin(self.before(chunk, begun), ends=ends)
+            yield Moment(activations, logits, self.in_flight + work, -missing)
         gone = self.logits if ends and not self.defers else 0
         work = self.in_flight + self.shared_work(chunk, begun) + self.of_layers(chunk)
         again, layers = self.recomputed(chunk), self.specs[chunk]
         come = self.gradients_of(chunk) if chunk not in begun else 0.0
-        if len(again) < len(layers):  # the last one is not computed again: of gradients a bucket has come, and the head's
+        if len(again) < len(
+            layers
+        ):  # the last one is not computed again: of gradients a bucket has come, and the head's
             bucket = min(come, 4 * (self.table * ends + self.config.parallel.ddp_bucket_size))
             few = come if self.merges_table else bucket
             yield Moment(activations, logits - gone, work, few - missing)
@@ -109,9 +114,15 @@ class _StagePeak(StageWork):
 
     def gradients_of(self, chunk: int) -> float:
         """Bytes of the gradients of a chunk, if they are given back when a step begins."""
+        return self._gradients[chunk]
+
+    @cached_property
+    def _gradients(self) -> list[float]:
+        chunks, found = range(len(self.specs)), []
         if self.zero > 1 or self.config.training.cuda_graph:
-            return 0
-        last = len(self.specs) - 1
-        tables = (self.stage.is_first and chunk == 0) + (self.stage.is_last and chunk == last)
-        table = 0 if self.freezes else self.table * (1 if self.ties_here and last == 0 else tables)
-        return 4 * (table + sum(self.learned_of(spec) for spec in self.specs[chunk]))
+            return [0.0 for _ in chunks]
+        for chunk in chunks:
+            tables = (self.stage.is_first and chunk == 0) + (self.stage.is_last and chunk == chunks[-1])
+            table = 0 if self.freezes else self.table * (1 if self.ties_here and len(chunks) == 1 else tables)
+            found.append(4.0 * (table + sum(map(self.learned_of, self.specs[chunk]))))
+        return found

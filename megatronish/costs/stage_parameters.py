@@ -213,24 +213,21 @@ class _StageParameters(NamedTuple):
     ) -> Iterator[StageParameter]:
         """One weight for each expert, of `shape` (in, out of each section), and their adapters."""
         (width, size), (ep, etp) = shape, self.config.parallel.expert_layout
-        here, is_down, of = experts // ep, sections == ("down",), {"domain": "experts"}
-        whole, cut = {"cut": ("ep",), "partial": ("etp",)}, {"cut": ("ep", "etp")}
-        yield StageParameter(
-            f"{name}.weight",
-            here,
-            len(sections) * width * size // etp,
-            **cut,
-            **of,
-            matrices=(width * size,) * (experts * len(sections)),
-        )
+        cut = StageParameter(name, experts // ep, cut=("ep", "etp"), domain="experts")
+        whole = cut._replace(cut=("ep",), partial=("etp",))
+        matrices = (width * size,) * (experts * len(sections))
+        yield cut._replace(name=f"{name}.weight", columns=len(sections) * width * size // etp, matrices=matrices)
+        is_down, rank = sections == ("down",), self.config.adapter.lora_rank
         for section, _ in self.adapted(name, dict.fromkeys(sections, size)):
-            adapter, rank = f"{name}.adapters.default.{section}", self.config.adapter.lora_rank
+            adapter = f"{name}.adapters.default.{section}"
             if self.config.adapter.adapter_type == "ia3":
-                yield StageParameter(f"{adapter}.l", here, width // etp, **cut, **of)
+                yield cut._replace(name=f"{adapter}.l", columns=width // etp)
+            elif is_down:
+                yield cut._replace(name=f"{adapter}.A", columns=rank * width // etp)
+                yield whole._replace(name=f"{adapter}.B", columns=rank * size)
             else:
-                a, b = (width // etp, size) if is_down else (width, size // etp)
-                yield StageParameter(f"{adapter}.A", here, rank * a, **(cut if is_down else whole), **of)
-                yield StageParameter(f"{adapter}.B", here, rank * b, **(whole if is_down else cut), **of)
+                yield whole._replace(name=f"{adapter}.A", columns=rank * width)
+                yield cut._replace(name=f"{adapter}.B", columns=rank * size // etp)
 
     def adapted(self, name: str, sections: dict[str, int]) -> Iterator[tuple[str, int]]:
         """Sections of a linear layer that have an adapter."""

@@ -25,64 +25,64 @@ class StageSizes:
     vocab_size: int
     kernels: bool
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of an element."""
         return 4 if self.config.training.precision == "fp32" else 2
 
-    @property
+    @cached_property
     def zero(self) -> int:
         """What ZeRO shares, 0 to 3."""
         return self.config.parallel.zero
 
-    @property
+    @cached_property
     def tp(self) -> int:
         """Ranks of tensor parallelism."""
         return self.config.layout.tp
 
-    @property
+    @cached_property
     def cuts_sequence(self) -> bool:
         """Whether there is sequence parallelism."""
         return self.config.parallel.sequence_parallel and self.tp > 1
 
-    @property
+    @cached_property
     def defers(self) -> bool:
         """Whether weight gradients wait for actions of their own: those of adapters never do."""
         return not self.freezes and any(any(instant.deferred) for instant in self.stage.instants)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch on a cp rank."""
         training = self.config.training
         return training.seq_length * training.micro_batch_size // self.config.layout.cp
 
-    @property
+    @cached_property
     def hidden(self) -> float:
         """Hidden states of whole sequences (of a cp rank)."""
         return self.tokens * self.config.model.hidden_size * self.width
 
-    @property
+    @cached_property
     def residual(self) -> float:
         """Hidden states between layers."""
         return self.hidden / self.tp if self.cuts_sequence else self.hidden
 
-    @property
+    @cached_property
     def table(self) -> int:
         """Elements of an embedding on this rank."""
         model = self.config.model
         return model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
 
-    @property
+    @cached_property
     def freezes(self) -> bool:
         """Whether adapters learn, and the model itself is frozen."""
         return self.config.adapter.is_used
 
-    @property
+    @cached_property
     def gradient_width(self) -> int:
         """Bytes of an element of a weight's gradient before it is added to its sum: none where it is added at once."""
         return 0 if self.freezes or (self.width == 4 and self.zero < 2) else self.width
 
-    @property
+    @cached_property
     def ties_here(self) -> bool:
         """Whether embedding and head are one table on this stage."""
         return self.config.model.tied and self.stage.is_first and self.stage.is_last
@@ -134,6 +134,13 @@ class StageSizes:
 
     def of_chunk(self, chunk: int) -> float:
         """What a micro-batch keeps in a chunk."""
+        return self._of_chunks[chunk]
+
+    @cached_property
+    def _of_chunks(self) -> list[float]:
+        return [self._kept_in(chunk) for chunk in range(len(self.specs))]
+
+    def _kept_in(self, chunk: int) -> float:
         again = self.recomputed(chunk)
         kept = self.specs[chunk][len(again) :] if self.config.recompute.recompute_method == "block" else []
         if self.config.recompute.recompute_granularity != "full":
@@ -158,13 +165,24 @@ class StageSizes:
 
     def deferred_of_chunk(self, chunk: int) -> float:
         """What a micro-batch keeps for its weight gradients alone."""
+        return self._deferred_of_chunks[chunk]
+
+    @cached_property
+    def _deferred_of_chunks(self) -> list[float]:
         if not self.defers:
-            return 0
-        settings = activations_of(self.config, "cuda")
-        return self.tokens * sum(settings.deferred(spec.cost(self.config.model)) for spec in self.specs[chunk])
+            return [0.0] * len(self.specs)
+        settings, model = activations_of(self.config, "cuda"), self.config.model
+        return [float(self.tokens * sum(settings.deferred(spec.cost(model)) for spec in specs)) for specs in self.specs]
 
     def of_layer(self, spec: LayerSpec) -> float:
         """What a layer keeps for its backward."""
+        return self._of_specs[spec]
+
+    @cached_property
+    def _of_specs(self) -> dict[LayerSpec, float]:
+        return {spec: self._kept_by(spec) for specs in self.specs for spec in specs}
+
+    def _kept_by(self, spec: LayerSpec) -> float:
         model, training, attention = self.config.model, self.config.training, spec.attention
         settings = activations_of(self.config, "cuda")
         scores = self.config.recompute.recompute_granularity is None

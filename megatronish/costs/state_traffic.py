@@ -25,7 +25,7 @@ class DataRanks(NamedTuple):
 
 
 class GradientBucket(NamedTuple):
-    """Parameters of a bucket, its elements with all padding, and where its gradients come from and are summed besides."""
+    """Bucket: its parameters, its elements with all padding, where gradients come from and are summed besides."""
 
     names: tuple[str, ...]
     size: int

@@ -67,8 +67,8 @@ class GradientBuckets:
         self._source: Source | None = None  # the action at work, if what it adds is final
         self.buckets = [self._bucket(plan) for plan in plans]
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.plan.names}
-        # In their turn come the buckets that a backward fills first: a bucket that waits for the embedding must not keep
-        # those of later layers, as of experts, from being reduced.
+        # In the order in which a backward fills them: a bucket that waits for the embedding must not keep those of
+        # later layers, as of experts, from being reduced.
         place = {name: number for number, name in enumerate(parameters)}
         self._turns = sorted(self.buckets, key=lambda bucket: -min(place[name] for name in bucket.plan.names))
         self._queue: deque[Bucket] = deque()  # buckets to be reduced, in this order
