@@ -79,7 +79,9 @@ def find_device(given: str) -> Device:
     if given.endswith(".toml"):
         return read_device(Path(given))
     begun = [each for each in table if each.startswith(name) or name.startswith(each)]
-    nearest = begun or difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    first_words = {each.partition("-")[0]: each for each in reversed(table)}  # h100 -> h100-sxm
+    close = difflib.get_close_matches(name.partition("-")[0], first_words, n=1, cutoff=0.5)
+    nearest = begun or [first_words[each] for each in close]
     meant = f"did you mean {nearest[0]}? " if nearest else ""
     raise UserError(f"--device {given} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
 
