@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from megatronish.config.config import Config
+from megatronish.costs.memory import expected_memory
 from megatronish.costs.memory_table import Memory
 from megatronish.costs.peak import memory_of_stages
 from megatronish.layer_costs import DeviceType
@@ -74,8 +75,7 @@ def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda", 
     m = config.global_batch_size // (training.micro_batch_size * layout.dp)
     expected = memory_of_stages(config, stages.loads(m), vocab_size=vocab_size, device=device, kernels=kernels)
     number = max(range(len(expected)), key=lambda stage: expected[stage].total)
-    one = [stages.load(number, 1)]
-    (alone,) = memory_of_stages(config, one, vocab_size=vocab_size, device=device, kernels=kernels)
+    (alone,) = expected_memory(config, [stages.load(number, 1)], vocab_size=vocab_size, device=device)
     in_flight = max(0, expected[number].activations - alone.activations)
     return StageMemory(number, expected[number], in_flight)
 
