@@ -50,6 +50,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "links/",
     "data_parallel/fully_sharded.py",
+    "data_parallel/counted_transfers.py",
     "dry_run/",
 )
 

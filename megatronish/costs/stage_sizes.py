@@ -5,6 +5,8 @@ from functools import cached_property
 
 from megatronish.config.config import Config
 from megatronish.costs.activations import Instant, StageLoad
+from megatronish.costs.adapter_activations import AdapterActivations
+from megatronish.costs.adapters import adapter_parameters
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.layer_specs import ExpertsSpec, LayerSpec, layer_specs
@@ -23,54 +25,64 @@ class StageSizes:
     vocab_size: int
     kernels: bool
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of an element."""
         return 4 if self.config.training.precision == "fp32" else 2
 
-    @property
+    @cached_property
     def zero(self) -> int:
         """What ZeRO shares, 0 to 3."""
         return self.config.parallel.zero
 
-    @property
+    @cached_property
     def tp(self) -> int:
         """Ranks of tensor parallelism."""
         return self.config.layout.tp
 
-    @property
+    @cached_property
     def cuts_sequence(self) -> bool:
         """Whether there is sequence parallelism."""
         return self.config.parallel.sequence_parallel and self.tp > 1
 
-    @property
+    @cached_property
     def defers(self) -> bool:
-        """Whether weight gradients wait for actions of their own."""
-        return any(any(instant.deferred) for instant in self.stage.instants)
+        """Whether weight gradients wait for actions of their own: those of adapters never do."""
+        return not self.freezes and any(any(instant.deferred) for instant in self.stage.instants)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch on a cp rank."""
         training = self.config.training
         return training.seq_length * training.micro_batch_size // self.config.layout.cp
 
-    @property
+    @cached_property
     def hidden(self) -> float:
         """Hidden states of whole sequences (of a cp rank)."""
         return self.tokens * self.config.model.hidden_size * self.width
 
-    @property
+    @cached_property
     def residual(self) -> float:
         """Hidden states between layers."""
         return self.hidden / self.tp if self.cuts_sequence else self.hidden
 
-    @property
+    @cached_property
     def table(self) -> int:
         """Elements of an embedding on this rank."""
         model = self.config.model
         return model.padded_vocab_size(self.vocab_size, self.tp) * model.hidden_size // self.tp
 
-    @property
+    @cached_property
+    def freezes(self) -> bool:
+        """Whether adapters learn, and the model itself is frozen."""
+        return self.config.adapter.is_used
+
+    @cached_property
+    def gradient_width(self) -> int:
+        """Bytes of an element of a weight's gradient before it is added to its sum: none where it is added at once."""
+        return 0 if self.freezes or (self.width == 4 and self.zero < 2) else self.width
+
+    @cached_property
     def ties_here(self) -> bool:
         """Whether embedding and head are one table on this stage."""
         return self.config.model.tied and self.stage.is_first and self.stage.is_last
@@ -103,7 +115,11 @@ class StageSizes:
 
     def of_logits(self, instant: Instant) -> float:
         """Logits of all micro-batches at an instant."""
-        return (instant.live[-1] + instant.deferred[-1]) * self.logits if self.stage.is_last else 0
+        return self.losses(instant) * self.logits if self.stage.is_last else 0
+
+    def losses(self, instant: Instant) -> int:
+        """Micro-batches whose loss has a backward, or weight gradients, before it."""
+        return instant.live[-1] + (instant.deferred[-1] if self.defers else 0)
 
     # What waits
 
@@ -113,11 +129,18 @@ class StageSizes:
         for chunk, (live, deferred) in enumerate(zip(instant.live, instant.deferred, strict=True)):
             found += live * self.of_chunk(chunk) + deferred * self.deferred_of_chunk(chunk)
         if self.stage.is_last:  # inputs of the final norm and of the head
-            found += (instant.live[-1] + instant.deferred[-1]) * 2 * self.residual
+            found += self.losses(instant) * 2 * self.residual
         return found
 
     def of_chunk(self, chunk: int) -> float:
         """What a micro-batch keeps in a chunk."""
+        return self._of_chunks[chunk]
+
+    @cached_property
+    def _of_chunks(self) -> list[float]:
+        return [self._kept_in(chunk) for chunk in range(len(self.specs))]
+
+    def _kept_in(self, chunk: int) -> float:
         again = self.recomputed(chunk)
         kept = self.specs[chunk][len(again) :] if self.config.recompute.recompute_method == "block" else []
         if self.config.recompute.recompute_granularity != "full":
@@ -142,11 +165,24 @@ class StageSizes:
 
     def deferred_of_chunk(self, chunk: int) -> float:
         """What a micro-batch keeps for its weight gradients alone."""
-        settings = activations_of(self.config, "cuda")
-        return self.tokens * sum(settings.deferred(spec.cost(self.config.model)) for spec in self.specs[chunk])
+        return self._deferred_of_chunks[chunk]
+
+    @cached_property
+    def _deferred_of_chunks(self) -> list[float]:
+        if not self.defers:
+            return [0.0] * len(self.specs)
+        settings, model = activations_of(self.config, "cuda"), self.config.model
+        return [float(self.tokens * sum(settings.deferred(spec.cost(model)) for spec in specs)) for specs in self.specs]
 
     def of_layer(self, spec: LayerSpec) -> float:
         """What a layer keeps for its backward."""
+        return self._of_specs[spec]
+
+    @cached_property
+    def _of_specs(self) -> dict[LayerSpec, float]:
+        return {spec: self._kept_by(spec) for specs in self.specs for spec in specs}
+
+    def _kept_by(self, spec: LayerSpec) -> float:
         model, training, attention = self.config.model, self.config.training, spec.attention
         settings = activations_of(self.config, "cuda")
         scores = self.config.recompute.recompute_granularity is None
@@ -162,12 +198,29 @@ class StageSizes:
             if self.config.layout.cp == 1 and training.micro_batch_size > 1 and not drops:
                 found += unit * heads  # in the order of the heads, and in that of the sequence
         if isinstance(spec.mlp, ExpertsSpec):
-            found += self.tokens * model.hidden_size * 4 / self.tp - self.residual
+            routed = (
+                0 if self.freezes else self.tokens * model.hidden_size * 4 / self.tp
+            )  # in fp32, if the router learns
+            found += routed - self.residual
             if self.kernels and spec.mlp.expert.activation == "swiglu":
                 found -= unit * spec.mlp.num_chosen * spec.mlp.expert.ffn_size
         elif self.kernels and spec.mlp.activation == "swiglu" and spec.mlp.is_plain:
             found -= unit * spec.mlp.ffn_size
-        return found
+        return found + self.of_adapters(spec)
+
+    def of_adapters(self, spec: LayerSpec) -> float:
+        """What a layer keeps more, or fewer, because its weights are frozen; of layers alike the first one's."""
+        if not self.freezes:
+            return 0
+        number = next(
+            layer
+            for layers, specs in zip(self.stage.layers, self.specs, strict=True)
+            for layer, each in zip(layers, specs, strict=True)
+            if each == spec
+        )
+        unit = self.tokens * self.width
+        activations = AdapterActivations(self.config.adapter, unit=unit, tp=self.tp, residual=self.residual)
+        return activations.of_layer(f"layers.{number}", spec)
 
     def matrix_of(self, spec: LayerSpec) -> int:
         """Elements of a layer's largest weight on this rank."""
@@ -178,3 +231,12 @@ class StageSizes:
         """Parameters of a layer on this rank."""
         grid = self.config.parallel.expert_layout
         return spec.cost(self.config.model).parameters.per_rank(self.tp, experts=grid.ep * grid.etp)
+
+    def learned_of(self, spec: LayerSpec) -> int:
+        """Parameters of a layer on this rank that learn; of adapters the mean of all layers."""
+        if not self.freezes:
+            return self.parameters_of(spec)
+        layers = self.stage.all_layers
+        grid = self.config.parallel.expert_layout
+        adapters = adapter_parameters(self.config.model, layers, self.config.adapter)
+        return adapters.per_rank(self.tp, experts=grid.ep * grid.etp) // max(1, len(layers))

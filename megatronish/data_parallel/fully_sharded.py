@@ -23,11 +23,11 @@ from itertools import islice, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatronish import comm
+from megatronish.data_parallel.counted_transfers import count_transfers
 from megatronish.data_parallel.offload import OffloadedGradients, memory_on
 from megatronish.data_parallel.plan import BucketPlan, plan_buckets
 from megatronish.data_parallel.settings import DataParallelSettings
@@ -60,9 +60,9 @@ class FullySharded:
         domain_of = {name: domains[sharding.domain] for name, sharding in shardings.items()}
         # Units: what has data ranks of its own (experts), every layer, and what is left of the stage around them.
         for module, domain in _of_other_domains(stage, domain_of):
-            _fully_shard([module], domain.device_mesh, settings)
+            _fully_shard([module], domain, settings)
         self._stage, *layers = _fully_shard(
-            [stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"].device_mesh, settings
+            [stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"], settings
         )
         waiting = iter(layers)
         self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
@@ -202,10 +202,9 @@ def _of_other_domains(stage: nn.Module, domain_of: Mapping[str, Domain]) -> Iter
             yield module, next(domain for domain in domain_of.values() if domain.name in names)
 
 
-def _fully_shard(
-    modules: Sequence[nn.Module], mesh: DeviceMesh | None, settings: DataParallelSettings
-) -> list[FSDPModule]:
+def _fully_shard(modules: Sequence[nn.Module], domain: Domain, settings: DataParallelSettings) -> list[FSDPModule]:
     """From the last to the first, as a module takes what those inside it have not taken. Gradients add up as sums."""
+    mesh = domain.device_mesh
     assert mesh is not None, "the mesh was made for another stage of ZeRO"
     # torch warns, in every step after a save, of writing into the output: nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
@@ -219,6 +218,7 @@ def _fully_shard(
     for unit in units:
         unit.set_gradient_divide_factor(1)
         unit.set_force_sum_reduction_for_comms(True)
+        count_transfers(unit, domain.shard.line)
     return units
 
 

@@ -28,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from megatronish import comm
+from megatronish.costs.zero2_buffers import MAX_PENDING
 from megatronish.data_parallel.plan import BucketPlan, Source
 from megatronish.data_parallel.settings import DataParallelSettings
 from megatronish.errors import RunError
-
-MAX_PENDING = 2  # reductions of buckets that ZeRO-2 frees afterwards
 
 
 @dataclass
@@ -68,12 +67,16 @@ class GradientBuckets:
         self._source: Source | None = None  # the action at work, if what it adds is final
         self.buckets = [self._bucket(plan) for plan in plans]
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.plan.names}
+        # In the order in which a backward fills them: a bucket that waits for the embedding must not keep those of
+        # later layers, as of experts, from being reduced.
+        place = {name: number for number, name in enumerate(parameters)}
+        self._turns = sorted(self.buckets, key=lambda bucket: -min(place[name] for name in bucket.plan.names))
         self._queue: deque[Bucket] = deque()  # buckets to be reduced, in this order
         self._num_queued = 0  # at first
         self._reducing: deque[tuple[Bucket, comm.Pending]] = deque()
         for name, parameter in parameters.items():
             self._attach(name, parameter)
-        self._enqueue(self.buckets if self.keeps_whole else [])
+        self._enqueue(self._turns if self.keeps_whole else [])
 
     def _bucket(self, plan: BucketPlan) -> Bucket:
         device = self._parameters[plan.names[0]].device
@@ -135,7 +138,7 @@ class GradientBuckets:
                 bucket.flat.untyped_storage().resize_(0)  # its views stay views of it
             else:
                 (bucket.part if bucket.flat is None else bucket.flat).zero_()
-        self._enqueue(self.buckets if self.keeps_whole else [])
+        self._enqueue(self._turns if self.keeps_whole else [])
 
     def _enqueue(self, buckets: Sequence[Bucket]) -> None:
         """These are to be reduced, in this order, each once it is full."""
@@ -157,7 +160,7 @@ class GradientBuckets:
         # ZeRO-2: every backward is reduced by itself. What the one before has left is reduced now.
         self._reduce_all()
         if kind == "B":
-            self._enqueue([bucket for bucket in self.buckets if (chunk, kind) in bucket.plan.sources])
+            self._enqueue([bucket for bucket in self._turns if (chunk, kind) in bucket.plan.sources])
             for bucket in self._queue:
                 bucket.waiting_for = {(name, (chunk, kind)) for name in bucket.plan.names}
             self._source = (chunk, kind) if self.overlap else None

@@ -6,13 +6,14 @@ rank keeps, begins at a multiple of so many elements that vector loads of GPUs f
 inside a parameter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
 
+from megatronish.costs.buckets import cut_into_buckets, offsets, padded_size
 from megatronish.mesh import Axis, Domain
 from megatronish.sharding import Sharding
 
@@ -111,46 +112,20 @@ def plan_buckets(
         for name in of_kind:
             by_sources.setdefault(sources[name], []).append(name)
         for sources_of, of_sources in by_sources.items():
-            for names in _parts(of_sources, parameters, bucket_size):
+            for part in cut_into_buckets([parameters[name].numel() for name in of_sources], bucket_size):
+                names = tuple(of_sources[number] for number in part)
                 sharding = shardings[names[0]]
                 domain = domains[sharding.domain]
                 sizes = tuple(parameters[name].numel() for name in names)
-                *offsets, end = _offsets(sizes, alignment)
                 plans.append(
                     BucketPlan(
-                        names=tuple(names),
+                        names=names,
                         sizes=sizes,
-                        offsets=tuple(offsets),
-                        size=_rounded_up(end, alignment * domain.shard.size),
+                        offsets=tuple(offsets(sizes, alignment))[:-1],
+                        size=padded_size(sizes, alignment=alignment, ranks=domain.shard.size),
                         sources=sources_of,
                         domain=domain,
                         sharding=sharding,
                     )
                 )
     return plans
-
-
-def _offsets(sizes: tuple[int, ...], alignment: int) -> Iterator[int]:
-    """Where each begins, and at last where all end."""
-    offset = 0
-    for size in sizes:
-        yield offset
-        offset += _rounded_up(size, alignment)
-    yield offset
-
-
-def _rounded_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _parts(names: list[str], parameters: Mapping[str, Tensor], bucket_size: int) -> Iterator[list[str]]:
-    part: list[str] = []
-    size = 0
-    for name in names:
-        part.append(name)
-        size += parameters[name].numel()
-        if size >= bucket_size:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part

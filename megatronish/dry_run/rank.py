@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.attention import dropped
 from megatronish.config.config import Config
-from megatronish.costs.traffic import TrafficKey
+from megatronish.costs.step_traffic import TrafficKey
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples

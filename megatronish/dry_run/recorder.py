@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatronish.costs.traffic import TrafficKey
+from megatronish.costs.step_traffic import TrafficKey
 from megatronish.dry_run.ledger import StorageLedger
 
 PACKAGE = str(Path(__file__).parents[1])

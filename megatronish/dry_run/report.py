@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from megatronish.costs.memory_table import Memory, format_bytes
 from megatronish.costs.peak import expected_peak
-from megatronish.costs.traffic import TrafficKey, expected_traffic
+from megatronish.costs.step_traffic import TrafficKey
+from megatronish.costs.traffic import expected_traffic
 from megatronish.dry_run.rank import DryRank, PlannedRun
 from megatronish.ops.library import load_kernels
 

@@ -77,7 +77,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, absmax: Tensor, into: Tensor) -> None:
     """uint8 [n, in / 64, 32] and fp32 [n, in / 64] -> [n, in], written in its own dtype."""
-    values = F.embedding(codes.int(), _PAIRS.to(codes.device)).flatten(-2)  # [n, in / 64, 64]
+    values = F.embedding(codes.int(), _there(_PAIRS, codes.device)).flatten(-2)  # [n, in / 64, 64]
     into.unflatten(-1, (-1, BLOCK)).copy_(values * absmax.unsqueeze(-1))
 
 
@@ -92,7 +92,12 @@ def quantise_scales(absmax: Tensor) -> QuantisedScales:
 
 def dequantise_scales(codes: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
     """uint8 [...], fp32 [...] (the scale of each block) and fp32 [] -> absmax fp32 [...]."""
-    return F.embedding(codes.int(), DYNAMIC.unsqueeze(1).to(codes.device)).squeeze(-1) * scales + offset
+    return F.embedding(codes.int(), _there(DYNAMIC.unsqueeze(1), codes.device)).squeeze(-1) * scales + offset
+
+
+def _there(table: Tensor, device: torch.device) -> Tensor:
+    """A table on a device. Its values never change, so nothing has to wait until it has been read."""
+    return table.to(device, non_blocking=True)
 
 
 def _nearest(x: Tensor, table: Tensor) -> Tensor:

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from megatronish import comm
+from megatronish.costs.matrix_rounds import MOST_AT_ONCE, round_sizes
 from megatronish.mesh import Domain
 from megatronish.optim.masters import Masters
 from megatronish.sharding import FlatPiece, Piece, Sharding
-
-MOST_AT_ONCE = 2**25
 
 
 class Matrix(NamedTuple):
@@ -122,20 +121,18 @@ class Round(NamedTuple):
 
 def deal(matrices: Sequence[Matrix], *, num_ranks: int, most: int = MOST_AT_ONCE) -> Iterator[Round]:
     """Rounds of at most `most` buffer elements (or one matrix a rank), the largest matrices first."""
-    # Sorted by size, num_ranks matrices in a row are nearly equal: one for each owner pads each row the least.
     largest_first = sorted(matrices, key=lambda matrix: -matrix.num_elements)
-    slots: list[Slot] = []
-    width = 0
-    for start in range(0, len(largest_first), num_ranks):
-        of_one_size = largest_first[start : start + num_ranks]
-        # The first is the largest, so it decides by how much every row of [num_ranks, width] grows.
-        if slots and num_ranks * (width + of_one_size[0].num_elements) > most:
-            yield Round(tuple(slots), width)
-            slots, width = [], 0
-        slots += [Slot(matrix, owner, width) for owner, matrix in enumerate(of_one_size)]
-        width += of_one_size[0].num_elements
-    if slots:
+    begin = 0
+    for number, width in round_sizes([each.num_elements for each in largest_first], num_ranks=num_ranks, most=most):
+        slots: list[Slot] = []
+        start = 0
+        for place, matrix in enumerate(largest_first[begin : begin + number]):
+            owner = place % num_ranks
+            slots.append(Slot(matrix, owner, start))
+            if owner == num_ranks - 1:  # the next ones lie behind the largest of these
+                start += slots[place - owner].matrix.num_elements
         yield Round(tuple(slots), width)
+        begin += number
 
 
 class MatrixDistribution:

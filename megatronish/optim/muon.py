@@ -127,13 +127,9 @@ class Muon:
 
     def _orthogonalized(self, distribution: MatrixDistribution, round_: Round) -> Tensor:
         """[ranks, width]: the orthogonalised matrices of a round, each whole, in the row of its owner."""
-        config, buffer = self._config, distribution.buffer(round_)
-        # 1. Gather: copy this rank's pieces of the directions into zeros [ranks, width], then reduce-scatter.
-        for slot in round_.slots:
-            if distribution.contributes(slot):
-                for piece, place in distribution.pieces(slot, buffer):
-                    place.copy_(self._direction(slot.matrix.name, piece))
-        row = distribution.collect(buffer)
+        config = self._config
+        # 1. Reduce-scatter the pieces. No name keeps their buffer, which is as large as that of the result.
+        row = distribution.collect(self._directions(distribution, round_))
         # 2. Orthogonalise the matrices that this rank owns, in place in its row [1, width].
         for matrix in distribution.owned(round_, row):
             found = orthogonalized(
@@ -145,6 +141,15 @@ class Muon:
             matrix.copy_(found)
         # 3. Spread: all-gather the rows, [1, width] -> [ranks, width].
         return distribution.spread(row)
+
+    def _directions(self, distribution: MatrixDistribution, round_: Round) -> Tensor:
+        """[ranks, width]: this rank's pieces of the directions, and zeros."""
+        buffer = distribution.buffer(round_)
+        for slot in round_.slots:
+            if distribution.contributes(slot):
+                for piece, place in distribution.pieces(slot, buffer):
+                    place.copy_(self._direction(slot.matrix.name, piece))
+        return buffer
 
     def _direction(self, name: str, piece: Piece | FlatPiece) -> Tensor:
         """The momentum of a piece, or Nesterov's: the momentum averaged with the gradient once more."""

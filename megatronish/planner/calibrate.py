@@ -79,7 +79,8 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--calibrate {path} cannot be read: {error}; name files of measurements") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--calibrate {path} cannot be read: {reason}; name files of measurements") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

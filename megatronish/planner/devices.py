@@ -22,14 +22,20 @@ class Device:
 
     name: str
     bf16_tflops: float
+    """Dense peak in 16 bits, by the data sheet."""
     fp32_tflops: float
     memory_gib: float
     hbm_gb_s: float
+    """Of the device's own memory."""
     sms: int
+    """Processors over which the tiles of a product are dealt."""
     node_gb_s: float
+    """To the other devices of its node."""
     network_gb_s: float
+    """To other nodes, over its network card."""
     gpus_per_node: int = 8
     achievable_tflops: float | None = None
+    """What the best matrix product reaches for a long time, as measured; None: .8 of the peak."""
     sustained: float = 0.88
     """Part of the achievable rate that the power limit leaves in a training step; 1 where a probe measured it there."""
     all_reduce_gb_s: float | None = None
@@ -73,7 +79,9 @@ def find_device(given: str) -> Device:
     if given.endswith(".toml"):
         return read_device(Path(given))
     begun = [each for each in table if each.startswith(name) or name.startswith(each)]
-    nearest = begun or difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    first_words = {each.partition("-")[0]: each for each in reversed(table)}  # h100 -> h100-sxm
+    close = difflib.get_close_matches(name.partition("-")[0], first_words, n=1, cutoff=0.5)
+    nearest = begun or [first_words[each] for each in close]
     meant = f"did you mean {nearest[0]}? " if nearest else ""
     raise UserError(f"--device {given} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
 

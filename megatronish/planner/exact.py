@@ -5,6 +5,7 @@ from typing import NamedTuple
 from megatronish.config.config import Config
 from megatronish.costs.memory import expected_memory
 from megatronish.costs.memory_table import Memory
+from megatronish.costs.peak import memory_of_stages
 from megatronish.layer_costs import DeviceType
 from megatronish.pipeline.stages import Stages
 from megatronish.planner.candidate import Candidate
@@ -67,15 +68,15 @@ def refusal(search: Search, planned: Planned) -> str | None:
     return None if total <= search.limit else f"needs {total / 2**30:.1f} GiB"
 
 
-def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda") -> StageMemory:
-    """Expected memory of the stage that needs most."""
+def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda", *, kernels: bool = True) -> StageMemory:
+    """Expected memory of the stage that needs most: on a GPU at its peak, with fused operators or without."""
     training, layout = config.training, config.layout
     stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
     m = config.global_batch_size // (training.micro_batch_size * layout.dp)
-    expected = expected_memory(config, stages.loads(m), vocab_size=vocab_size, device=device)
-    alone = expected_memory(config, stages.loads(1), vocab_size=vocab_size, device=device)
+    expected = memory_of_stages(config, stages.loads(m), vocab_size=vocab_size, device=device, kernels=kernels)
     number = max(range(len(expected)), key=lambda stage: expected[stage].total)
-    in_flight = max(0, expected[number].activations - alone[number].activations)
+    (alone,) = expected_memory(config, [stages.load(number, 1)], vocab_size=vocab_size, device=device)
+    in_flight = max(0, expected[number].activations - alone.activations)
     return StageMemory(number, expected[number], in_flight)
 
 

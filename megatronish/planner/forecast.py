@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatronish.config.config import Config
+from megatronish.costs.traffic import by_axis, expected_traffic, why_no_traffic
 from megatronish.errors import UserError
 from megatronish.layer_costs import DeviceType
+from megatronish.pipeline.stages import Stages
 from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.devices import Device, device_table, find_device
 from megatronish.planner.efficiencies import Efficiencies
@@ -59,16 +61,18 @@ def candidate_of(config: Config) -> Candidate:
 def forecast(
     config: Config, *, vocab_size: int, device_name: str, device_type: DeviceType, gpus_per_node: int | None = None
 ) -> dict[str, Any]:
-    """{"layout", "step_seconds" or "no_time", "memory"} of a run, in JSON's types.
+    """{"layout", "step_seconds" or "no_time", "memory", "traffic" or "no_traffic"} of a run, in JSON's types.
 
     `step_seconds` has both ends of the interval, and whether the device was calibrated; `memory` is that of the fullest
-    stage, by owner.
+    stage, by owner; `traffic` are the bytes of a step on a rank of the first stage, by axis and collective.
     """
     candidate = candidate_of(config)
     fullest = fullest_stage(config, vocab_size, device_type)
     found: dict[str, Any] = {
         "layout": f"{candidate.mesh_text}, {candidate.choices_text}",
+        "global_batch_size": config.global_batch_size,
         "memory": {"stage": fullest.stage, "bytes": fullest.memory.total, "by_owner": fullest.owners},
+        **_traffic(config, vocab_size),
     }
     given = config.log.forecast_device
     device = find_device(given) if given is not None else device_of(device_name)
@@ -92,6 +96,16 @@ def forecast(
             "calibrated": device.calibrated or "no: figures of data sheets",
         }
     }
+
+
+def _traffic(config: Config, vocab_size: int) -> dict[str, Any]:
+    """Bytes of a step on the main rank, by axis and collective, or why they are not known."""
+    if (reason := why_no_traffic(config)) is not None:
+        return {"no_traffic": reason}
+    training = config.training
+    stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
+    loads = stages.loads(config.global_batch_size // (training.micro_batch_size * config.layout.dp))
+    return {"traffic": by_axis(expected_traffic(config, loads[0], 0, vocab_size=vocab_size))}
 
 
 def refuse_unknown_device(config: Config) -> None:

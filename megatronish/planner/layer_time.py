@@ -74,14 +74,16 @@ NOTHING = Passes(Parts(), Parts(), Parts())
 
 
 class Brief(NamedTuple):
-    """Sums of `Passes`, which a search adds up faster."""
+    """Sums of `Passes`, which a search adds up faster.
 
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0
-    hideable: float = 0.0
-    experts: float = 0.0
-    """Seconds of experts' products and transfers, which an uneven load makes longer."""
+    `experts` are seconds of experts' products and transfers, which an uneven load makes longer.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    hideable: float
+    experts: float
 
     @classmethod
     def of(cls, passes: "Passes") -> "Brief":

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from megatronish.config.config import Config
 from megatronish.costs.flops import model_flops_per_token
+from megatronish.costs.memory_table import format_bytes
 from megatronish.costs.parameters import num_active_parameters, num_parameters
 from megatronish.planner.choose import ShortList
 from megatronish.planner.exact import Planned
@@ -56,7 +57,7 @@ def heading(search: Search) -> str:
     work, device = search.work, search.device
     sizes = {"vocab_size": work.vocab_size, "seq_length": work.seq_length}
     total, active = num_parameters(work.model, **sizes), num_active_parameters(work.model, **sizes)
-    experts = f", of which a token passes {active / 1e9:.1f}" if active != total else ""
+    experts = f", of which a token passes {in_words(active)}" if active != total else ""
     calibrated = (
         f"calibrated: {device.calibrated}"
         if device.calibrated
@@ -64,7 +65,7 @@ def heading(search: Search) -> str:
     )
     return "\n".join(
         [
-            f"model: {total / 1e9:.1f} billion parameters{experts}; a step: {work.global_batch} samples of "
+            f"model: {in_words(total)} parameters{experts}; a step: {work.global_batch} samples of "
             f"{work.seq_length}, {work.tokens:,} tokens, {work.precision}",
             f"devices: {search.gpus} {device.name}, {device.gpus_per_node} a node, {device.node_gb_s:g} GB/s inside, "
             f"{device.network_gb_s:g} GB/s a device to other nodes; {calibrated}",
@@ -76,7 +77,9 @@ def short_report(search: Search, chosen: ShortList) -> str:
     """The short list: times, MFU, length of the run; then memory by owner on the fullest stage."""
     tokens = num_tokens(search.config)
     times = [["", "mesh", "choices", "s/step", "MFU %", "days", "GPU-hours"]]
-    memory = [["", "mesh", "stage", *OWNERS, "total GiB"]]
+    fullest = max(planned.fullest.memory.total for planned in chosen.planned)
+    unit, size = ("GiB", GIB) if fullest >= GIB else ("MiB", 2**20)
+    memory = [["", "mesh", "stage", *OWNERS, f"total {unit}"]]
     for number, planned in enumerate(chosen.planned):
         step, mesh = planned.step, planned.candidate.mesh_text
         mark = f"{number + 1}{'*' if number == chosen.conventional else ' '}"
@@ -98,11 +101,11 @@ def short_report(search: Search, chosen: ShortList) -> str:
                 mark,
                 mesh,
                 str(planned.fullest.stage),
-                *(f"{owners[name] / GIB:.1f}" for name in OWNERS),
-                f"{planned.fullest.memory.total / GIB:.1f}",
+                *(f"{owners[name] / size:.1f}" for name in OWNERS),
+                f"{planned.fullest.memory.total / size:.1f}",
             ]
         )
-    length = f" for {tokens / 1e9:,.0f} billion tokens" if tokens else ""
+    length = f" for {in_words(tokens)} tokens" if tokens else ""
     return "\n".join(
         [
             heading(search),
@@ -113,7 +116,7 @@ def short_report(search: Search, chosen: ShortList) -> str:
             "the model's own error is 3 % on published steps of A100",
             table(times),
             "",
-            "memory of the fullest stage in GiB; the allocator, the context and libraries take 2 to 4 GiB more",
+            f"memory of the fullest stage in {unit}; the allocator, the context and libraries take 2 to 4 GiB more",
             table(memory),
         ]
     )
@@ -122,9 +125,24 @@ def short_report(search: Search, chosen: ShortList) -> str:
 def between(low: float, high: float) -> str:
     """Two numbers as `12.1-12.5`, or one where they are the same as printed."""
     first, second = (
-        f"{each:,.0f}" if high >= 1000 else f"{each:.1f}" if high >= 20 else f"{each:.2f}" for each in (low, high)
+        f"{each:,.0f}"
+        if high >= 1000
+        else f"{each:.1f}"
+        if high >= 20
+        else f"{each:.2f}"
+        if high >= 1
+        else f"{each:.3g}"
+        for each in (low, high)
     )
     return first if first == second else f"{first}-{second}"
+
+
+def in_words(number: float) -> str:
+    """174600000000 -> `174.6 billion`: four digits and the unit that fits."""
+    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:,.0f}"
 
 
 def explanation(search: Search, planned: Planned) -> str:
@@ -150,23 +168,19 @@ def explanation(search: Search, planned: Planned) -> str:
     if step.uneven:
         lines.append(f"{'an uneven load of experts may add':<44}{step.uneven:10.3f} s {step.uneven / total:7.1%}")
     lines.append(f"{'a step':<44}{between(step.low, step.high):>10} s")
-    owners = planned.fullest.owners
+    owners, host = planned.fullest.owners, planned.fullest.memory.host
     return "\n".join(
         [
             heading(search),
-            f"layout: {candidate.mesh_text}, {candidate.choices_text}; {m} micro-batches a step",
+            f"layout: {candidate.mesh_text}, {candidate.choices_text}; {m} micro-batch{'es' if m > 1 else ''} a step",
             f"MFU {100 * mfu(search, step.high):.1f} to {100 * mfu(search, step.low):.1f} %",
             "",
             "time of a step on the slowest stage:",
             *lines,
             "",
             f"memory of stage {planned.fullest.stage}, the fullest:",
-            *(f"{name:<44}{owners[name] / GIB:10.2f} GiB" for name in OWNERS),
-            f"{'in all':<44}{planned.fullest.memory.total / GIB:10.2f} GiB of {search.limit / GIB:.1f}",
-            *(
-                [f"{'in memory of the CPU':<44}{planned.fullest.memory.host / GIB:10.2f} GiB"]
-                if planned.fullest.memory.host
-                else []
-            ),
+            *(f"{name:<44}{format_bytes(owners[name]):>14}" for name in OWNERS),
+            f"{'in all':<44}{format_bytes(planned.fullest.memory.total):>14} of {format_bytes(search.limit)}",
+            *([f"{'in memory of the CPU':<44}{format_bytes(host):>14}"] if host else []),
         ]
     )

@@ -18,6 +18,8 @@ from megatronish.planner.products import Machine
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.workload import Workload
 
+NO_SECONDS = (0.0,) * len(Brief._fields)
+
 
 class StepSeconds(NamedTuple):
     """Seconds of a step by what they are for."""
@@ -134,9 +136,9 @@ class StepClock:
             kinds, first, last = self.of_kinds(candidate)
             self._briefs[candidate] = tuple(map(Brief.of, kinds)), Brief.of(first), Brief.of(last)
         of_kinds, embedding, head = self._briefs[candidate]
-        slowest, most, together, sums, p = Brief(), -1.0, 0.0, [0.0, 0.0, 0.0], 0
+        slowest, most, together, sums, p = Brief(*NO_SECONDS), -1.0, 0.0, [0.0, 0.0, 0.0], 0
         for counts, is_first, is_last, number in stages.shapes:
-            numbers = [0.0] * len(slowest)
+            numbers = [*NO_SECONDS]
             of_stage = [*zip(of_kinds, counts, strict=True), (embedding, is_first), (head, is_last)]
             for brief, times in of_stage:
                 if times:

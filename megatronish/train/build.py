@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from megatronish.config.adapter import AdapterConfig
 from megatronish.config.config import Config
@@ -100,7 +101,7 @@ def build_engine(
         stage = with_adapters(stage, config.adapter, device=device)
         trainable = adapters_alone if trainable is everything else trainable
     if is_later and settings.zero_stage < 3:
-        stage.model.to_empty(device=mesh.device)
+        allocate(stage.model, mesh.device)
     learning = freeze(stage, trainable)
     seed = training.seed if initialises and trainable is not nothing else None
     data_parallel = make_data_parallel(stage, mesh, settings, seed=seed, gives_back=not training.cuda_graph)
@@ -117,6 +118,14 @@ def build_engine(
     if isinstance(objective, PairObjective):
         prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
     return engine
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the meta device memory of its own there. Tensors are new ones, which a dry run needs."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            module.register_parameter(name, empty)
 
 
 def place_weight_gradients(

@@ -12,8 +12,8 @@ from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.plugins import import_plugins
-from megatronish.costs.memory import expected_memory
 from megatronish.costs.parameters import num_parameters
+from megatronish.costs.peak import memory_of_stages
 from megatronish.errors import UserError
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
@@ -22,6 +22,7 @@ from megatronish.layout import ExpertLayout, Layout
 from megatronish.links.facts import Facts, Needs, nested_facts
 from megatronish.links.preflight import Subject, preflight
 from megatronish.mesh import Mesh, leave
+from megatronish.ops.library import load_kernels
 from megatronish.pipeline.stages import Stages
 from megatronish.train.job import TrainingJob
 
@@ -84,7 +85,13 @@ def _needs(config: Config, vocab_size: int, device: torch.device) -> Needs:
     num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     loads = stages.loads(num_microbatches)
-    expected = expected_memory(config, loads, vocab_size=vocab_size, device="cpu" if device.type == "cpu" else "cuda")
+    expected = memory_of_stages(
+        config,
+        loads,
+        vocab_size=vocab_size,
+        device="cpu" if device.type == "cpu" else "cuda",
+        kernels=load_kernels() is None,
+    )
     disk = 0 if config.adapter.is_used else 4 * number * (1 + moments)
     memory = max(each.total + (each.host if device.type == "cpu" else 0) for each in expected)
     return Needs(disk, memory)

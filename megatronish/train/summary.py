@@ -10,15 +10,17 @@ import torch
 from megatronish.config.config import Config
 from megatronish.costs.adapters import adapter_table
 from megatronish.costs.flops import model_flops_per_token
-from megatronish.costs.memory import bytes_of_uneven_load, expected_memory
+from megatronish.costs.memory import bytes_of_uneven_load
 from megatronish.costs.memory_table import format_bytes, memory_table
 from megatronish.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
+from megatronish.costs.peak import memory_of_stages
 from megatronish.formats.fill import open_hf
 from megatronish.launch.device import choose_device
 from megatronish.launch.place import Place, place_from_environment
 from megatronish.layer_costs import DeviceType
 from megatronish.layer_specs import layer_specs
 from megatronish.model.compiled import why_not_compiled
+from megatronish.ops.library import load_kernels
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
@@ -81,7 +83,9 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
         f"{flops:.3g} model FLOPs",
         "memory expected on a device:",
-        memory_table(expected_memory(config, loads, vocab_size=vocab_size, device=device_type)),
+        memory_table(
+            memory_of_stages(config, loads, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
+        ),
         *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
         *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
     ]

@@ -46,13 +46,14 @@ class RunPhase(NamedTuple):
 class LineRecord:
     """Numbering of the collectives over one line of ranks; sends and receives are numbered for each peer."""
 
-    __slots__ = ("_numbers", "_peers", "index", "key", "last", "name", "ranks", "record")
+    __slots__ = ("_numbers", "_peers", "index", "key", "last", "name", "ranks", "record", "sent")
 
     def __init__(self, record: "RankRecord", name: str, ranks: Sequence[int], *, key: str, index: int) -> None:
         self.record, self.name, self.ranks, self.key, self.index = record, name, tuple(ranks), key, index
         self.last = 0  # number of the newest collective
         self._numbers = itertools.count(1)
         self._peers: dict[tuple[str, int], Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self.sent: dict[str, int] = defaultdict(int)  # bytes of each operation's tensors, while they are counted
 
     def enter(self, operation: str, x: Any, layer: int | None = None) -> Entry:
         """Note that this rank starts a collective with a tensor x. `layer` is that of a backward."""
@@ -66,6 +67,8 @@ class LineRecord:
         # Without the checks of a NamedTuple's constructor, which take as long as all the rest.
         entry = _entry(Entry, (self, number, operation, shape, dtype, layer, record.action, monotonic(), None))
         record.ring[place] = record.newest[get_ident()] = entry
+        if record.counts_bytes:
+            self.sent[operation] += x.nbytes
         return entry
 
     def enter_objects(self, operation: str) -> Entry:
@@ -85,7 +88,14 @@ class LineRecord:
         number = next(self._peers[operation, peer])
         entry = Entry(self, number, operation, x.shape, x.dtype, record.layer, record.action, monotonic(), peer)
         record.ring[next(record.count) % RING] = record.newest[get_ident()] = entry
+        if record.counts_bytes:
+            self.sent[operation] += x.nbytes
         return entry
+
+    def count(self, operation: str, x: Any) -> None:
+        """Count the bytes of a tensor x that another library sends over this line, while bytes are counted."""
+        if self.record.counts_bytes:
+            self.sent[operation] += x.nbytes
 
 
 _entry = tuple.__new__
@@ -109,6 +119,7 @@ class RankRecord:
         self.layer: int | None = None
         self.step = 0  # the step at work, counted from 1
         self.num_steps_seen = 0
+        self.counts_bytes = False
         self.main_thread = get_ident()
         self._born = monotonic()
         self._spent: dict[PhaseName, float] = defaultdict(float)
@@ -129,6 +140,12 @@ class RankRecord:
         if self.shared is not None:
             self.shared.add_line(made.index, made.key)
         return made
+
+    def count_bytes(self) -> None:
+        """Count the bytes of all transfers from now on, from zero; until `counts_bytes` is False again."""
+        for line in self.lines:
+            line.sent.clear()
+        self.counts_bytes = True
 
     def phase(self, name: PhaseName, detail: str = "") -> "_Within":
         """Context in which this thread is in a phase; after it the thread is in the phase before again."""

@@ -1,13 +1,15 @@
 """Tests of forecast.json: what a run expects of itself, and what it measured at its end."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from jobs import tiny, train_on_ranks
 
 from megatronish.commands.configuration import read_config
-from megatronish.costs.memory import expected_memory
+from megatronish.costs.peak import expected_peak
 from megatronish.errors import UserError
 from megatronish.pipeline.stages import Stages
 from megatronish.planner.forecast import forecast
@@ -25,7 +27,7 @@ def test_a_forecast_has_the_interval_of_a_known_device_and_none_of_an_unknown_on
     assert "step_seconds" not in unknown
     assert unknown["no_time"].startswith("cpu is not calibrated")
     stages = Stages.of(config.parallel, config.model, vocab_size=VOCABULARY, seq_length=16)
-    expected = expected_memory(config, stages.loads(4), vocab_size=VOCABULARY)
+    expected = expected_peak(config, stages.loads(4), vocab_size=VOCABULARY)
     assert unknown["memory"]["bytes"] == max(each.total for each in expected)
 
 
@@ -44,3 +46,20 @@ def test_a_run_ends_with_what_was_expected_and_measured(tmp_path: Path) -> None:
     assert 0 < measured["step_seconds"] < 60
     assert measured["peak_memory_bytes"] > expected["memory"]["bytes"]
     assert " forecast: a step took " in said
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 1 --sequence-parallel", "--zero-stage 3", "--optimizer muon"])
+def test_bytes_by_axis_of_a_real_run_are_the_expected_ones(tmp_path: Path, flags: str) -> None:
+    said = train_on_ranks(tiny(tmp_path / "run", f"--tp 2 --dp 2 {flags}"), world_size=4)
+    written = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    assert {"tp", "world"} < written["expected"]["traffic"].keys()
+    assert written["measured"]["traffic"] == written["expected"]["traffic"]
+    assert re.search(r" forecast: .*; bytes of a step .*tp [0-9.]+ KiB.*, as expected\n", said)
+
+
+def test_bytes_are_not_expected_of_what_the_formulas_do_not_cover() -> None:
+    config = read_config(tiny(Path("never-written"))).config
+    pairs = replace(config, training=replace(config.training, objective="simpo"))
+    found = forecast(pairs, vocab_size=VOCABULARY, device_name="cpu", device_type="cpu")
+    assert found["no_traffic"].startswith("completions differ in length")
+    assert "traffic" not in found

@@ -14,6 +14,7 @@ from jobs import call_main, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import read_whole
 from test_bad_input import assert_told
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatronish.checkpoint.folder import read_state
 from megatronish.commands.convert import main as convert
@@ -29,9 +30,10 @@ from megatronish.launch.place import Place
 from megatronish.layers.nf4 import NF4Weight
 from megatronish.mesh import Axis
 from megatronish.model.quantised import quantised_weights
+from megatronish.ops.nf4 import dequantise, dequantise_scales, quantise, quantise_scales
 from megatronish.sharding import Piece, fill_initial
 from megatronish.train.base import draw_base
-from megatronish.train.build import build_engine
+from megatronish.train.build import allocate, build_engine
 from megatronish.train.run import start_mesh
 from megatronish.train.state import base_tensors_of
 
@@ -300,3 +302,31 @@ def test_what_cannot_be_quantised_is_one_sentence(
     tmp_path: Path, base: Path, flags: str, words: tuple[str, ...]
 ) -> None:
     assert_told(call_main(tiny(tmp_path / "run", f"{SIZES} {flags}".replace("BASE", str(base)))), *words)
+
+
+def test_a_quantised_model_is_allocated_on_tensors_without_memory_too() -> None:
+    """As a dry run does; there parameters cannot be moved, only replaced."""
+    with FakeTensorMode():
+        model = torch.nn.Linear(4, 2, device="meta")
+        model.bias.requires_grad_(False)
+        kept = weakref.ref(model.weight)
+        allocate(model, torch.device("cpu"))
+        assert kept() is not model.weight
+        found = [(each.device.type, tuple(each.shape), each.requires_grad) for each in model.parameters()]
+    assert found == [("cpu", (2, 4), True), ("cpu", (2,), False)]
+
+
+def test_no_table_of_nf4_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    plain = torch.Tensor.to
+
+    def seen(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        waits.append(not kwargs.get("non_blocking", False))
+        return plain(self, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    codes, absmax = quantise(torch.randn(2, 64))
+    scales = quantise_scales(absmax.flatten())
+    monkeypatch.setattr(torch.Tensor, "to", seen)
+    dequantise_scales(scales.codes, scales.scales, scales.offset)
+    dequantise(codes, absmax, torch.empty(2, 64))
+    assert waits == [False, False]

@@ -65,3 +65,18 @@ def test_a_backward_names_the_layer_of_its_forward() -> None:
 def test_lines_of_one_name_have_keys_of_their_own() -> None:
     record = RankRecord()
     assert [record.line("shard", [0, 1]).key for _ in range(3)] == ["shard:0+2", "shard:0+2#1", "shard:0+2#2"]
+
+
+def test_bytes_are_counted_from_zero_while_they_are_asked_for() -> None:
+    record = RankRecord()
+    line = record.line("tp", [0, 1])
+    line.enter("all_reduce", torch.zeros(8))
+    record.count_bytes()
+    line.enter("all_reduce", torch.zeros(2))
+    line.enter_peer("send", torch.zeros(3, dtype=torch.bfloat16), 1)
+    line.count("all_gather", torch.zeros(1))
+    record.counts_bytes = False
+    line.enter("all_reduce", torch.zeros(8))
+    assert line.sent == {"all_reduce": 8, "send": 6, "all_gather": 4}
+    record.count_bytes()
+    assert not line.sent

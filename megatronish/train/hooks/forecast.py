@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,57 @@ import torch
 from tqdm import tqdm
 
 from megatronish.costs.memory_table import format_bytes
+from megatronish.costs.step_traffic import SCALAR, TrafficKey
+from megatronish.costs.traffic import by_axis
 from megatronish.train.hooks.log import peak_memory_bytes
 from megatronish.train.trainer import Hook, StepRecord, Trainer
+from megatronish.watch.record import RankRecord
 
 WARM_UP = 2  # steps that are slower than others
+COLLECTIVES = {
+    "all_reduce": ("all-reduce",),
+    "all_gather": ("all-gather",),
+    "reduce_scatter": ("reduce-scatter",),
+    "all_to_all": ("all-to-all",),
+    "all_to_all_rows": ("all-to-all",),
+    "shift": ("send", "receive"),
+    "send": ("send",),
+    "receive": ("receive",),
+}
+"""Names of costs/traffic.py by those of a record's entries."""
 
 
 class Forecast(Hook):
-    """Expected against measured, on the main rank: median seconds of a step after two, and peak memory."""
+    """Expected against measured, on the main rank: seconds of a step, peak memory, and bytes by axis of one step.
+
+    Seconds are the median after two steps; bytes are counted in the third one (of a short run in the last one), or
+    in the first one after it whose batch is whole.
+    """
 
     def __init__(self, path: Path, expected: dict[str, Any], device: torch.device) -> None:
         self.path, self.expected, self.device = path, expected, device
         self._seconds: list[float] = []
+        self._sent: dict[str, dict[str, int]] | None = None
 
     def start(self, trainer: Trainer) -> None:
         """Write what is expected."""
         self._write({"expected": self.expected})
 
+    def before_step(self, trainer: Trainer) -> None:
+        """Begin to count bytes, unless they are known."""
+        if "traffic" in self.expected and (len(self._seconds) <= WARM_UP or self._sent is None):
+            trainer.record.count_bytes()
+
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Note the time of the step."""
+        """Note the time of the step, and what it has sent."""
         self._seconds.append(record.seconds)
+        if trainer.record.counts_bytes:
+            trainer.record.counts_bytes = False
+            if record.global_batch_size == self.expected["global_batch_size"] and not record.result.skipped:
+                sent = traffic_of(trainer.record)
+                # Hooks send their votes with the sums of the step.
+                sent[TrafficKey("world", "all-reduce")] -= SCALAR * len(record.result.votes)
+                self._sent = by_axis(sent)
 
     def finish(self, trainer: Trainer) -> None:
         """Write what was measured next to it, and print both."""
@@ -42,9 +74,11 @@ class Forecast(Hook):
             "steps": len(self._seconds),
             "peak_memory_bytes": memory,
             "memory_of": "the main rank's device" if on_gpu else "the main rank's process, with all its libraries",
+            **({} if self._sent is None else {"traffic": self._sent}),
         }
         self._write({"expected": self.expected, "measured": measured})
-        tqdm.write(f" forecast: {self._time(seconds)}; {self._memory(memory)}")
+        texts = [self._time(seconds), self._memory(memory), *self._traffic()]
+        tqdm.write(f" forecast: {'; '.join(texts)}")
 
     def _time(self, seconds: float) -> str:
         expected = self.expected.get("step_seconds")
@@ -59,5 +93,29 @@ class Forecast(Hook):
         what = "peak memory" if self.device.type == "cuda" else "peak memory of the process with its libraries"
         return f"{what} {format_bytes(memory)}, expected of the fullest device {format_bytes(expected)}"
 
+    def _traffic(self) -> list[str]:
+        """Bytes of a step by axis, where they were counted."""
+        if self._sent is None:
+            return []
+        expected, texts = self.expected["traffic"], []
+        for axis in sorted({*self._sent, *expected}):
+            sent, wanted = (sum(of.get(axis, {}).values()) for of in (self._sent, expected))
+            differs = "" if sent == wanted else f" (expected {format_bytes(wanted)})"
+            texts.append(f"{axis} {format_bytes(sent)}{differs}")
+        return [f"bytes of a step {', '.join(texts)}{', as expected' if self._sent == expected else ''}"]
+
     def _write(self, content: dict[str, Any]) -> None:
         self.path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def traffic_of(record: RankRecord) -> Counter[TrafficKey]:
+    """Bytes that a record has counted, as costs/traffic.py counts: of each call those of its largest tensor."""
+    found = Counter[TrafficKey]()
+    for line in record.lines:
+        if len(line.ranks) == 1 or line.name == "checkpoint":  # which a thread in the background uses
+            continue
+        for operation, size in line.sent.items():
+            whole = size * len(line.ranks) if operation == "all_gather" else size
+            for name in COLLECTIVES[operation]:
+                found[TrafficKey(line.name, name)] += whole
+    return found

@@ -1,0 +1,100 @@
+"""Tests of the list of a stage's parameters, against the model that is built from the same config on a mesh alone."""
+
+from math import prod
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatronish.commands.configuration import read_config
+from megatronish.costs.buckets import cut_into_buckets, padded_size
+from megatronish.costs.stage_parameters import StageParameter, stage_parameters
+from megatronish.launch.place import Place
+from megatronish.mesh import Mesh, leave
+from megatronish.optim.matrix_distribution import matrices_of
+from megatronish.pipeline.stage import build_stage
+from megatronish.pipeline.stages import Stages
+from megatronish.sharding import Sharding
+from megatronish.train.build import execution_of, with_adapters
+
+SIZES = "--hidden-size 48 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3"
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
+LORA = "--load never-read --adapter-type lora --lora-rank 3"
+CASES = {
+    "gpt2": "--tp 2 --dp 2",
+    "tied on two stages": "--tp 2 --pp 2 --sequence-parallel --embed-layernorm",
+    "zero bubble": f"--pp 2 --pipeline-schedule zb-h1 {LLAMA}",
+    "interleaved": f"--pp 2 --num-virtual-stages-per-pipeline-rank 2 {LLAMA} --qk-layernorm",
+    "norm over all heads": f"--tp 2 {LLAMA} --qk-layernorm --qk-layernorm-across-heads --softmax-type learnable",
+    "experts": f"--tp 2 --dp 2 --ep 2 --etp 2 {LLAMA} {EXPERTS} --moe-shared-expert-gate",
+    "lora": f"--tp 2 --sequence-parallel {LLAMA} {LORA}",
+    "lora of some sections": f"--tp 2 {LORA} --adapter-targets q v down",
+    "lora of experts": f"--dp 2 --tp 2 --ep 2 --etp 2 --disable-bias-linear {LLAMA} {EXPERTS} {LORA}",
+    "ia3": "--tp 2 --load never-read --adapter-type ia3 --adapter-targets k o down",
+}
+
+
+def as_listed(name: str, tensor: torch.Tensor, sharding: Sharding) -> StageParameter:
+    """A parameter of a built model as the list would have it, without what its sharding does not say."""
+    shape = tuple(tensor.shape)
+    is_matrix = sharding.role == "matrix"
+    return StageParameter(
+        name,
+        shape[0],
+        prod(shape[1:]),
+        tuple(sorted(sharding.cut_axes)),
+        tuple(sorted(sharding.partial_over)),
+        sharding.domain,
+        sharding.tied,
+        matrices=tuple(each.num_elements for each in matrices_of(name, sharding)) if is_matrix else (),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", ["first", "last"])
+def test_the_list_is_that_of_the_model(name: str, stage: str) -> None:
+    argv = f"--mock-data --vocab-size 90 --num-layers 4 --train-iters 1 {SIZES} {CASES[name]}".split()
+    config = read_config(argv).config
+    model, layout = config.model, config.layout
+    rank = layout.rank(pp=layout.pp - 1 if stage == "last" else 0)
+    has_experts = model.num_experts is not None
+    mesh = Mesh.of(
+        config.parallel,
+        Place(rank, layout.world_size, 0, 1),
+        backend="fake",
+        has_experts=has_experts,
+        store=FakeStore(),
+    )
+    try:
+        stages = Stages.of(config.parallel, model, vocab_size=90, seq_length=16)
+        built = build_stage(
+            model,
+            stages,
+            mesh,
+            vocab_size=90,
+            num_positions=16,
+            sequence_parallel=config.parallel.sequence_parallel,
+            execution=execution_of(config, mesh),
+            device=torch.device("meta"),
+        )
+        if config.adapter.is_used:
+            built = with_adapters(built, config.adapter, device=torch.device("meta"))
+    finally:
+        leave()
+    parameters = dict(built.model.named_parameters())
+    listed = stage_parameters(config, stages.load(mesh.pp.rank, 8), vocab_size=90)
+    found = [each._replace(cut=tuple(sorted(each.cut)), sources=frozenset(), learns=True) for each in listed]
+    assert found == [as_listed(each, parameters[each], built.shardings[each]) for each in parameters]
+    for each in listed:
+        kind = "W" if stages.schedule.has_weight_gradients else "B"
+        users = built.model.users()[each.name]
+        assert each.sources == {(user.chunk, kind if user.is_linear else "B") for user in users}
+        assert each.learns == (not config.adapter.is_used or ".adapters." in each.name)
+
+
+def test_buckets_take_parameters_until_they_are_full_and_are_padded_for_every_rank() -> None:
+    assert list(cut_into_buckets([4, 4, 1, 9, 2], 8)) == [range(0, 2), range(2, 4), range(4, 5)]
+    assert list(cut_into_buckets([], 8)) == []
+    assert padded_size([3, 8], alignment=4, ranks=2) == 16
+    assert padded_size([3], alignment=8, ranks=4) == 32
