@@ -158,13 +158,7 @@ def _train(
 ) -> bool:
     """Train from the start that is found; returns whether the run has made its last step."""
     # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
-    stopper = Stopper(
-        exit_interval=config.training.exit_interval,
-        exit_duration_in_mins=config.training.exit_duration_in_mins,
-        exit_signal=config.training.exit_signal,
-        kill_switch=Path(config.training.kill_switch_path) if config.training.kill_switch_path else None,
-    )
-    record = mesh.record
+    stopper, record = _stopper(config), mesh.record
     record.enter_phase("start", "opening the data")
     job = TrainingJob.open(config, mesh)
     if config.log.sample_prompt is not None and not config.data.mock_data:
@@ -214,6 +208,17 @@ def _train(
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
     return trainer.progress.step >= num_steps
+
+
+def _stopper(config: Config) -> Stopper:
+    """The hook that decides to stop; it watches signals from now on."""
+    training = config.training
+    return Stopper(
+        exit_interval=training.exit_interval,
+        exit_duration_in_mins=training.exit_duration_in_mins,
+        exit_signal=training.exit_signal,
+        kill_switch=Path(training.kill_switch_path) if training.kill_switch_path else None,
+    )
 
 
 def _saving(job: TrainingJob, stopper: Stopper, begun: Begun, reference: Base | None) -> Save:
