@@ -1,7 +1,8 @@
 """All attacks, one after the other, and one table of what they found at the end.
 
 Sizes are environment variables: ATTACK_KILLS (200), ATTACK_INPUTS (1000), ATTACK_HOSTS (6, lost in each layout with
-copies nearby), ATTACK_STEPS (1000, without a slow rank), ATTACK_SEED (1). ATTACK_ONLY names scripts of this folder, separated by blanks; without it all of them run.
+copies nearby), ATTACK_STEPS (1000, without a slow rank), ATTACK_SEED (1). ATTACK_ONLY names scripts of this folder,
+separated by blanks; without it all of them run.
 
     make attack
 """
