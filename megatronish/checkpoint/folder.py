@@ -144,8 +144,9 @@ def publish(partial: L, *, step: int, state: dict[str, Any]) -> L:
     written.with_other_files().with_text(STATE, text).write()
     if isinstance(partial, RemotePath):
         (partial / STATE).write_text(text)
-        (partial.parent / LATEST).write_text(partial.name + "\n")
-        remove_incomplete(partial.parent)
+        with suppress(OSError):  # it is whole: the next save writes `latest`, and removes what is left
+            (partial.parent / LATEST).write_text(partial.name + "\n")
+            remove_incomplete(partial.parent)
         return partial
     write_durably(partial / STATE, text)
     return _renamed(partial, partial.parent / name_of(step))

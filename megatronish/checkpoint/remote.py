@@ -136,11 +136,13 @@ class RemotePath:
         return into
 
     def download_file(self, into: Path) -> None:
-        """Copy the object to a disk, as `into`."""
+        """Copy the object to a disk, as `into`, with its time."""
         fs, path = self._opened()
         with _told_as_os_error(self.url):
             into.parent.mkdir(parents=True, exist_ok=True)
             fs.get_file(path, str(into))
+            at = self.stat().st_mtime  # a picture must not look younger than the checkpoint after it
+            os.utime(into, (at, at))
 
     def upload(self, file: Path) -> None:
         """Write an object with the content of a file, or replace it."""

@@ -35,11 +35,19 @@ class RunMirror:
             for name in self.place.sizes():
                 if name.partition("/")[0] != CHECKPOINTS:
                     (self.place / name).download_file(self.folder / name)
+                    self._copied[name] = _state(self.folder / name)
         except OSError as error:
             raise UserError(
                 f"--run-dir {self.place} cannot be copied to {self.folder}: {error.strerror or error}; correct that "
                 "or choose another run folder"
             ) from error
+
+    def keep_back(self) -> None:
+        """Leave what an earlier start has left here as it is: another machine has the files of rank 0 now."""
+        for path in self.folder.rglob("*"):
+            with suppress(OSError):
+                if path.is_file():
+                    self._copied[path.relative_to(self.folder).as_posix()] = _state(path)
 
     def copy(self) -> None:
         """Copy the files that have changed. What fails is printed, and tried again the next time."""

@@ -60,7 +60,7 @@ def begin(
     """
     keep, own = job.config.checkpoint, location(job.config.save_place)
     axis = engine.mesh.checkpoint_axis
-    all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main else None)
+    all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main and isinstance(own, Path) else None)
     base = None
     if engine.stage.is_adapted:
         base = load_base(job, engine)

@@ -77,6 +77,8 @@ def _train_watched(
         mirror = None
         if config.run_url is not None and place.local_rank == 0:
             mirror = RunMirror(config.run_dir, RemotePath(config.run_url))
+            if place.rank != 0:
+                mirror.keep_back()
         if place.rank == 0:
             stack.enter_context(locked(config.run_dir, flag="--run-dir"))
             if mirror is not None:

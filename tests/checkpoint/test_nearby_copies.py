@@ -134,11 +134,13 @@ def test_a_step_that_is_asked_for_comes_before_any_copy(tmp_path: Path, killed: 
     assert resumed_from(said.output) == 2
 
 
+NAME = "0123456789abcdef" * 2
+
 # moment of the kill -> event and path, and the steps that may be continued from. With N = 1 every step is copied.
 MOMENTS = {
     "while-tensors-are-written": ("open", ".step_00000003.partial/__1_0.distcp", {2}),
-    "while-the-neighbour-receives": ("open", "host_1/name/.step_00000003.partial/__0_0.distcp", {2}),
-    "before-all-have-renamed": ("os.rename", "host_1/name/.step_00000003.partial", {2, 3}),
+    "while-the-neighbour-receives": ("open", f"host_1/{NAME}/.step_00000003.partial/__0_0.distcp", {2}),
+    "before-all-have-renamed": ("os.rename", f"host_1/{NAME}/.step_00000003.partial", {2, 3}),
     "while-the-one-before-is-removed": ("shutil.rmtree", "step_00000002", {3}),
     "before-the-last-checkpoint": ("open", "checkpoints/.step_00000008.partial", {8}),
 }
@@ -150,7 +152,7 @@ def test_a_copy_counts_whole_or_not_at_all(tmp_path: Path, whole: Path, moment: 
     flags, _, per_host = LAYOUTS["zero-1"]
     argv = tiny(tmp_path / "run", f"{STEPS} --save-replicated-interval 1 {flags}")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / ".copies").write_text("name")
+    (tmp_path / "run" / "checkpoints" / ".copies").write_text(NAME)
     job = run_job(argv, tmp_path, plant=killed_at, plant_args=(tmp_path / "local", per_host, event, text))
     assert job.status == -signal.SIGKILL, job.errors
     said = train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1)

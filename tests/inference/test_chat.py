@@ -231,7 +231,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, models: Models, capsys: pytes
         (f"--load {tmp_path / 'numbers'}", "a tokenizer of the kind NullTokenizer has no control tokens for chats"),
         (f"--load {models.base} --chat-template nope", "--chat-template nope is not known; name one of"),
         (f"--load {models.base} --adapter {wide}", "wide"),
-        (f"--load {models.base} --adapter x={tmp_path / 'none'}", "none holds no checkpoint; name the folder of a run"),
+        (f"--load {models.base} --adapter x={tmp_path / 'none'}", "none does not exist; name the folder of a run"),
         (f"--load {models.base} --adapter {a} --adapter {a}", "has the name a again; give each one its own"),
         (f"--load {models.base} --adapter none={a}", "has the name 'none'; give it one without spaces"),
         (f"--load {models.base} --num-tokens 0", "--num-tokens 0 must be at least 1; for example 512"),

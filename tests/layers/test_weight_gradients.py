@@ -211,13 +211,13 @@ def test_deferred_weight_gradients_are_those_of_an_undivided_backward(kind: str,
 def test_buckets_leave_while_the_last_weight_gradients_are_computed() -> None:
     """And not before: what an earlier W adds is not yet the whole."""
     for seen, v_shaped in run_ranks(2, train, Layout(dp=2), [Case("zb-h1"), Case("zb-v", 2)]):
-        assert seen.launched == [(name, 0) for name in ("F0", "B0", "W0", "F1", "B1", "W1", "F2", "B2", "W2")]
-        # Delivered: head, second.2, second.0, first.2, first.0. Buckets go by their sources, W alone first, in the
-        # reverse of the model's order; then biases, final since B2, and the head's, where it embeds.
-        assert seen.launched_in_w == [0] * 10 + [0, 1, 2, 3, 9]
+        assert seen.launched[:-1] == [(name, 0) for name in ("F0", "B0", "W0", "F1", "B1", "W1", "F2", "B2")]
+        # Delivered: head, second.2, second.0, first.2, first.0. Buckets go in the reverse of the model's order: biases,
+        # final since B2, leave around the weights of their layers, the last layer's before W2; last is where it embeds.
+        assert seen.launched[-1] == ("W2", 1) and seen.launched_in_w == [0] * 10 + [1, 3, 5, 7, 9]
         # The second chunk's leave before the first chunk's last backward.
-        assert dict(v_shaped.launched) == dict.fromkeys(dict(v_shaped.launched), 0) | {"B2a": 3, "W2a": 3}
-        assert v_shaped.launched_in_w == [0] * 10 + [0, 1, 3, 4, 9]
+        assert dict(v_shaped.launched) == dict.fromkeys(dict(v_shaped.launched), 0) | {"W2b": 1, "B2a": 4, "W2a": 5}
+        assert v_shaped.launched_in_w == [0] * 10 + [1, 3, 4, 7, 9]
 
 
 def test_the_weights_whose_gradients_are_deferred_are_those_of_linear_layers_and_of_a_tied_head() -> None:

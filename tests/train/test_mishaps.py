@@ -132,7 +132,7 @@ def test_a_saved_config_with_values_of_other_types_is_refused() -> None:
     "values", [{"r": "x"}, {"r": 0}, {"lora_alpha": "x"}, {"lora_dropout": "x"}, {"rank_pattern": 3}]
 )
 def test_numbers_of_an_adapter_that_are_none_are_told(tmp_path: Path, values: dict[str, object]) -> None:
-    with pytest.raises(UserError, match="fetch the file again"):
+    with pytest.raises(UserError, match="fetch it again"):
         peft.our_config(tmp_path / "adapter_config.json", {"peft_type": "LORA", **values})
 
 

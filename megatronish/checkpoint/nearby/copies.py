@@ -1,6 +1,7 @@
 """Copies of a run's state nearby: on each host, in memory, and for its neighbour (write.py, vote.py, fetch.py)."""
 
 import os
+import re
 import sys
 import uuid
 from collections import Counter
@@ -77,16 +78,18 @@ class NearbyCopies:
         if self.nearby.hosts.is_first:
             remove_folder(self.nearby.folder)
         if self.nearby.axis.is_first:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 (self.save_place / ID).unlink()
 
 
 def _id_of(save_place: Location) -> str:
     """Name of the run's folders of copies; a new one for a new run."""
     path = save_place / ID
-    if not path.exists():
+    name = path.read_text().strip() if path.exists() else ""
+    if not re.fullmatch("[0-9a-f]{32}", name):  # the folder of that name is removed at the end of the run
+        name = uuid.uuid4().hex
         if isinstance(path, RemotePath):
-            path.write_text(uuid.uuid4().hex)
+            path.write_text(name)
         else:
-            write_durably(path, uuid.uuid4().hex)
-    return Path(path.read_text().strip()).name
+            write_durably(path, name)
+    return name

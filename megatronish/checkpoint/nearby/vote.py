@@ -39,8 +39,7 @@ class FoundCopy(NamedTuple):
 
 def newest_copy(nearby: Nearby) -> tuple[FoundCopy | None, Damage]:
     """Newest whole copy, or None, and a sentence for each file that is damaged; the same on all ranks. Collective."""
-    mine = _listed(nearby.folder) if nearby.hosts.is_first else ({}, [])
-    lists = from_all(nearby.axis, lambda: mine)
+    lists = from_all(nearby.axis, lambda: _listed(nearby.folder) if nearby.hosts.is_first else ({}, []))
     told = [line for _, lines in lists for line in lines]
     of_hosts = [lists[ranks[0]][0] for ranks in nearby.hosts.ranks]
     while (copy := _newest_whole(of_hosts)) is not None:
@@ -70,6 +69,8 @@ def _listed(folder: Path) -> tuple[dict[str, HeldCopy], Damage]:
             found[key] = HeldCopy(path.name, saved_at, frozenset({*lengths, CHECKSUMS}), frozenset({*here, CHECKSUMS}))
         except DamagedError as error:
             told.append(f"{path}: {error.why}; that copy is not used")
+        except OSError as error:
+            told.append(f"{path} cannot be read ({error.strerror}); that copy is not used")
         except (KeyError, TypeError, ValueError):
             told.append(f"{path} is no copy of a run; it is not used")
     return found, told
@@ -100,7 +101,10 @@ def _verified(nearby: Nearby, copy: FoundCopy) -> dict[str, str]:
     if not here:
         return {}
     folder, wrong = nearby.folder / copy.name, {}
-    spans = Checksums.read(folder).files
+    try:
+        spans = Checksums.read(folder).files
+    except DamagedError as error:
+        return dict.fromkeys(here, f"{folder}: {error.why}")
     for name in here[hosts.own.index(hosts.rank) :: len(hosts.own)]:
         try:
             Checksums(folder, {name: spans[name]}).verify()
