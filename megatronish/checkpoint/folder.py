@@ -104,13 +104,15 @@ def saved_at(folder: Location) -> float:
     """Time of saving in seconds since 1970.
 
     For a damaged checkpoint the latest of all guesses: if it may be the newest one, loading finds it and reports it.
+    OSError if it is on a store that does not answer.
     """
     try:
         return _time(read_state(folder))
     except (UserError, TypeError, ValueError, LookupError, OverflowError):
         pass
     state, guesses = folder / STATE, [0.0]
-    with suppress(OSError):
+    # A store that does not answer is an error: taken for the oldest, a checkpoint would be passed over, or removed.
+    with suppress(FileNotFoundError if isinstance(folder, RemotePath) else OSError):
         guesses.append((state if state.exists() else folder).stat().st_mtime)
     with suppress(OSError, TypeError, ValueError, LookupError, OverflowError, RecursionError):
         if state.is_file():  # a pipe or a device would never end

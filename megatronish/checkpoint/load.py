@@ -29,12 +29,13 @@ def load_tensors(folder: Location, tensors: dict[str, GlobalTensor], *, mesh: Me
     """
     with offering_another(mesh.checkpoint_axis):
         reader = all_or_none(
-            mesh.checkpoint_axis, partial(_open, folder, tensors, checks_all=is_shared and mesh.is_main)
+            mesh.checkpoint_axis, partial(open_checked, folder, tensors, checks_all=is_shared and mesh.is_main)
         )
         read_tensors(reader, tensors, over=mesh.checkpoint_axis)
 
 
-def _open(folder: Location, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> CheckpointReader:
+def open_checked(folder: Location, tensors: dict[str, GlobalTensor], *, checks_all: bool) -> CheckpointReader:
+    """Reader of a checkpoint that has `tensors`; UserError if one is missing or has another shape."""
     reader = CheckpointReader(folder, checks_all=checks_all)
     stored = stored_shapes(reader)
     problems = []

@@ -51,22 +51,26 @@ class RunMirror:
 
     def copy(self) -> None:
         """Copy the files that have changed. What fails is printed, and tried again the next time."""
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder).as_posix()
-            if name.partition("/")[0] == CHECKPOINTS or path.name.startswith("."):
-                continue
-            with suppress(FileNotFoundError):  # one that was replaced meanwhile
-                if not path.is_file() or self._copied.get(name) == (state := _state(path)):
-                    continue
-                try:
-                    (self.place / name).upload(path)
-                except FileNotFoundError:
-                    raise
-                except OSError as error:
-                    told = f"{path} was not copied to {self.place}: {error.strerror or error}"
-                    tqdm.write(f"{told}; it is tried again before the next checkpoint", file=sys.stderr)
-                    return
-                self._copied[name] = state
+        try:
+            for path in sorted(self.folder.rglob("*")):
+                self._copy(path)
+        except OSError as error:
+            told = f"files of {self.folder} were not copied to {self.place}: {error.strerror or error}"
+            tqdm.write(f"{told}; it is tried again before the next checkpoint", file=sys.stderr)
+
+    def _copy(self, path: Path) -> None:
+        name = path.relative_to(self.folder).as_posix()
+        if name.partition("/")[0] == CHECKPOINTS or path.name.startswith("."):
+            return
+        try:
+            if not path.is_file() or self._copied.get(name) == (state := _state(path)):
+                return
+            (self.place / name).upload(path)
+        except FileNotFoundError:
+            if path.exists():  # or it was replaced meanwhile
+                raise
+            return
+        self._copied[name] = state
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from hosts import killed_at, killed_in_step, train_on_hosts, without_room
 from jobs import call_main, checkpoints_of, run_job, steps_of, tiny, train_on_ranks
 
 from megatronish.checkpoint.nearby import local
+from megatronish.checkpoint.nearby.copies import _id_of
 from megatronish.checkpoint.nearby.hosts import Hosts
 from megatronish.errors import UserError
 
@@ -126,6 +127,19 @@ def test_a_damaged_copy_is_refused_and_the_next_one_used(tmp_path: Path, killed:
         assert said.errors.count(f"{name} does not hold what was written") == 2
         assert resumed_from(said.output) == 2
         assert steps_of(tmp_path / f"both_{number}" / "run") == steps_of(whole / "zero-1")
+
+
+def test_a_copy_of_another_model_is_refused_in_a_sentence(tmp_path: Path, killed: Path) -> None:
+    argv = [*copy_of(killed, tmp_path), *LAYOUTS["zero-1"][0].split(), "--num-layers", "6"]
+    with pytest.raises(Exception, match="holds another model"):
+        train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1)
+
+
+def test_a_name_of_copies_that_is_none_is_replaced(tmp_path: Path) -> None:
+    assert len(_id_of(tmp_path)) == 32 and _id_of(tmp_path) == _id_of(tmp_path)
+    for name in ("", "..", "/tmp"):  # the folder of that name is removed at the end
+        (tmp_path / ".copies").write_text(name)
+        assert len(_id_of(tmp_path)) == 32
 
 
 def test_a_step_that_is_asked_for_comes_before_any_copy(tmp_path: Path, killed: Path) -> None:

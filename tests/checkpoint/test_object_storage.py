@@ -242,6 +242,23 @@ def test_an_upload_that_fails_leaves_what_was_there(folder: RemotePath, monkeypa
     assert saved_value(folder) == 1.0
 
 
+def test_a_checkpoint_that_is_whole_stays_when_what_follows_fails(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_value(folder, 1.0, step=2)
+    write = RemotePath.write_text
+
+    def fail(self: RemotePath, text: str) -> None:
+        if self.name == "latest":
+            raise ConnectionResetError(104, "Connection reset by peer")
+        write(self, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "write_text", fail)
+        save_value(folder, 2.0)
+    assert saved_value(folder) == 2.0
+
+
 def test_a_rank_reads_the_ranges_that_it_needs(folder: RemotePath) -> None:
     save_value(folder, 3.0)
     checkpoint = steps_in(folder)[4]
@@ -312,6 +329,12 @@ def test_files_of_a_run_are_copied_when_they_have_changed(
         mirror.copy()
     assert "no answer; it is tried again before the next checkpoint" in capsys.readouterr().err
     mirror.copy()
+    assert (place / "metrics.jsonl").read_text() == "1, 2, 3"
+    # A machine that is not that of rank 0 any more leaves its old files where they are.
+    (folder / "metrics.jsonl").write_text("old")
+    former = RunMirror(folder, place)
+    former.keep_back()
+    former.copy()
     assert (place / "metrics.jsonl").read_text() == "1, 2, 3"
     RunMirror(tmp_path / "other", place).fetch()
     assert sorted(path.name for path in (tmp_path / "other").rglob("*")) == ["logs", "metrics.jsonl", "rank_0.txt"]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
 from megatronish.checkpoint.checksums import CHECKSUMS
+from megatronish.checkpoint.load import open_checked
 from megatronish.checkpoint.nearby.hosts import Hosts
 from megatronish.checkpoint.nearby.transfer import Transfer, move
 from megatronish.checkpoint.nearby.vote import FoundCopy
 from megatronish.checkpoint.nearby.write import SMALL, Nearby, write_small
-from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, files_for
 
 
@@ -46,7 +46,7 @@ def fetch_tensors(nearby: Nearby, copy: FoundCopy, tensors: dict[str, GlobalTens
     folder, axis = nearby.folder / copy.name, nearby.axis
 
     def read() -> tuple[set[str], dict[str, int]]:
-        reader = CheckpointReader(folder, checks_all=False)
+        reader = open_checked(folder, tensors, checks_all=False)
         lengths = {name: sum(span.length for span in spans) for name, spans in reader.checksums.files.items()}
         return files_for(tensors, reader), lengths
 
