@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatronish import comm
+from megatronish.checkpoint.all_or_none import from_one
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
@@ -254,12 +255,13 @@ def draw_curves(folder: Path) -> None:
 
 def _has_its_ending(config: Config, mesh: Mesh) -> bool:
     """Whether loss.png is younger than the last checkpoint: a run killed between the two lacks its last evaluation."""
-    curve, checkpoint, has = config.run_dir / "loss.png", None, False
-    if mesh.is_main and curve.exists():
-        checkpoint = find_checkpoint(location(config.save_place))
-    if checkpoint is not None:
-        has = curve.stat().st_mtime >= (checkpoint / STATE).stat().st_mtime
-    return bool(comm.all_reduce(torch.tensor(int(has)), mesh.world, "max"))
+
+    def look() -> bool:
+        curve = config.run_dir / "loss.png"
+        checkpoint = find_checkpoint(location(config.save_place)) if curve.exists() else None
+        return checkpoint is not None and curve.stat().st_mtime >= (checkpoint / STATE).stat().st_mtime
+
+    return from_one(mesh.checkpoint_axis, look)
 
 
 def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> Trackers:
