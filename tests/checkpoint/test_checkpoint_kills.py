@@ -9,13 +9,13 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import checkpoints_of, run_job, steps_of, tiny, train_on_ranks
+from planted_kills import kill_after, kill_all_in_step
 from ranks import run_ranks
 from saved_runs import save_value, saved_value
 
@@ -200,19 +200,6 @@ def kill_all_at(event: str, text: str, occurrence: int) -> None:
     sys.addaudithook(audit)
 
 
-def kill_all_in_step(number: int) -> None:
-    """Planted in a job: SIGKILL to all of it in the middle of a step."""
-    clip, left = Engine.clip, [number]
-
-    def clip_or_die(self: Engine, grad_norm: float) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            os.killpg(0, signal.SIGKILL)
-        clip(self, grad_norm)
-
-    Engine.clip = clip_or_die  # type: ignore[method-assign]
-
-
 KILLS: dict[str, tuple[Callable[..., None], tuple[Any, ...], int]] = {
     "in-the-first-step": (kill_all_in_step, (1,), 0),
     "in-a-later-step": (kill_all_in_step, (4,), 2),
@@ -248,26 +235,6 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert steps_of(tmp_path / "run") == steps_of(six_steps_of_four if "tp" in flags else six_steps)
     left = ["step_00000006"] if removes else ["step_00000002", "step_00000004", "step_00000006"]
     assert checkpoints_of(tmp_path / "run") == ["latest", *left]
-
-
-def kill_after(seconds: float, rank: int | None) -> None:
-    """Planted in a job: SIGKILL to all of it, or to one rank, so long after its first step."""
-    run, begun = Engine.step, threading.Event()
-
-    def kill() -> None:
-        if rank is None:
-            os.killpg(0, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def stepped(self: Engine, *arguments: Any, **options: Any) -> Any:
-        if not begun.is_set() and self.mesh.world.rank == (rank or 0):
-            begun.set()
-            timer = threading.Timer(seconds, kill)
-            timer.daemon = True
-            timer.start()
-        return run(self, *arguments, **options)
-
-    Engine.step = stepped  # type: ignore[method-assign]
 
 
 # Something is always being written.

@@ -9,15 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
+from planted_kills import kill_after
 from ranks import wait_until
 from saved_runs import read_whole, save_value, saved_value
 
@@ -26,7 +26,6 @@ from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import remove_old, steps_in
 from megatronish.checkpoint.remote import RemotePath, location
 from megatronish.checkpoint.save import SaveError
-from megatronish.train.engine import Engine
 from megatronish.train.mirror import RunMirror
 
 NEEDS_S3 = pytest.mark.skipif(
@@ -87,22 +86,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def reach(environ: dict[str, str], seconds: float | None = None, rank: int | None = None) -> None:
     """Planted in a job: the store's variables; then SIGKILL to all, or to a rank, so long after its first step."""
     os.environ.update(environ)
-    run, begun = Engine.step, threading.Event()
-
-    def kill() -> None:
-        if rank is None:
-            os.killpg(0, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def stepped(self: Engine, *arguments: Any, **options: Any) -> Any:
-        if seconds is not None and not begun.is_set() and self.mesh.world.rank == (rank or 0):
-            begun.set()
-            timer = threading.Timer(seconds, kill)
-            timer.daemon = True
-            timer.start()
-        return run(self, *arguments, **options)
-
-    Engine.step = stepped  # type: ignore[method-assign]
+    if seconds is not None:
+        kill_after(seconds, rank)
 
 
 def test_a_run_resumes_from_a_store_in_another_layout_and_on_another_machine(tmp_path: Path, store: Store) -> None:

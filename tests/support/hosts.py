@@ -7,17 +7,16 @@ import os
 import re
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jobs import be_rank
+from planted_kills import kill_after, kill_all_in_step
 from ranks import run_ranks
 
 from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.launch.place import Place
 from megatronish.mesh import Axis
-from megatronish.train.engine import Engine
 
 
 def on_hosts(folder: Path, per_host: int) -> None:
@@ -33,31 +32,13 @@ def on_hosts(folder: Path, per_host: int) -> None:
 def killed_in_step(folder: Path, per_host: int, step: int) -> None:
     """Planted in a job: such hosts, and SIGKILL to all of them in the middle of a step."""
     on_hosts(folder, per_host)
-    clip, left = Engine.clip, [step]
-
-    def clip_or_die(self: Engine, grad_norm: float) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            os.killpg(0, signal.SIGKILL)
-        clip(self, grad_norm)
-
-    Engine.clip = clip_or_die  # type: ignore[method-assign]
+    kill_all_in_step(step)
 
 
 def killed_after(folder: Path, per_host: int, seconds: float) -> None:
     """Planted in a job: such hosts, and SIGKILL to all of them so long after the first step."""
     on_hosts(folder, per_host)
-    clip, begun = Engine.clip, threading.Event()
-
-    def timed(self: Engine, grad_norm: float) -> None:
-        if not begun.is_set() and self.mesh.is_main:
-            begun.set()
-            timer = threading.Timer(seconds, lambda: os.killpg(0, signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
-        clip(self, grad_norm)
-
-    Engine.clip = timed  # type: ignore[method-assign]
+    kill_after(seconds, None)
 
 
 def killed_at(folder: Path, per_host: int, event: str, text: str) -> None:

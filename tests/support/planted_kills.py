@@ -1,0 +1,41 @@
+"""Kills that are planted in jobs: SIGKILL in the middle of a step, or some time after the first one."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+from megatronish.train.engine import Engine
+
+
+def kill_all_in_step(number: int) -> None:
+    """Planted in a job: SIGKILL to all of it in the middle of a step."""
+    clip, left = Engine.clip, [number]
+
+    def clip_or_die(self: Engine, grad_norm: float) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.killpg(0, signal.SIGKILL)
+        clip(self, grad_norm)
+
+    Engine.clip = clip_or_die  # type: ignore[method-assign]
+
+
+def kill_after(seconds: float, rank: int | None) -> None:
+    """Planted in a job: SIGKILL to all of it, or to one rank, so long after its first step."""
+    run, begun = Engine.step, threading.Event()
+
+    def kill() -> None:
+        if rank is None:
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepped(self: Engine, *arguments: Any, **options: Any) -> Any:
+        if not begun.is_set() and self.mesh.world.rank == (rank or 0):
+            begun.set()
+            timer = threading.Timer(seconds, kill)
+            timer.daemon = True
+            timer.start()
+        return run(self, *arguments, **options)
+
+    Engine.step = stepped  # type: ignore[method-assign]
