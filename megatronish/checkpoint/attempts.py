@@ -1,17 +1,19 @@
 """Checkpoints on object storage: whole when `state.json` is there, which is written last and removed first.
 
     s3://bucket/run/
-      step_00000100/      __0_0.distcp, ..., .metadata, checksums.json and, last of all, state.json
-      step_00000200/
-      step_00000200.2/    a second attempt at the step, after a killed one or after going back to step 100
-      latest              the name of the newest, for people and scripts
+      step_00000100.20260131120000000000/    __0_0.distcp, ..., .metadata, checksums.json and, last of all, state.json
+      step_00000200.20260131121500000000/
+      step_00000200.20260131123000000000/    another attempt at the step, after a killed one or after going back
+      latest                                 the name of the newest, for people and scripts
 
-There are no renames and no locks, so nothing is overwritten: each attempt has a name of its own. A process that was
-taken for dead and writes on does not reach what others wrote since.
+There are no renames and no locks, so nothing is overwritten: each attempt has a name of its own, made of the time to a
+microsecond. A listing would not do: a process that was taken for dead, and wakes before its first object is there,
+would have the name of its successor. So it does not reach what others wrote since.
 """
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 from megatronish.checkpoint.remote import RemotePath
 
@@ -26,9 +28,10 @@ def whole_attempts(folder: RemotePath) -> dict[int, RemotePath]:
 
 
 def new_attempt(folder: RemotePath, step: int) -> RemotePath:
-    """Folder for a checkpoint of the step, of a name under which nothing is."""
+    """Folder for a checkpoint of the step, of a name that no other process gives, after those that are there."""
     highest = max((number for other, number, _ in _attempts(folder) if other == step), default=0)
-    return folder / _name(step, highest + 1)
+    now = int(datetime.now(UTC).strftime("%Y%m%d%H%M%S%f"))
+    return folder / _name(step, max(now, highest + 1))
 
 
 def step_of(name: str) -> int:

@@ -9,6 +9,7 @@ exactly the bytes that it reads, before it uses them, and need not read the byte
 sum of the first, and the text of both is canonical: a change of any byte of this file is detected.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath
+from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath, is_outage
 from megatronish.errors import UserError
 from megatronish.files import write_durably
 
@@ -88,7 +89,7 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Location) -> "Checksums":
-        """Checksums of a checkpoint; DamagedError if checksums.json is missing or changed."""
+        """Checksums of a checkpoint; DamagedError if checksums.json is missing or changed, OSError in an outage."""
         try:
             _length_of(folder, CHECKSUMS)
             text = (folder / CHECKSUMS).read_bytes()
@@ -236,7 +237,10 @@ def _length_of(folder: Location, name: str) -> int:
     return status.st_size
 
 
-def _unreadable(folder: Location, name: str, error: OSError) -> DamagedError:
+def _unreadable(folder: Location, name: str, error: OSError) -> DamagedError | OSError:
+    """What to raise for a file that cannot be read. A store that does not answer says nothing of its files."""
+    if isinstance(folder, RemotePath) and is_outage(error):
+        return OSError(errno.EIO, error.strerror or str(error), str(folder / name))
     missing = isinstance(error, FileNotFoundError)
     return DamagedError(folder, f"{name} is missing" if missing else f"{name} cannot be read ({error.strerror})")
 

@@ -88,6 +88,8 @@ def find_checkpoint(load: L, *, step: int | None = None) -> L | None:
     """
     folder = folder_of(load)
     if folder == load.parent:
+        if isinstance(load, RemotePath) and not (load / STATE).is_file():  # a step without the number of an attempt
+            load = steps_in(folder).get(step_of(load.name), load)
         if step is not None and load.name.partition(".")[0] != name_of(step):
             raise UserError(f"{load} is one step's folder and ckpt_step={step} asks for another; name {folder} instead")
         return load
@@ -107,7 +109,7 @@ def saved_at(folder: Location) -> float:
     OSError if it is on a store that does not answer.
     """
     try:
-        return _time(read_state(folder))
+        return _time(read_state(folder), "saved_at")
     except (UserError, TypeError, ValueError, LookupError, OverflowError):
         pass
     state, guesses = folder / STATE, [0.0]
@@ -116,13 +118,24 @@ def saved_at(folder: Location) -> float:
         guesses.append((state if state.exists() else folder).stat().st_mtime)
     with suppress(OSError, TypeError, ValueError, LookupError, OverflowError, RecursionError):
         if state.is_file():  # a pipe or a device would never end
-            guesses.append(_time(json.loads(state.read_text())))
+            guesses.append(_time(json.loads(state.read_text()), "saved_at"))
     return max(guesses)
 
 
-def _time(state: Mapping[str, Any]) -> float:
-    """Time of saving in the state of a checkpoint; ValueError, TypeError or LookupError if it is no plausible time."""
-    seconds = float(state["saved_at"])
+def taken_at(folder: Location) -> float:
+    """Time at which a state was taken, before it was written: that of saving if it is damaged or of an older version.
+
+    Of two states of a run the later one has trained further, however long it took to write them.
+    """
+    try:
+        return _time(read_state(folder), "taken_at")
+    except (UserError, TypeError, ValueError, LookupError, OverflowError):
+        return saved_at(folder)
+
+
+def _time(state: Mapping[str, Any], name: str) -> float:
+    """Time in the state of a checkpoint; ValueError, TypeError or LookupError if it is no plausible time."""
+    seconds = float(state[name])
     if not 0 <= seconds < NO_TIME:
         raise ValueError(seconds)
     return seconds
@@ -138,7 +151,8 @@ def publish(partial: L, *, step: int, state: dict[str, Any]) -> L:
     """
     # State. Its time is after that of every other checkpoint, whatever the clock of this machine says: the next start
     # continues from this one.
-    after_others = max([time.time(), *(saved_at(other) + 0.001 for other in steps_in(partial.parent).values())])
+    times = [saved_at(path) + 0.001 for path in steps_in(partial.parent).values()]
+    after_others = max(time.time(), state.get("taken_at", 0.0), *times)
     text = json.dumps(state | {"step": step, "saved_at": after_others}, indent=1)
     # Checksums: those of the tensors were computed while writing, .metadata is read again.
     written = Checksums.read(partial)

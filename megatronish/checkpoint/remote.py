@@ -16,11 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from megatronish.errors import UserError
+from megatronish.errors import RunError, UserError
 from megatronish.files import write_durably
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes that one request reads ahead: ranks of the layout that was saved read their file from end to end."""
+
+MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+"""What a user has to correct, by classes: fsspec gives many of its errors no number."""
 
 
 class RemoteStatus(NamedTuple):
@@ -227,17 +230,28 @@ def location(name: str | Path) -> Location:
     return RemotePath(str(name).rstrip("/")) if is_url(name) else Path(name)
 
 
+def is_outage(error: OSError) -> bool:
+    """Whether a store did not answer, or not as it should: what another start may find otherwise."""
+    return not isinstance(error, MISTAKES) and error.errno not in (errno.EINVAL, errno.EROFS)
+
+
+def error_of_start(what: str, error: OSError, *, remedy: str) -> UserError | RunError:
+    """Error that ends a start: of the user, or of a store that does not answer, after which a launcher tries again."""
+    reason = error.strerror or error
+    if is_outage(error):
+        return RunError(f"{what}: {reason}; the store does not answer, start again once it does")
+    return UserError(f"{what}: {reason}; {remedy}")
+
+
 def refuse_unwritable(folder: RemotePath, *, flag: str) -> None:
-    """UserError now, and not at the first checkpoint, if no object can be written there."""
+    """UserError now, and not at the first checkpoint, if no object can be written there; RunError in an outage."""
     probe = folder / f".write_test_{os.uname().nodename}_{os.getpid()}"
     try:
         probe.write_text("megatronish writes its checkpoints here\n")
         probe.unlink()
     except OSError as error:
-        raise UserError(
-            f"{flag} {folder} cannot be written: {error.strerror or error}; check its name, the credentials and the "
-            "address of the store (AWS_ENDPOINT_URL), or choose another"
-        ) from error
+        remedy = "check its name, the credentials and the address of the store (AWS_ENDPOINT_URL), or choose another"
+        raise error_of_start(f"{flag} {folder} cannot be written", error, remedy=remedy) from error
 
 
 def _is_local(fs: Any) -> bool:
@@ -252,5 +266,6 @@ def _told_as_os_error(url: str) -> Iterator[None]:
     except (OSError, ImportError):
         raise
     except Exception as error:
-        line = (str(error).splitlines() or [""])[0][:300]
-        raise OSError(errno.EIO, f"{type(error).__name__}: {line}", url) from error
+        line, name = (str(error).splitlines() or [""])[0][:300], type(error).__name__
+        is_mistake = type(error) in (ValueError, TypeError) or "Credentials" in name or "Validation" in name
+        raise OSError(errno.EINVAL if is_mistake else errno.EIO, f"{name}: {line}", url) from error

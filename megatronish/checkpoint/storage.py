@@ -51,10 +51,14 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Location) -> None:
-        # torch writes .metadata by itself, and to a disk.
-        self._aside = tempfile.TemporaryDirectory(prefix="megatronish-") if isinstance(folder, RemotePath) else None
-        super().__init__(Path(self._aside.name) if self._aside else cast(Path, folder))
+        super().__init__(Path(str(folder)))  # of a store a name alone
         self.folder = folder
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Plan of this rank as it is; the folder is made if it is on a disk."""
+        if isinstance(self.folder, Path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Plans of all ranks, each with the name of its rank's file."""
@@ -90,12 +94,14 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write .metadata and the checksums of all files; the main rank calls this when all ranks have written."""
-        super().finish(metadata, results)
-        if self._aside is not None:
-            with (self.folder / METADATA).open("wb") as remote:
-                remote.write((Path(self._aside.name) / METADATA).read_bytes())
-            self._aside.cleanup()
+        if isinstance(self.folder, RemotePath):
+            with tempfile.TemporaryDirectory(prefix="megatronish-") as aside:  # torch writes .metadata to a disk
+                self.path = Path(aside)
+                super().finish(metadata, results)
+                with (self.folder / METADATA).open("wb") as remote:
+                    remote.write((self.path / METADATA).read_bytes())
         else:
+            super().finish(metadata, results)
             with (self.folder / METADATA).open("rb") as file:
                 os.fsync(file.fileno())  # torch calls fsync before the last bytes have left its buffer
         # Spans of each file in the order of writing, so that together they are the whole file.

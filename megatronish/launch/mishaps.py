@@ -18,7 +18,7 @@ REMEDIES: Final = {
     errno.EISDIR: "a file is needed there; move the folder away, or name another place",
     errno.ENOTDIR: "a folder is needed there; move the file away, or name another place",
     errno.ELOOP: "its symbolic links go round in a circle; name another place",
-    errno.EIO: "the disk or its network failed; look at the machine's log",
+    errno.EIO: "the disk, its network or the store failed; look at the machine's log, and start again",
     errno.ESTALE: "the network file system has lost it; mount it again",
     errno.EAGAIN: "the machine lets this user start no more processes or threads: raise ulimit -u",
     errno.ENOMEM: "the machine's memory is full; see the next start's first lines for what a rank needs",

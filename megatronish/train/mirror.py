@@ -8,15 +8,16 @@ files that the store has. Checkpoints are not part of this: ranks write them int
 
 import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.remote import RemotePath
-from megatronish.errors import UserError
+from megatronish.checkpoint.remote import RemotePath, error_of_start
 
 CHECKPOINTS = "checkpoints"
+LINES = ".jsonl"
 
 
 class RunMirror:
@@ -27,20 +28,32 @@ class RunMirror:
         self._copied: dict[str, tuple[int, int]] = {}  # change time and size of the files as they were copied
 
     def fetch(self) -> None:
-        """Replace local files by those of the store; UserError if they cannot be read.
+        """Replace local files by those of the store; UserError if they cannot be read, RunError in an outage.
 
-        Local lines that the store lacks are those after its newest checkpoint, which a resumed run writes again.
+        A local file that continues that of the store stays: a run that was killed here has written it, and may
+        resume from a copy nearby of a step after the last checkpoint.
         """
         try:
-            for name in self.place.sizes():
-                if name.partition("/")[0] != CHECKPOINTS:
+            for name, size in self.place.sizes().items():
+                if name.partition("/")[0] != CHECKPOINTS and not self._is_ahead(name, size):
                     (self.place / name).download_file(self.folder / name)
                     self._copied[name] = _state(self.folder / name)
         except OSError as error:
-            raise UserError(
-                f"--run-dir {self.place} cannot be copied to {self.folder}: {error.strerror or error}; correct that "
-                "or choose another run folder"
-            ) from error
+            what = f"--run-dir {self.place} cannot be copied to {self.folder}"
+            raise error_of_start(what, error, remedy="correct that or choose another run folder") from error
+
+    def _is_ahead(self, name: str, size: int) -> bool:
+        """Whether a local file is a longer version of the store's: for lines by their bytes, else by its time."""
+        local, remote = self.folder / name, self.place / name
+        if not local.is_file():
+            return False
+        if local.suffix != LINES:
+            return local.stat().st_mtime > remote.stat().st_mtime
+        with tempfile.TemporaryDirectory() as aside:
+            if local.stat().st_size <= size:
+                return False
+            remote.download_file(Path(aside) / local.name)
+            return _begins_with(local, Path(aside) / local.name)
 
     def keep_back(self) -> None:
         """Leave what an earlier start has left here as it is: another machine has the files of rank 0 now."""
@@ -71,6 +84,15 @@ class RunMirror:
                 raise
             return
         self._copied[name] = state
+
+
+def _begins_with(longer: Path, shorter: Path) -> bool:
+    """Whether a file begins with the bytes of another."""
+    with longer.open("rb") as one, shorter.open("rb") as other:
+        while expected := other.read(2**20):
+            if one.read(len(expected)) != expected:
+                return False
+    return True
 
 
 def _state(path: Path) -> tuple[int, int]:

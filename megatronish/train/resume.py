@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.checkpoint.all_or_none import all_or_none, from_one, same_on_all
-from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, steps_in
+from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, saved_at, steps_in
 from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
@@ -35,7 +35,8 @@ class Begun(NamedTuple):
 
     `origin` is the description that came with weights of another format (Hugging Face's config.json).
     `hook_states` are those of the resumed run, by name: see `Hook.state`. `base` says which frozen model the run's
-    adapters are for. `is_on_disk` is False for a copy nearby, which is removed at the end of the run.
+    adapters are for. `is_on_disk` is False for a copy nearby, which is removed at the end of the run. `taken_after` is
+    the time of the newest state of the run: those that it will take come after it.
     """
 
     progress: Progress
@@ -44,6 +45,7 @@ class Begun(NamedTuple):
     schedule: LearningRateSchedule
     base: Base | None = None
     is_on_disk: bool = True
+    taken_after: float = 0.0
 
 
 def begin(
@@ -66,7 +68,7 @@ def begin(
         base = load_base(job, engine)
         say(f"adapters of the frozen model {base.source}")
         keep = _without_base(keep)
-    has_begun, checkpoint = _look_together(keep, own, axis)
+    has_begun, checkpoint, saved_last = _look_together(keep, own, axis)
     copy = _copy(job, engine, copies, than=checkpoint if has_begun else None)
     has_begun, checkpoint = has_begun or copy is not None, copy or checkpoint
     if keep.moe_use_upcycling and not has_begun:
@@ -105,7 +107,8 @@ def begin(
         schedule = saved_schedule(saved)
         say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
     hooks = {} if weights_only else saved.get("hooks", {})
-    return Begun(progress, saved.get("origin", {}), hooks, schedule, base, is_on_disk=copy is None)
+    newest = max(saved_last, 0.0 if copies is None else copies.newest_time())
+    return Begun(progress, saved.get("origin", {}), hooks, schedule, base, copy is None, newest)
 
 
 def _without_base(keep: CheckpointConfig) -> CheckpointConfig:
@@ -159,7 +162,15 @@ def _refuse_other_optimizer(checkpoint: Location, saved: str | None, engine: Eng
         )
 
 
-def _look_together(keep: CheckpointConfig, own: Location, axis: Axis) -> tuple[bool, Location | None]:
+class Seen(NamedTuple):
+    """Whether a run has checkpoints of its own, the checkpoint to load, and when its own newest one was saved."""
+
+    has_begun: bool
+    checkpoint: Location | None
+    saved_last: float
+
+
+def _look_together(keep: CheckpointConfig, own: Location, axis: Axis) -> Seen:
     """What `_look` returns, on all ranks. A store shows all ranks the same: one of them asks it."""
     look = partial(_look, keep, own)
     if isinstance(own, RemotePath) and (keep.load is None or is_url(keep.load)):
@@ -167,11 +178,12 @@ def _look_together(keep: CheckpointConfig, own: Location, axis: Axis) -> tuple[b
     return same_on_all(axis, look, what=f"in {own}")
 
 
-def _look(keep: CheckpointConfig, own: Location) -> tuple[bool, Location | None]:
-    """Whether the run has checkpoints of its own, and the checkpoint to load, if there is one."""
-    has_begun = bool(steps_in(own))
+def _look(keep: CheckpointConfig, own: Location) -> Seen:
+    """What there is to start from."""
+    steps = steps_in(own)
+    has_begun, saved_last = bool(steps), max(map(saved_at, steps.values()), default=0.0)
     from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
-    return has_begun, None if from_hf else _find(keep, own, has_begun=has_begun)
+    return Seen(has_begun, None if from_hf else _find(keep, own, has_begun=has_begun), saved_last)
 
 
 def _name(folder: Location) -> str:

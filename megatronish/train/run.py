@@ -233,7 +233,7 @@ def _saving(job: TrainingJob, stopper: Stopper, begun: Begun, reference: Base | 
         name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None
     }
     save = Save(location(config.save_place), config=config.checkpoint, mesh=job.mesh, stopper=stopper, facts=facts)
-    save.begins_on_disk = begun.is_on_disk
+    save.begins_on_disk, save.taken_after = begun.is_on_disk, begun.taken_after
     return save
 
 

@@ -7,7 +7,7 @@ things; where all ranks have entered a collective, it is the transfer that hangs
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,8 +75,17 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
     return [
         Culprit(rank, "transfer", state, state.waiting, state.idle)
         for rank, state in states.items()
-        if state is not None and state.is_overdue and not edges.get(rank)
+        if state is not None and state.is_overdue and not edges.get(rank) and not _has_newcomer(state, states.values())
     ]
+
+
+def _has_newcomer(state: ThreadBeat, others: Iterable[ThreadBeat | None]) -> bool:
+    """Whether a rank has entered the same collective not long ago: it may still end, or show what that rank does."""
+    if state.waiting is None:
+        return False
+    mine = state.waiting.line, state.waiting.number
+    inside = [each for each in others if each is not None and each.waiting is not None and not each.is_overdue]
+    return any((each.waiting.line, each.waiting.number) == mine for each in inside if each.waiting is not None)
 
 
 def _can_wait(seen: RanksSeen, rank: int) -> bool:

@@ -1,9 +1,13 @@
 """Tests of copies nearby: runs that are killed between saves resume from memory of this host and the next."""
 
+import json
 import re
 import shutil
 import signal
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +15,18 @@ import pytest
 from hosts import killed_at, killed_in_step, train_on_hosts, without_room
 from jobs import call_main, checkpoints_of, run_job, steps_of, tiny, train_on_ranks
 
+from megatronish.checkpoint.checksums import Checksums
+from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.nearby import local
 from megatronish.checkpoint.nearby.copies import _id_of
+from megatronish.checkpoint.nearby.fetch import _tried, planned
 from megatronish.checkpoint.nearby.hosts import Hosts
-from megatronish.errors import UserError
+from megatronish.checkpoint.nearby.transfer import Transfer
+from megatronish.checkpoint.nearby.vote import FoundCopy
+from megatronish.errors import RunError, UserError
+from megatronish.mesh import Axis
+from megatronish.train.hooks.nearby import CopyNearby
+from megatronish.watch.record import RankRecord
 
 INTERVAL = 3
 STEPS = "--train-iters 8"
@@ -135,6 +147,32 @@ def test_a_copy_of_another_model_is_refused_in_a_sentence(tmp_path: Path, killed
         train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1)
 
 
+def with_times(checkpoint: Path, **times: float) -> None:
+    """Give the state of a checkpoint other times."""
+    sums, state = Checksums.read(checkpoint), json.loads((checkpoint / "state.json").read_text())
+    text = json.dumps(state | times)
+    (checkpoint / "state.json").write_text(text)
+    sums.with_text("state.json", text).write()
+
+
+def test_the_later_state_counts_whenever_it_was_published(tmp_path: Path, killed: Path) -> None:
+    """A checkpoint whose upload was slow is there later than copies of the steps after it; not so one of a later state.
+
+    The clock of the next start may be behind: its states come after those that it found all the same.
+    """
+    flags, ahead = LAYOUTS["zero-1"][0].split(), time.time() + 1e6
+    argv = [*copy_of(killed, tmp_path), *flags, "--save-interval", "1", "--train-iters", "7"]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+    with_times(checkpoint, saved_at=ahead)
+    shutil.copytree(tmp_path, tmp_path.parent / "other", dirs_exist_ok=True)
+    assert resumed_from(train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1).output) > 2
+    written = read_state(tmp_path / "run" / "checkpoints" / "step_00000007")
+    assert written["saved_at"] >= written["taken_at"] > ahead
+    argv = [*copy_of(tmp_path.parent / "other", tmp_path / "later"), *flags]
+    with_times(tmp_path / "later" / "run" / "checkpoints" / "step_00000002", taken_at=ahead, saved_at=ahead)
+    assert resumed_from(train_on_hosts(argv, tmp_path / "later" / "local", world_size=2, per_host=1).output) == 2
+
+
 def test_a_name_of_copies_that_is_none_is_replaced(tmp_path: Path) -> None:
     assert len(_id_of(tmp_path)) == 32 and _id_of(tmp_path) == _id_of(tmp_path)
     for name in ("", "..", "/tmp"):  # the folder of that name is removed at the end
@@ -184,7 +222,7 @@ def test_a_copy_without_room_is_a_sentence_and_training_continues(tmp_path: Path
     (line,) = [each for each in job.errors.splitlines() if not each.startswith("TensorBoard is off")]
     assert re.fullmatch(
         r"the state of step \d+ was not copied to \S+: No space left on device\. The copy before it stays, training "
-        r"continues, and the next copy tries again",
+        r"continues, and it is tried again soon",
         line,
     )
     assert re.search(r"copied \d+ times to \S+; training paused for", job.output)
@@ -222,9 +260,69 @@ def test_copies_lie_in_memory_unless_they_are_elsewhere_or_it_is_full(
     folder = local.choose_folder(None, "large", needed=101)
     assert folder.parents[1] == disk
     free[memory] = 1000
-    assert local.choose_folder(None, "large", needed=101) == folder  # where its copies are
+    assert local.choose_folder(None, "large", needed=101) == folder  # where it is already
+    (memory / folder.parent.name / "large" / "step_00000002").mkdir(parents=True)
+    assert local.choose_folder(None, "large", needed=101).parents[1] == memory  # where its copies are
+    assert local.choose_folder(None, "large", needed=10**6).parents[1] == memory
+    local.remove_folder(memory / folder.parent.name / "large")
     local.remove_folder(folder)
     assert list(disk.iterdir()) == []
+
+
+def copying(write: Callable[[int], None], *, interval: int) -> CopyNearby:
+    """The hook, with `write` in the place of the writing of a step's copy, and without a rank."""
+    copies = SimpleNamespace(write=lambda step, _tensors, _state: write(step))
+    mesh = SimpleNamespace(record=RankRecord(), is_main=True)
+    save = SimpleNamespace(mesh=mesh, run_state=lambda _trainer: {})
+    return CopyNearby(copies, interval=interval, save=save, check=None)  # type: ignore[arg-type]
+
+
+def test_a_copy_that_fails_is_tried_again_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def write(step: int) -> None:
+        tried.append(step)
+        if step < 20:
+            raise RunError("full")
+
+    monkeypatch.setattr("megatronish.train.hooks.nearby.tensors_of", lambda *_, **__: {})
+    hook, trainer = copying(write, interval=8), SimpleNamespace(engine=None, progress=SimpleNamespace(step=0))
+    hook.start(trainer)
+    for step in range(1, 31):
+        trainer.progress.step = step
+        hook.after_step(trainer, SimpleNamespace(step=step))
+        if hook._pending is not None:
+            wait([hook._pending.future])
+    # Waited for at the step of which it had to be whole, and from then on in the step in which it starts.
+    assert tried == [7, 9, 11, 15, 23, 29]
+
+
+def test_a_run_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has called train_rank may go on, and a thread would write and communicate beside it."""
+    done = []
+
+    def write(_step: int) -> None:
+        time.sleep(0.5)
+        done.append(True)
+
+    monkeypatch.setattr("megatronish.train.hooks.nearby.tensors_of", lambda *_, **__: {})
+    trainer = SimpleNamespace(engine=None, progress=SimpleNamespace(step=1))
+    for error, waits in ((KeyboardInterrupt(), False), (RuntimeError(), True)):
+        hook = copying(write, interval=8)
+        hook._begin(trainer)
+        hook.on_error(trainer, error)
+        assert bool(done) is waits
+
+
+def test_a_second_host_for_a_file_is_done_without_where_there_is_no_room(tmp_path: Path) -> None:
+    hosts = Hosts.of("abc", rank=1)
+    names = {"__0_0.distcp": (0, 1), "__1_0.distcp": (1,), "__2_0.distcp": (1,)}
+    copy = FoundCopy("key", "step_00000001", 0.0, names)
+    transfers = planned(hosts, copy, [["__0_0.distcp"], ["__1_0.distcp"], ["__2_0.distcp"]], dict.fromkeys(names, 5))
+    assert transfers == ([Transfer("__2_0.distcp", 5, 1, 2)], [Transfer("__1_0.distcp", 5, 1, 2)])
+    assert _tried([Transfer("missing", 0, 0, 1)], tmp_path / "none", Axis("copies", (0, 1), 0)) == (
+        "No such file or directory"
+    )
 
 
 def test_the_neighbour_of_a_rank_is_on_the_next_host() -> None:

@@ -14,8 +14,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
 from planted_kills import kill_after
 from ranks import wait_until
@@ -23,9 +25,10 @@ from saved_runs import read_whole, save_value, saved_value
 
 from megatronish.checkpoint.attempts import new_attempt, remove_incomplete, whole_attempts
 from megatronish.checkpoint.checksums import Checksums, DamagedError
-from megatronish.checkpoint.folder import remove_old, steps_in
-from megatronish.checkpoint.remote import RemotePath, location
+from megatronish.checkpoint.folder import remove_old, saved_at, steps_in
+from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.checkpoint.save import SaveError
+from megatronish.errors import RunError, UserError
 from megatronish.train.mirror import RunMirror
 
 NEEDS_S3 = pytest.mark.skipif(
@@ -41,7 +44,14 @@ class Store(NamedTuple):
     environ: dict[str, str]
 
     def names(self) -> list[str]:
-        return sorted({name.partition("/")[0] for name in RemotePath(self.url).sizes()})
+        """Names of what lies there, those of checkpoints without the number of their attempt."""
+        return names_in(RemotePath(self.url))
+
+
+def names_in(folder: RemotePath) -> list[str]:
+    """Names of what lies in a folder, those of checkpoints without the number of their attempt."""
+    names = sorted({name.partition("/")[0] for name in folder.sizes()})
+    return [name.partition(".")[0] if name.startswith("step_") else name for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +114,16 @@ def test_a_run_resumes_from_a_store_in_another_layout_and_on_another_machine(tmp
     shutil.rmtree(tmp_path / "a")
     assert f"continuing from {store.url}/step_00000004" in train("b", "--dp 2 --zero-stage 1 --async-save")
     assert store.names() == ["latest", "step_00000004", "step_00000006"]
-    assert RemotePath(f"{store.url}/latest").read_text() == "step_00000006\n"
+    (copied,) = [path for step, path in steps_in(RemotePath(store.url)).items() if step == 6]
+    assert RemotePath(f"{store.url}/latest").read_text() == f"{copied.name}\n"
     train_on_ranks(tiny(tmp_path / "whole"))
     whole = steps_of(tmp_path / "whole")
     for step, seen in steps_of(tmp_path / "b").items():
         assert seen == pytest.approx(whole[step], rel=1e-5)
     # Another run takes it by --load, and a checkpoint that was copied to a disk is one there.
-    copied = RemotePath(store.url) / "step_00000006"
     copied.download(tmp_path / "copied" / "step_00000006")
-    for load in (str(copied), str(tmp_path / "copied"), f"{store.url} --ckpt-step 6 --use-checkpoint-args"):
+    unnumbered = f"{store.url}/step_00000006"
+    for load in (str(copied), unnumbered, str(tmp_path / "copied"), f"{store.url} --ckpt-step 6 --use-checkpoint-args"):
         argv = tiny(tmp_path / "other", f"--load {load} --dry-run")
         assert call_main(argv, **store.environ).status == 0
     ended = call_main(tiny(tmp_path / "other", f"--load {store.url} --train-iters 7"), **store.environ)
@@ -139,7 +150,7 @@ def test_two_ranks_killed_at_random_moments_of_uploads_end_as_if_nothing_had_bee
     assert ended.status == 0, ended
     train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
-    assert [name.partition(".")[0] for name in store.names()] == ["latest", "step_00000009", "step_00000010"]
+    assert store.names() == ["latest", "step_00000009", "step_00000010"]
 
 
 # ---- what a store holds at any moment
@@ -156,21 +167,28 @@ def folder(tmp_path: Path) -> Iterator[RemotePath]:
 def test_a_checkpoint_without_its_last_object_is_none(folder: RemotePath) -> None:
     for step in (2, 4):
         save_value(folder, float(step), step=step)
-    (folder / "step_00000004" / "state.json").unlink()
+    cut = steps_in(folder)[4]
+    (cut / "state.json").unlink()
     assert list(steps_in(folder)) == [2] and saved_value(folder) == 2.0
     # The next save removes it, and does not write where a process that was taken for dead may still write.
     save_value(folder, 5.0)
-    assert sorted({name.partition("/")[0] for name in folder.sizes()}) == ["latest", "step_00000002", "step_00000004.2"]
-    assert steps_in(folder)[4].name == "step_00000004.2" and saved_value(folder) == 5.0
+    assert names_in(folder) == ["latest", "step_00000002", "step_00000004"] and not cut.exists()
+    assert steps_in(folder)[4].name > cut.name and saved_value(folder) == 5.0
 
 
 def test_a_step_is_replaced_by_a_later_attempt_and_never_overwritten(folder: RemotePath) -> None:
     for value in (1.0, 2.0, 3.0):
         before = steps_in(folder)
-        attempt = new_attempt(folder, 4)
-        assert attempt not in before.values() and not attempt.exists()
         save_value(folder, value)
-        assert steps_in(folder) == {4: attempt} and saved_value(folder) == value
+        assert steps_in(folder)[4] not in before.values() and saved_value(folder) == value
+    # A name is given once, also where its first object is not there yet; whatever the clock says, the last is highest.
+    first = new_attempt(folder, 4)
+    assert first != new_attempt(folder, 4) and not first.exists()
+    later = folder / "step_00000004.99999999999999999999"
+    with (later / "state.json").open("wb") as file:
+        file.write(b"{}")
+    assert new_attempt(folder, 4).name == "step_00000004.100000000000000000000"
+    later.remove_tree()
 
 
 def test_of_two_whole_attempts_the_later_counts(folder: RemotePath) -> None:
@@ -178,12 +196,13 @@ def test_of_two_whole_attempts_the_later_counts(folder: RemotePath) -> None:
     save_value(folder, 1.0)
     earlier = {name: (folder / name).read_bytes() for name in folder.sizes()}
     save_value(folder, 2.0)
+    whole = steps_in(folder)[4]
     for name, content in earlier.items():
         with (folder / name).open("wb") as file:
             file.write(content)
     assert saved_value(folder) == 2.0
     remove_incomplete(folder)
-    assert [path.name for path in steps_in(folder).values()] == ["step_00000004.2"]
+    assert names_in(folder) == ["latest", "step_00000004"] and steps_in(folder) == {4: whole}
 
 
 def test_the_newest_is_the_one_saved_last_and_old_ones_are_removed(folder: RemotePath) -> None:
@@ -193,7 +212,7 @@ def test_the_newest_is_the_one_saved_last_and_old_ones_are_removed(folder: Remot
     assert remove_old(folder, keep_last=2, keep_every=8) == []
     assert list(steps_in(folder)) == [4, 6, 8]
     assert remove_old(folder, keep_last=1, keep_every=None) == []
-    assert {name.partition("/")[0] for name in folder.sizes()} == {"latest", "step_00000006"}
+    assert names_in(folder) == ["latest", "step_00000006"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "checksums.json"])
@@ -223,8 +242,47 @@ def test_an_upload_that_fails_leaves_what_was_there(folder: RemotePath, monkeypa
     monkeypatch.setattr(RemotePath, "write_text", fail)
     with pytest.raises(SaveError, match=r"step 4 could not be written to memory://.*Connection reset by peer"):
         save_value(folder, 2.0)
-    assert {name.partition("/")[0] for name in folder.sizes()} == {"latest", "step_00000002"}
+    assert names_in(folder) == ["latest", "step_00000002"]
     assert saved_value(folder) == 1.0
+
+
+def test_a_store_that_does_not_answer_is_no_damage(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage, after which a start finds what was there, is told apart from what a user or a save has done wrong."""
+    save_value(folder, 1.0)
+    checkpoint = steps_in(folder)[4]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "read_bytes", refuse)
+        with pytest.raises(OSError, match=r"Connection refused.*checksums\.json"):
+            saved_value(folder)
+        with pytest.raises(OSError, match="Connection refused"):
+            saved_at(checkpoint)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "write_text", refuse)
+        with pytest.raises(RunError, match=r"--save memory://.* cannot be written: Connection refused; the store"):
+            refuse_unwritable(folder, flag="--save")
+        with pytest.raises(SaveError, match="Connection refused"):
+            save_value(folder, 2.0)
+    for error, is_mistake in {
+        PermissionError(13, "Forbidden"): True,
+        FileNotFoundError(2, "no such bucket"): True,
+        ValueError("Protocol not known"): True,
+        NoCredentialsError("Unable to locate credentials"): True,
+        TimeoutError(110, "timed out"): False,
+        RuntimeError("503"): False,
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryFileSystem, "pipe_file", Mock(side_effect=error))
+            with pytest.raises(UserError if is_mistake else RunError):
+                refuse_unwritable(folder, flag="--save")
+    assert saved_value(folder) == 1.0
+
+
+class NoCredentialsError(Exception):
+    """Named as botocore's."""
 
 
 def test_a_checkpoint_that_is_whole_stays_when_what_follows_fails(
@@ -282,7 +340,7 @@ def test_a_run_folder_in_a_store_is_continued_on_another_machine(tmp_path: Path,
 
     assert f"copied to {store.url}" in train("first", "--exit-interval 4")
     shutil.rmtree(tmp_path / "first")  # a machine that is lost with all that it has
-    assert f"continuing from {store.url}/checkpoints/step_00000004" in train("second", "--dp 2")
+    assert f"continuing from {store.url}/checkpoints/step_00000004." in train("second", "--dp 2")
     copied = RemotePath(store.url)
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -321,8 +379,20 @@ def test_files_of_a_run_are_copied_when_they_have_changed(
     former.keep_back()
     former.copy()
     assert (place / "metrics.jsonl").read_text() == "1, 2, 3"
-    RunMirror(tmp_path / "other", place).fetch()
-    assert sorted(path.name for path in (tmp_path / "other").rglob("*")) == ["logs", "metrics.jsonl", "rank_0.txt"]
+    other = tmp_path / "other"
+    RunMirror(other, place).fetch()
+    assert sorted(path.name for path in other.rglob("*")) == ["logs", "metrics.jsonl", "rank_0.txt"]
+    # Lines that go on after the store's stay, for a run may resume from a copy nearby; those of another past do not.
+    for lines, kept in {"1, 2, 3\n4": "1, 2, 3\n4", "1, 2": "1, 2, 3", "1, 7, 3\n4": "1, 2, 3"}.items():
+        (other / "metrics.jsonl").write_text(lines)
+        RunMirror(other, place).fetch()
+        assert (other / "metrics.jsonl").read_text() == kept
+    (other / "logs" / "rank_0.txt").write_text("later")
+    RunMirror(other, place).fetch()
+    assert (other / "logs" / "rank_0.txt").read_text() == "later"
+    os.utime(other / "logs" / "rank_0.txt", (0, 0))
+    RunMirror(other, place).fetch()
+    assert (other / "logs" / "rank_0.txt").read_text() == "1"
 
 
 @pytest.mark.parametrize(

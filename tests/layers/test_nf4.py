@@ -99,7 +99,8 @@ def test_nothing_dequantised_is_kept_and_the_backward_reads_the_codes_again() ->
     other, _ = FORM.pack(torch.randn(160, WIDTH))
     layer.weight.data.copy_(other)
     (dx,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(dx[0, 0], torch.ones(160) @ product.matrix(layer.weight, torch.float32))
+    # As many rows as the backward has: which kernel a machine takes for one row, and its rounding, may differ.
+    assert torch.equal(dx[:, 0], torch.ones(3, 160) @ product.matrix(layer.weight, torch.float32))
 
 
 def test_a_part_of_a_weight_reads_the_scales_of_its_place_in_the_whole() -> None:

@@ -71,14 +71,14 @@ def test_a_flipped_bit_is_found_and_its_parameter_and_ranks_are_named(flip: Flip
 
 
 def plant_flip(after_step: int) -> None:
-    """Planted in a job: after that step one bit is flipped in rank 1's copy of a bias."""
+    """Planted in a job: after that step a bit is flipped in rank 1's copy of a weight, too high to be rounded away."""
     step = Optimizer.step
 
     def stepped(self: Optimizer, **options: object) -> None:
         step(self, **options)  # type: ignore[arg-type]
         if self.num_steps == after_step and torch.distributed.get_rank() == 1:
-            shard = next(iter(self.shards.values()))
-            shard.master.view(-1)[:1].view(torch.int32).bitwise_xor_(torch.tensor(2, dtype=torch.int32))
+            shard = next(shard for shard in self.shards.values() if len(shard.pieces[0].sizes) > 1)
+            shard.master.view(-1)[:1].view(torch.int32).bitwise_xor_(torch.tensor(1 << 22, dtype=torch.int32))
 
     Optimizer.step = stepped  # type: ignore[method-assign]
 

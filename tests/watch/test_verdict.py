@@ -108,6 +108,14 @@ def test_a_transfer_that_does_not_end_is_named_where_all_have_entered_it() -> No
     )
 
 
+def test_a_transfer_that_a_rank_has_entered_late_may_still_end() -> None:
+    """That rank may be at work inside of it, as in the writing of a checkpoint, which shows when it pauses."""
+    others = [beat(rank, entry(WORLD, 11)) for rank in range(3)]
+    assert verdict(seen(*others, beat(3, entry(WORLD, 11), idle=0.2))) == []
+    assert [each.rank for each in verdict(seen(*others, beat(3, None, idle=31.0, lines={WORLD: 11})))] == [3]
+    assert len(verdict(seen(*others, beat(3, entry(WORLD, 11), idle=31.0)))) == 4
+
+
 def test_different_operations_under_one_number_are_named_by_the_minority() -> None:
     usual = {WORLD: [entry(WORLD, 10), entry(WORLD, 11)]}
     odd = {WORLD: [entry(WORLD, 10), entry(WORLD, 11, "all_gather")]}

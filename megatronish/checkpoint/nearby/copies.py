@@ -13,10 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
-from megatronish.checkpoint.folder import saved_at
+from megatronish.checkpoint.folder import steps_in, taken_at
 from megatronish.checkpoint.nearby.fetch import fetch_small, fetch_tensors
 from megatronish.checkpoint.nearby.hosts import Hosts
-from megatronish.checkpoint.nearby.local import choose_folder, remove_folder, token_of
+from megatronish.checkpoint.nearby.local import choose_folder, make_folder, remove_folder, token_of
 from megatronish.checkpoint.nearby.vote import newest_copy
 from megatronish.checkpoint.nearby.write import Nearby, remove_partial, write_copy
 from megatronish.checkpoint.remote import Location, RemotePath
@@ -38,17 +38,23 @@ class NearbyCopies:
     def open(
         cls, local_save: str | None, *, save_place: Location, tensors: dict[str, GlobalTensor], axis: Axis
     ) -> "NearbyCopies":
-        """Folders with room for copies of `tensors`; UserError if a host has none. `axis` is for copies alone."""
+        """Folders with room for copies of `tensors`; UserError if a host has none. `axis` is for copies alone.
+
+        The first rank of those with the same flag on a machine chooses for all: free bytes change between two looks.
+        """
         run = from_one(axis, partial(_id_of, save_place))
         mine = sum(tensor.local.nbytes for tensor in tensors.values() if tensor.writes)
         machine = os.uname().nodename
-        written = from_all(axis, lambda: (machine, mine))
+        written = from_all(axis, lambda: (machine, local_save, mine))
         by_machine: Counter[str] = Counter()
-        for name, size in written:
+        for name, _, size in written:
             by_machine[name] += size
         # The copy before stays until a copy is whole; what is kept for others is about as much as the own.
         needed = by_machine[machine] * 2 * (1 if len(by_machine) == 1 else 2)
-        folder = all_or_none(axis, partial(choose_folder, local_save, run, needed=needed))
+        first = [(name, flag) for name, flag, _ in written].index((machine, local_save))
+        choose = partial(choose_folder, local_save, run, needed=needed)
+        folder = from_all(axis, lambda: choose() if axis.rank == first else Path())[first]
+        all_or_none(axis, partial(make_folder, folder))
         hosts = Hosts.of(from_all(axis, partial(token_of, folder)), rank=axis.rank)
         nearby = Nearby(folder, hosts, axis)
         all_or_none(axis, partial(remove_partial, folder) if hosts.is_first else lambda: None)
@@ -57,17 +63,24 @@ class NearbyCopies:
     def fetch_newest(self, tensors: dict[str, GlobalTensor], *, than: Location | None) -> Path | None:
         """Folder of the newest whole copy: a checkpoint with those files on this host in which `tensors` lie.
 
-        None if there is none that was saved after the checkpoint `than`. What is damaged is printed.
+        None if there is none whose state was taken after that of the checkpoint `than`: one that is uploaded slowly is
+        there later than copies of the steps after it. What is damaged is printed.
         """
         copy, damage = newest_copy(self.nearby)
         axis = self.nearby.axis
         for line in damage if axis.is_first else ():
             tqdm.write(line, file=sys.stderr)
-        if copy is None or (than is not None and not from_one(axis, lambda: copy.saved_at > saved_at(than))):
+        if copy is None or (than is not None and not from_one(axis, lambda: copy.taken_at > taken_at(than))):
             return None
         folder = fetch_small(self.nearby, copy)
         fetch_tensors(self.nearby, copy, tensors)
         return folder
+
+    def newest_time(self) -> float:
+        """Latest time at which a state of these copies was taken, whole or not; 0 without copies. Collective."""
+        hosts, folder = self.nearby.hosts, self.nearby.folder
+        copies = steps_in(folder).values() if hosts.is_first else ()
+        return max(from_all(self.nearby.axis, lambda: max(map(taken_at, copies), default=0.0)))
 
     def write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> None:
         """Write a copy on all hosts, or RunError on all; the copy before is removed."""

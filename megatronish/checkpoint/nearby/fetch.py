@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
 from megatronish.checkpoint.checksums import CHECKSUMS
@@ -17,6 +18,7 @@ from megatronish.checkpoint.nearby.transfer import Transfer, move
 from megatronish.checkpoint.nearby.vote import FoundCopy
 from megatronish.checkpoint.nearby.write import SMALL, Nearby, write_small
 from megatronish.checkpoint.tensors import GlobalTensor, files_for
+from megatronish.mesh import Axis
 
 
 def fetch_small(nearby: Nearby, copy: FoundCopy) -> Path:
@@ -40,10 +42,10 @@ def fetch_small(nearby: Nearby, copy: FoundCopy) -> Path:
 def fetch_tensors(nearby: Nearby, copy: FoundCopy, tensors: dict[str, GlobalTensor]) -> int:
     """Fetch the files in which `tensors` lie; returns the bytes that hosts got from each other. Collective.
 
-    A file that one host alone has goes to the next host, too: that of the lost host's neighbour is lost otherwise, if
-    it is the next to be lost, before there is a new copy.
+    A file that one host alone has goes to the next host, too, if that has room for it: that of the lost host's
+    neighbour is lost otherwise, if it is the next to be lost, before there is a new copy.
     """
-    folder, axis = nearby.folder / copy.name, nearby.axis
+    folder, axis, hosts = nearby.folder / copy.name, nearby.axis, nearby.hosts
 
     def read() -> tuple[set[str], dict[str, int]]:
         reader = open_checked(folder, tensors, checks_all=False)
@@ -51,25 +53,46 @@ def fetch_tensors(nearby: Nearby, copy: FoundCopy, tensors: dict[str, GlobalTens
         return files_for(tensors, reader), lengths
 
     needs, lengths = all_or_none(axis, read)
-    transfers = planned(nearby.hosts, copy, from_all(axis, lambda: needs), lengths)
-    all_or_none(axis, partial(move, transfers, folder, axis))
-    return sum(transfer.length for transfer in transfers)
+    transfers = planned(hosts, copy, from_all(axis, lambda: needs), lengths)
+    all_or_none(axis, partial(move, transfers.needed, folder, axis))
+    failures = from_all(axis, partial(_tried, transfers.second, folder, axis))
+    if any(failures):
+        for transfer in transfers.second:
+            if transfer.target == axis.rank:  # what its sender could not read is not there either
+                (folder / transfer.name).unlink(missing_ok=True)
+        return sum(transfer.length for transfer in transfers.needed)
+    return sum(transfer.length for transfer in (*transfers.needed, *transfers.second))
 
 
-def planned(
-    hosts: Hosts, copy: FoundCopy, needs: Sequence[Collection[str]], lengths: Mapping[str, int]
-) -> list[Transfer]:
+class Transfers(NamedTuple):
+    """Transfers without which a rank lacks what it reads, and those that give a file a second host."""
+
+    needed: list[Transfer]
+    second: list[Transfer]
+
+
+def planned(hosts: Hosts, copy: FoundCopy, needs: Sequence[Collection[str]], lengths: Mapping[str, int]) -> Transfers:
     """Transfers after which each host has the files that its ranks need, by rank, and each file has two hosts."""
-    transfers: list[Transfer] = []
+    needed: list[Transfer] = []
+    second: list[Transfer] = []
     by_host = [set().union(*(needs[rank] for rank in ranks)) for ranks in hosts.ranks]
     for name in sorted(lengths.keys() - set(SMALL)):
-        holders = copy.holders[name]
-        targets = [host for host, needed in enumerate(by_host) if name in needed and host not in holders]
+        holders, transfers = copy.holders[name], needed
+        targets = [host for host, names in enumerate(by_host) if name in names and host not in holders]
         if not targets and len(holders) == 1 and len(hosts.ranks) > 1:
-            targets = [(holders[0] + 1) % len(hosts.ranks)]
+            targets, transfers = [(holders[0] + 1) % len(hosts.ranks)], second
         for target in targets:
             # Ranks of the holder take turns in sending, and those of the target in receiving.
             turn, senders, receivers = len(transfers), hosts.ranks[holders[0]], hosts.ranks[target]
             ends = senders[turn % len(senders)], receivers[turn % len(receivers)]
             transfers.append(Transfer(name, lengths[name], *ends))
-    return transfers
+    return Transfers(needed, second)
+
+
+def _tried(transfers: Sequence[Transfer], folder: Path, axis: Axis) -> str | None:
+    """Why this rank's transfers failed, if they did: a start does without them."""
+    try:
+        move(transfers, folder, axis)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

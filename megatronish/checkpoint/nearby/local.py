@@ -11,6 +11,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from megatronish.checkpoint.folder import steps_in
 from megatronish.errors import UserError
 
 MEMORY = Path("/dev/shm")
@@ -21,18 +22,19 @@ PRIVATE = 0o700
 def choose_folder(local_save: str | None, run: str, *, needed: int) -> Path:
     """Folder of the run `run` on this host, made if it is missing, for `needed` bytes.
 
-    That of --local-save, else the first of memory and temporary directory that has it already or has the room.
-    UserError if none has.
+    That of --local-save, else the first of memory and temporary directory that has it already or has the room. One with
+    copies is taken without the room, too: fewer hosts need more each, and what is there must be found. UserError if
+    none has.
     """
     root = f"megatronish-{os.getuid()}"
     parents = [MEMORY / root, Path(tempfile.gettempdir()) / root] if local_save is None else [Path(local_save)]
-    parents.sort(key=lambda parent: not (parent / run).is_dir())
+    parents.sort(key=lambda parent: (not steps_in(parent / run), not (parent / run).is_dir()))
     told = []
     for parent in parents:
         try:
             free = _free_bytes(parent, run)
-            if free >= needed:
-                return _made(parent, run)
+            if free >= needed or steps_in(parent / run):
+                return make_folder(parent / run)
             told.append(f"{parent} has {free / 1e6:.0f} MB free")
         except OSError as error:
             told.append(f"{parent} cannot be written: {error.strerror}")
@@ -68,12 +70,12 @@ def _free_bytes(parent: Path, run: str) -> int:
     return shutil.disk_usage(existing).free + own
 
 
-def _made(parent: Path, run: str) -> Path:
-    """The folder; OSError if it cannot be made, or if another user has made what lies around it."""
+def make_folder(folder: Path) -> Path:
+    """The folder, made if it is missing; OSError if it cannot be, or if another user has made what lies around it."""
+    parent = folder.parent
     with suppress(FileExistsError):
         parent.mkdir(mode=PRIVATE, parents=True)
     if parent.name == f"megatronish-{os.getuid()}" and (parent.is_symlink() or parent.stat().st_uid != os.getuid()):
         raise OSError(None, "another user has made it")
-    folder = parent / run
     folder.mkdir(mode=PRIVATE, exist_ok=True)
     return folder

@@ -20,20 +20,20 @@ Damage = list[str]
 
 
 class HeldCopy(NamedTuple):
-    """Part of a copy that one host has: when it was saved, all of its files, and those that this host has."""
+    """Part of a copy that one host has: when its state was taken, all of its files, and those that this host has."""
 
     folder: str
-    saved_at: float
+    taken_at: float
     all_files: frozenset[str]
     files: frozenset[str]
 
 
 class FoundCopy(NamedTuple):
-    """A whole copy: its key, the name of its folder, when it was saved, and which hosts have which files."""
+    """A whole copy: its key, the name of its folder, when its state was taken, and which hosts have which files."""
 
     key: str
     name: str
-    saved_at: float
+    taken_at: float
     holders: Mapping[str, tuple[int, ...]]
 
 
@@ -65,8 +65,9 @@ def _listed(folder: Path) -> tuple[dict[str, HeldCopy], Damage]:
             lengths = {name: sum(span.length for span in spans) for name, spans in checksums.files.items()}
             here = {name for name, length in lengths.items() if _has(path / name, length)}
             key = hashlib.sha256((path / CHECKSUMS).read_bytes()).hexdigest()
-            saved_at = float(read_state(path, checksums)["saved_at"])
-            found[key] = HeldCopy(path.name, saved_at, frozenset({*lengths, CHECKSUMS}), frozenset({*here, CHECKSUMS}))
+            state = read_state(path, checksums)
+            taken = float(state.get("taken_at", state["saved_at"]))
+            found[key] = HeldCopy(path.name, taken, frozenset({*lengths, CHECKSUMS}), frozenset({*here, CHECKSUMS}))
         except DamagedError as error:
             told.append(f"{path}: {error.why}; that copy is not used")
         except OSError as error:
@@ -88,8 +89,8 @@ def _newest_whole(of_hosts: Sequence[Mapping[str, HeldCopy]]) -> FoundCopy | Non
             name: tuple(host for host, of_host in enumerate(of_hosts) if key in of_host and name in of_host[key].files)
             for name in held.all_files
         }
-        if all(holders.values()) and (newest is None or held.saved_at > newest.saved_at):
-            newest = FoundCopy(key, held.folder, held.saved_at, holders)
+        if all(holders.values()) and (newest is None or held.taken_at > newest.taken_at):
+            newest = FoundCopy(key, held.folder, held.taken_at, holders)
     return newest
 
 

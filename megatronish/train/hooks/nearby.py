@@ -2,7 +2,8 @@
 
 Training waits while its tensors are copied in memory. A thread writes and sends the copy meanwhile, and ranks learn
 from the votes of a later step that it is whole everywhere. N bounds what is lost, so a copy starts as many steps early
-as the last one took; training waits for it only if it takes longer than that.
+as the last one took; training waits for it only if it takes longer than that. A copy that failed, as on a full disk, is
+tried again after 1, 2, 4, ... steps.
 """
 
 import sys
@@ -60,8 +61,9 @@ class CopyNearby(Hook):
         self.copies, self.interval, self.save, self.check = copies, interval, save, check
         self._buffers = HostCopies()
         self._pending: PendingCopy | None = None
-        self._last = 0  # step of the last copy
+        self._last = 0  # step of the last whole copy
         self._lead = 1  # steps that a copy takes
+        self._failures, self._tried = 0, 0  # since that copy, and the step of the last try
         self._number, self._paused = 0, 0.0
 
     def start(self, trainer: Trainer) -> None:
@@ -81,12 +83,18 @@ class CopyNearby(Hook):
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Start a copy when it is time; wait for it where more steps would be lost without it."""
         start = time.perf_counter()
-        if self._pending is None and record.step >= self._last + self.interval - self._lead:
+        if self._pending is None and record.step >= self._due:
             self._begin(trainer)
         if self._pending is not None and record.step >= self._last + self.interval:
-            self._lead = min(self.interval, self._lead + 1)
+            if self._pending.step < record.step:  # it took longer than expected
+                self._lead = min(self.interval, self._lead + 1)
             self._collect()
         self._paused += time.perf_counter() - start
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        """Wait for the thread, unless the user wants to leave at once: what calls this run may continue after it."""
+        if isinstance(error, Exception) and self._pending is not None:
+            wait([self._pending.future])
 
     def finish(self, trainer: Trainer) -> None:
         """Remove the copies of a run whose last checkpoint is written."""
@@ -95,6 +103,13 @@ class CopyNearby(Hook):
             self.copies.remove()
             told = f"copied {self._number} times to {self.copies.nearby.folder}"
             self._tell(f" {told}; training paused for {self._paused:.2f} s in all", file=sys.stdout)
+
+    @property
+    def _due(self) -> int:
+        """Step after which the next copy starts."""
+        if self._failures:
+            return self._tried + min(self.interval, 2 ** (self._failures - 1))
+        return self._last + self.interval - self._lead
 
     def _begin(self, trainer: Trainer) -> None:
         if self.check is not None:
@@ -114,12 +129,15 @@ class CopyNearby(Hook):
             return
         step, future = self._pending
         wait([future])
-        self._pending, self._last = None, step
+        self._pending, self._tried = None, step
         try:
             future.result()
-            self._number += 1
         except Exception as error:
-            self._tell(f"{error}. The copy before it stays, training continues, and the next copy tries again")
+            self._failures += 1
+            self._tell(f"{error}. The copy before it stays, training continues, and it is tried again soon")
+        else:
+            self._last, self._failures = step, 0
+            self._number += 1
 
     def _tell(self, line: str, file: TextIO = sys.stderr) -> None:
         if self.save.mesh.is_main:

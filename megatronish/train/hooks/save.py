@@ -55,6 +55,7 @@ class Save(Hook):
     ) -> None:
         self.folder, self.config, self.mesh, self.stopper, self.facts = folder, config, mesh, stopper, facts
         self.begins_on_disk = True
+        self.taken_after = 0.0  # time of the newest state that there is, in seconds since 1970
         self.before_writing: Callable[[], object] = lambda: None
         self.saved_step: int | None = None
         self._refused_step: int | None = None  # whose parameters were not finite
@@ -177,9 +178,11 @@ class Save(Hook):
         return tensors_of(trainer.engine, with_optimizer=not self.config.no_save_optim)
 
     def run_state(self, trainer: Trainer) -> dict[str, Any]:
-        """What state.json says of the run now."""
+        """What state.json says of the run now. Its time is after that of every older state, whatever the clock says."""
         engine, progress = trainer.engine, trainer.progress
+        self.taken_after = max(time.time(), self.taken_after + 0.001)
         return self.facts | {
+            "taken_at": self.taken_after,
             "consumed_samples": progress.consumed_samples,
             "optimizer_steps": engine.optimizer.num_steps,
             "has_optimizer": not self.config.no_save_optim,
