@@ -80,17 +80,16 @@ def begin(
     with offering_another(axis):
         saved = all_or_none(axis, partial(read_run, checkpoint))
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
-    facts = job.facts
 
     def check(state: dict[str, Any]) -> None:
         if weights_only:
             refuse_adapters(state, keep.load or checkpoint)
-            refuse_other_function(state["config"], facts["config"], source=checkpoint)
+            refuse_other_function(state["config"], job.facts["config"], source=checkpoint)
             return
         refuse_other_base(state.get("base"), base, checkpoint)
         refuse_other_reference(state.get("reference"), reference, checkpoint)
-        refuse_other_run(state, facts)
-        if changed := differences(state["config"], facts["config"]):
+        refuse_other_run(state, job.facts)
+        if changed := differences(state["config"], job.facts["config"]):
             say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
 
     progress = resume(
