@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.bench_collectives import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="bench_collectives.py"))
+    sys.exit(run_script("bench-collectives", program="bench_collectives.py"))

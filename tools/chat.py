@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.chat import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="chat.py"))
+    sys.exit(run_script("chat", program="chat.py"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.collect_corpus import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="collect_corpus.py"))
+    sys.exit(run_script("collect-corpus", program="collect_corpus.py"))

@@ -5,7 +5,8 @@ What has no counterpart is listed in comments at the end of the TOML. Exit statu
 
 import sys
 
+from megatronish.commands.main import ended
 from megatronish.config.importers.command import run_importer
 
 if __name__ == "__main__":
-    sys.exit(run_importer("deepspeed", sys.argv[1:]))
+    sys.exit(ended(lambda: run_importer("deepspeed", sys.argv[1:])))

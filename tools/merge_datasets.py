@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.merge import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="merge_datasets.py"))
+    sys.exit(run_script("merge", program="merge_datasets.py"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.preprocess import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="preprocess_data.py"))
+    sys.exit(run_script("preprocess", program="preprocess_data.py"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.serve import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="serve.py"))
+    sys.exit(run_script("serve", program="serve.py"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.train_tokenizer import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="train_tokenizer.py"))
+    sys.exit(run_script("train-tokenizer", program="train_tokenizer.py"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatronish.commands.verify import main
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], program="verify_layout.py"))
+    sys.exit(run_script("verify", program="verify_layout.py"))

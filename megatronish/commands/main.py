@@ -3,7 +3,7 @@
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatronish import __version__
 from megatronish.commands.table import COMMANDS, TO_COME
@@ -14,10 +14,21 @@ PROGRAM = "megatronish"
 
 def main() -> int:
     """Run the command line of this process; the exit status."""
+    return ended(lambda: run(sys.argv[1:]))
+
+
+def run_script(command: str, *, program: str) -> int:
+    """Run a command as a script of the checkout, `program` in its --help; the exit status."""
+    return ended(lambda: COMMANDS[command].main()(sys.argv[1:], program=program))
+
+
+def ended(work: Callable[[], int]) -> int:
+    """Exit status of `work`, also where it is interrupted or its output has no reader."""
     try:
-        status = run(sys.argv[1:])
-        sys.stdout.flush()
-        return status
+        try:
+            return work()
+        finally:  # also after --help, which ends by SystemExit
+            sys.stdout.flush()
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import pretrain_gpt
+from megatronish.commands.pretrain import main
 from megatronish.errors import UserError
 from megatronish.schedule.plan import Action
 from megatronish.schedule.schedules import SCHEDULES
@@ -42,7 +42,7 @@ def test_a_run_with_a_schedule_that_hangs_ends_before_ranks_start(
 ) -> None:
     monkeypatch.setitem(SCHEDULES, "1f1b", replace(SCHEDULES["1f1b"], generate=hanging))
     argv = [*FLAGS.split(), "--global-batch-size", "2", "--run-dir", str(tmp_path / "run")]
-    assert pretrain_gpt.main(argv) == 2
+    assert main(argv) == 2
     told = capsys.readouterr()
     assert told.err == (
         "pipeline_schedule=1f1b cannot run 2 micro-batches on 2 stages: schedule hangs at tick 1:\n"
@@ -64,7 +64,7 @@ def test_the_first_batch_of_a_ramp_up_is_looked_at_too(
 
     monkeypatch.setitem(SCHEDULES, "1f1b", replace(SCHEDULES["1f1b"], generate=sometimes))
     flags = FLAGS.replace("--train-iters 1", "--train-samples 40 --rampup-batch-size 2 2 20 --global-batch-size 4")
-    assert pretrain_gpt.main([*flags.split(), "--run-dir", str(tmp_path / "run")]) == 2
+    assert main([*flags.split(), "--run-dir", str(tmp_path / "run")]) == 2
     assert "pipeline_schedule=1f1b cannot run 2 micro-batches on 2 stages" in capsys.readouterr().err
 
 

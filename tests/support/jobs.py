@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ranks import run_ranks, wait_until, warm_context
 
-import pretrain_gpt
+from megatronish.commands.pretrain import main
 from megatronish.config.read import read_config
 from megatronish.data.indexed import IndexedWriter
 from megatronish.formats.start import read_start
@@ -126,7 +126,7 @@ def _in_worker(_place: Place, argv: list[str], environ: dict[str, str]) -> Finis
             contextlib.redirect_stdout(io.StringIO()) as output,
             contextlib.redirect_stderr(io.StringIO()) as errors,
         ):
-            status = pretrain_gpt.main(argv)
+            status = main(argv)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -181,7 +181,7 @@ def started(
     argv: Sequence[str],
     folder: Path,
     *,
-    main: Callable[[list[str]], int] = pretrain_gpt.main,
+    main: Callable[[list[str]], int] = main,
     plant: Callable[..., None] | None = None,
     plant_args: Sequence[Any] = (),
 ) -> Iterator[Job]:

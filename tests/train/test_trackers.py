@@ -138,7 +138,7 @@ def test_a_missing_library_is_one_line_and_ends_no_run(tmp_path: Path) -> None:
     for name in ("wandb", "mlflow"):
         (tmp_path / "missing" / name).mkdir(parents=True)
         (tmp_path / "missing" / name / "__init__.py").write_text("raise ImportError('planted')\n")
-    code = "import sys, pretrain_gpt; sys.exit(pretrain_gpt.main(sys.argv[1:]))"
+    code = "import sys; from megatronish.commands.pretrain import main; sys.exit(main(sys.argv[1:]))"
     argv = tiny(tmp_path / "run", "--wandb-project p --mlflow-experiment e --train-iters 2")
     root = str(Path(tracker_module.__file__).parents[3])
     done = subprocess.run(

@@ -38,14 +38,18 @@ def run_importer(framework: Framework, argv: Sequence[str]) -> int:
         if arguments.output is None:
             print(text, end="")
         else:
-            arguments.output.write_text(text, encoding="utf-8")
+            _write(arguments.output, text)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"--output {arguments.output} cannot be written: {error.strerror}; choose another", file=sys.stderr)
-        return 2
     return 0
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror}; choose another") from error
 
 
 def import_config(framework: Framework, path: Path, *, dp: int | None = None) -> str:
