@@ -1,15 +1,17 @@
 """Cost of the record and the watchdog, interleaved with steps without them.
 
 Blocks of steps with and without alternate in one run of two ranks (tp 2). Prints the median over pairs of neighbouring
-blocks of the ratio of their seconds, the collectives of a step, and the processor time of one entry.
+blocks of the ratio of their seconds, the collectives of a step, and the processor time of one entry and of one round of
+the watchdog.
 
     PYTHONPATH=.:tests/support python tests/attack/overhead.py
 """
 
 import statistics
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jobs import tiny
@@ -22,14 +24,26 @@ from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
 from megatronish.train.watch import start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
+from megatronish.watch.watchdog import LONGEST
 
 BLOCK, PAIRS = 4, 24
+ENTRIES, ROUNDS = 20000, 200
 MODEL = "--tp 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 128"
 MODEL += " --micro-batch-size 2 --global-batch-size 4 --vocab-size 1024"
 
 
-def measure(place: Place, run_dir: str) -> tuple[float, list[float], int, float]:
-    """Seconds of a step without, ratios of pairs, collectives of a step, and microseconds of an entry."""
+class Costs(NamedTuple):
+    """Seconds of a step without the record, ratios of pairs of blocks, and what one entry and one round take."""
+
+    step: float
+    ratios: list[float]
+    num_collectives: int
+    entry_us: float
+    round_ms: float
+
+
+def measure(place: Place, run_dir: str) -> Costs:
+    """What the record and the watchdog cost this rank."""
     config, _ = read_config(tiny(Path(run_dir), MODEL))
     record = RankRecord()
     watchdog = watchdog_of(config, place, record)
@@ -59,21 +73,31 @@ def measure(place: Place, run_dir: str) -> tuple[float, list[float], int, float]
         block(real)
         count = (sum(line.last for line in record.lines) - before) // BLOCK
         pairs = [(block(real), block(without)) if i % 2 else (block(without), block(real))[::-1] for i in range(PAIRS)]
+        start = time.thread_time()
+        for _ in range(ROUNDS):
+            watchdog._look()
+        look = (time.thread_time() - start) / ROUNDS
     x, line = torch.zeros(4, 5, 6), record.lines[0]
     start = time.process_time()
-    for _ in range(20000):
+    for _ in range(ENTRIES):
         line.enter("all_reduce", x)
-    entry = (time.process_time() - start) / 20000
-    return statistics.median(b for _, b in pairs), [a / b for a, b in pairs], count, 1e6 * entry
+    entry = (time.process_time() - start) / ENTRIES
+    ratios = [a / b for a, b in pairs]
+    return Costs(statistics.median(b for _, b in pairs), ratios, count, 1e6 * entry, 1e3 * look)
 
 
 def main() -> None:
     """Measure and print."""
-    seconds, ratios, count, entry = run_ranks(2, measure, "/tmp/overhead", timeout=170)[0]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"a step of {1e3 * seconds:.1f} ms with {count} collectives: with the record x {middle:.4f} (quartiles")
-    print(f"{low:.4f} to {high:.4f}, {len(ratios)} pairs); an entry takes {entry:.2f} us of processor time,")
-    print(f"{100 * 1e-6 * entry * count / seconds:.3f} % of the step")
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(2, measure, folder, timeout=170)[0]
+    low, middle, high = statistics.quantiles(found.ratios, n=4)
+    entries = 100 * 1e-6 * found.entry_us * found.num_collectives / found.step
+    print(
+        f"a step of {1e3 * found.step:.1f} ms with {found.num_collectives} collectives: with the record x {middle:.4f}"
+    )
+    print(f"(quartiles {low:.4f} to {high:.4f}, {len(found.ratios)} pairs); an entry takes {found.entry_us:.2f} us of")
+    print(f"processor time, {entries:.3f} % of the step; a round of the watchdog {found.round_ms:.2f} ms every")
+    print(f"{LONGEST:g} s, {1e-1 * found.round_ms / LONGEST:.3f} % of a core")
 
 
 if __name__ == "__main__":

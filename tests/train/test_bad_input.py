@@ -9,6 +9,24 @@ from pathlib import Path
 import pytest
 from jobs import Finished, call_main, checkpoints_of, run_job, tiny, train_on_ranks, write_tokens
 
+from megatronish.optim.optimizer import Optimizer
+
+CUT_AFTER = 2
+
+
+def cut_under_way(folder: Path, pattern: str) -> None:
+    """Planted in a job: after step 2 files of its data are cut down to one byte."""
+    step = Optimizer.step
+
+    def stepped(self: Optimizer, **options: object) -> None:
+        step(self, **options)  # type: ignore[arg-type]
+        if self.num_steps == CUT_AFTER:
+            for path in folder.rglob(pattern):
+                os.truncate(path, 1)
+
+    Optimizer.step = stepped  # type: ignore[method-assign]
+
+
 OTHER_DATA = "--tokenizer-type null --data-path"
 
 
@@ -83,6 +101,20 @@ def test_a_truncated_data_file_is_named(tmp_path: Path, end: str) -> None:
     os.truncate(path, path.stat().st_size - 10)
     ended = call_main(tiny(tmp_path / "run", data=f"{OTHER_DATA} {prefix}"))
     assert_told(ended, rf"{path} has \d+ bytes but .* truncated.*; make it anew|{path} has .*truncated")
+
+
+@pytest.mark.parametrize("pattern", ["data.bin", "*.epoch"])
+@pytest.mark.parametrize("flags", ["", "--dp 2"])
+def test_a_file_that_is_cut_under_a_running_job_is_named(tmp_path: Path, pattern: str, flags: str) -> None:
+    """Without a check the next read would be SIGBUS, or a whole file of zeros."""
+    prefix = write_tokens(tmp_path / "data")
+    argv = tiny(tmp_path / "run", f"{flags} --split 1,0,0 --save-interval 1", data=f"{OTHER_DATA} {prefix}")
+    ended = run_job(argv, tmp_path, plant=cut_under_way, plant_args=(tmp_path, pattern))
+    name = pattern.replace("*", r"\S*")
+    told = rf"{name} has 1 bytes and had \d+ when this run opened it: another process has cut it short"
+    assert ended.status == 1 and "Traceback" not in ended.errors, ended
+    assert re.search(told, ended.errors), ended.errors
+    assert checkpoints_of(tmp_path / "run")[-1].startswith("step_")
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
