@@ -6,6 +6,9 @@
 set -eu
 [ -e "$1" ] || exit 0
 last=$(stat -c %Y "$1")
-begun=$(stat -c %Y "${PROC_1:-/proc/1}")
+# Process 1 began so many ticks after the machine did; its name, in brackets, may hold blanks.
+proc=${PROC:-/proc}
+ticks=$(sed 's/.*) //' "$proc/1/stat" | cut -d ' ' -f 20)
+begun=$(($(sed -n 's/^btime //p' "$proc/stat") + ticks / $(getconf CLK_TCK)))
 [ "$last" -gt "$begun" ] || last=$begun
 [ $(($(date +%s) - last)) -le "$2" ]

@@ -34,7 +34,9 @@ def all_or_none(axis: Axis, work: Callable[[], T]) -> T:
     # Phase 3: the same decision on all ranks. The failed rank raises its own error, which has the traceback.
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
-        raise (mine if first == axis.rank else None) or errors[first] or AssertionError
+        failure = (mine if first == axis.rank else None) or errors[first] or AssertionError()
+        failure.origin = axis.ranks[first] if axis.ranks else 0  # type: ignore[attr-defined]  # for launch/rank.py
+        raise failure
     return result  # type: ignore[return-value]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from megatronish.commands.configuration import read_config
 from megatronish.commands.dry_run import dry_run_ranks
@@ -37,17 +38,28 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     with the first lines. An error is printed, not raised.
     """
     with importing():
+        from megatronish.checkpoint.attempts import step_of
+        from megatronish.checkpoint.folder import find_checkpoint
+        from megatronish.checkpoint.remote import is_url
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
         from megatronish.launch.restarts import Restarts
         from megatronish.train.folder import last_step
+        from megatronish.train.hooks.health import HEALTH
         from megatronish.train.preflight import preflight_run
         from megatronish.train.run import train
 
     if config.log.preflight:
         return launch(partial(preflight_run, config, notes), world_size=config.layout.world_size)
     run = partial(train, config, notes)
-    restarts = Restarts(config.resilience.max_restarts, partial(last_step, config.run_dir / METRICS))
+
+    def last_made() -> int:
+        """Number of the last step: one in each interval is logged, and health.json is replaced once a second."""
+        saved = None if is_url(config.save_place) else find_checkpoint(Path(config.save_place))
+        told = [last_step(config.run_dir / name) for name in (METRICS, HEALTH)]
+        return max(told if saved is None else [*told, step_of(saved.name)])
+
+    restarts = Restarts(config.resilience.max_restarts, last_made, config.run_dir)
     logs = config.run_dir / "logs"
     status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts)
     return status or (print_sample(config) if place_from_environment() is None else 0)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatronish.errors import UserError
+
 MEETING, RINGS = "megatronish-meet-", "megatronish-rings-"
 LOCK = ".lock"
 FEWEST_SECONDS = 60.0
@@ -21,9 +23,17 @@ FEWEST_SECONDS = 60.0
 
 @contextmanager
 def meeting_folder() -> Iterator[str]:
-    """A new folder, removed at the end; leftovers of others are removed first."""
-    remove_leftovers(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=MEETING) as folder, (Path(folder) / LOCK).open("w") as lock:
+    """A new folder, removed at the end; leftovers of others are removed first. UserError if none can be made."""
+    temporary = tempfile.gettempdir()
+    remove_leftovers(Path(temporary))
+    try:
+        made = tempfile.TemporaryDirectory(prefix=MEETING, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"ranks meet in a folder of the temporary directory, and none can be made in {temporary}: "
+            f"{error.strerror}; set TMPDIR to a folder that can be written"
+        ) from error
+    with made as folder, (Path(folder) / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
 

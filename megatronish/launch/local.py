@@ -11,6 +11,7 @@ Ranks never outlive the launcher, and the first failure ends them all.
 
 import contextlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -113,10 +114,12 @@ def run_local_ranks(
             importlib.import_module(module)
     restarts = restarts or Restarts()
     ranks = _RanksToStart(function, world_size, log_dir, start_method, interactive)
-    while True:
-        attempt = _attempt(ranks)
+    begin = time.monotonic()
+    for number in itertools.count():
+        attempt = _attempt(ranks, number, begin)
         if attempt.was_asked_to_end or not restarts.again(attempt.status, attempt.sentence):
             return attempt.status
+    raise AssertionError
 
 
 class _RanksToStart(NamedTuple):
@@ -135,8 +138,8 @@ class _Attempt(NamedTuple):
     was_asked_to_end: bool = False
 
 
-def _attempt(wanted: _RanksToStart) -> _Attempt:
-    """Start the ranks once, and wait for them."""
+def _attempt(wanted: _RanksToStart, number: int, begin: float) -> _Attempt:
+    """Start the ranks for the attempt of this number, and wait for them; the first attempt began at `begin`."""
     function, world_size, log_dir, start_method, interactive = wanted
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
@@ -145,7 +148,8 @@ def _attempt(wanted: _RanksToStart) -> _Attempt:
         try:
             with _signals_held():
                 for rank in range(world_size):
-                    place = Place(rank, world_size, rank, world_size, f"file://{folder}/meet")
+                    sizes = rank, world_size, rank, world_size
+                    place = Place(*sizes, f"file://{folder}/meet", attempt=number, launched=begin)
                     report, writer = context.Pipe(duplex=False)
                     process = context.Process(target=_be_rank, args=(function, place, log_dir, writer))  # type: ignore[attr-defined]
                     process.start()
@@ -304,7 +308,8 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, st
     if not message:
         return status, ""
     is_of_run = ending is not None and ending.is_of_run
-    sentence = message if is_of_run else failure(culprit.place, message)
+    origin = None if ending is None else ending.origin
+    sentence = message if is_of_run else failure(culprit.place, message, origin=origin)
     print(sentence, file=sys.stderr, flush=True)
     return status, sentence
 

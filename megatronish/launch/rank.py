@@ -1,6 +1,7 @@
 """The frame of a rank's work, whoever started it: where it writes, and its ending, an exit status and a message."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -24,13 +25,15 @@ from megatronish.launch.place import Place
 class Ending(NamedTuple):
     """The ending of a rank. `seconds` is on the machine's monotonic clock, so that its ranks can be put in order.
 
-    With `is_of_run` the message is about the whole run and names the rank itself, which is hardly this one.
+    With `is_of_run` the message is about the whole run and names the rank itself, which is hardly this one. `origin` is
+    the rank that met the error, where all ranks raise what one of them has met.
     """
 
     seconds: float
     status: int
     message: str | None
     is_of_run: bool = False
+    origin: int | None = None
 
 
 def run_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None) -> Ending:
@@ -43,6 +46,8 @@ def run_rank(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     path = log_dir / f"rank_{place.rank}.log"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe that nobody reads would block
+            raise FileExistsError(errno.EEXIST, "it is no ordinary file")
         log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         return Ending(time.monotonic(), 2, f"cannot write the log {path}: {error.strerror}; choose another run folder")
@@ -70,8 +75,9 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1.0 if place.rank == 0 else 1.5)
     if ending.message:
-        print(failure(place, ending.message), file=sys.stderr, flush=True)
-        report_to_torchrun(failure(place, ending.message))
+        line = failure(place, ending.message, origin=ending.origin)
+        print(line, file=sys.stderr, flush=True)
+        report_to_torchrun(line)
     if place.world_size > 1 and ending.status != 0:
         sys.stdout.flush()
         os._exit(ending.status)  # leaving in good order could wait for the peers
@@ -86,12 +92,14 @@ def _leave(terminal: int, report: str, is_reporter: bool) -> None:
     os._exit(1)
 
 
-def failure(place: Place, message: str) -> str:
+def failure(place: Place, message: str, *, origin: int | None = None) -> str:
     """The line that tells the user whose message this is."""
-    return message if place.world_size == 1 else f"rank {place.rank} failed: {message}"
+    rank = place.rank if origin is None else origin
+    return message if place.world_size == 1 else f"rank {rank} failed: {message}"
 
 
 def _ending(function: Callable[[Place], int], place: Place) -> Ending:
+    origin = None
     try:
         with naming_plugins():
             status, message = function(place), None
@@ -101,8 +109,9 @@ def _ending(function: Callable[[Place], int], place: Place) -> Ending:
             status, message = 1, "sys.exit(0) was called before the run had finished"
     except BaseException as error:  # torch raises some that are no Exception (CheckpointException)
         status, message = _describe(error)
+        origin = getattr(error, "origin", None)
     seconds = time.monotonic()
-    return Ending(seconds, status if 0 <= status < 256 else 1, message)
+    return Ending(seconds, status if 0 <= status < 256 else 1, message, origin=origin)
 
 
 def _describe(error: BaseException) -> tuple[int, str | None]:

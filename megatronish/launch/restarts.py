@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 GOOD_STEPS = 10  # beyond the step of the failure before, after which restarts are counted from zero
 SAME_TIMES = 3  # the same failure at the same step in a row ends the run
@@ -24,10 +25,14 @@ def _no_step() -> int:
 
 @dataclass
 class Restarts:
-    """The restarts that are left to a run. `last_step` reads the number of the last step that was made."""
+    """The restarts that are left to a run. `last_step` reads the number of the last step that was made.
+
+    A run whose `folder` is not there any more does not begin again: it would be a new one.
+    """
 
     most: int = 0
     last_step: Callable[[], int] = _no_step
+    folder: Path | None = None
     used: int = field(default=0, init=False)
     _step: int = field(default=-1, init=False)  # that of the failure before
     _place: tuple[int, str] | None = field(default=None, init=False)
@@ -36,6 +41,11 @@ class Restarts:
     def again(self, status: int, sentence: str) -> bool:
         """Whether to begin again after an attempt that ended so; prints why, if there are restarts at all."""
         if self.most == 0 or status != 1:
+            return False
+        if self.folder is not None and not self.folder.is_dir():
+            _tell(
+                f"no restart: {self.folder} was moved or removed while the run was in it; move it back, and start again"
+            )
             return False
         step = self.last_step()
         if step >= self._step + GOOD_STEPS:

@@ -34,9 +34,12 @@ class Slurm(Launcher):
             if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", environ[name]):
                 raise UserError(f"{name}={environ[name]} must look like 4 or 2(x3),1; start with srun, which sets it")
             runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[name])
-            counts = [int(tasks) for tasks, repeat in runs for _ in range(int(repeat or 1))]
             node = integer(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
-            return counts[min(node, len(counts) - 1)]
+            for tasks, repeat in runs:
+                node -= int(repeat or 1)
+                if node < 0:
+                    return int(tasks)
+            return int(runs[-1][0])
         if "SLURM_NTASKS_PER_NODE" in environ:
             return min(integer(environ, "SLURM_NTASKS_PER_NODE"), world_size)
         return -(-world_size // (len(_hosts(environ)) or 1))

@@ -50,8 +50,10 @@ FILES = (
     "metrics.jsonl",
     "evaluations.jsonl",
     "experts.jsonl",
+    *("goodput.json", "goodput.new", "health.json", "health.new", "forecast.json"),
     "loss.png",
     "latest",
+    ".copies",
 )
 """Files of a run folder or of its checkpoints that a run writes under one name."""
 

@@ -55,10 +55,12 @@ def begin(
     *,
     reference: Base | None = None,
     copies: NearbyCopies | None = None,
+    is_restart: bool = False,
 ) -> Begun:
     """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective.
 
-    `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints.
+    `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints. With
+    `is_restart` a launcher has started again, with flags that may have gone back to a step already.
     """
     keep, own = job.config.checkpoint, location(job.config.save_place)
     axis = engine.mesh.checkpoint_axis
@@ -68,9 +70,9 @@ def begin(
         base = load_base(job, engine)
         say(f"adapters of the frozen model {base.source}")
         keep = _without_base(keep)
-    has_begun, checkpoint, saved_last = _look_together(keep, own, axis)
-    copy = _copy(job, engine, copies, than=checkpoint if has_begun else None)
-    has_begun, checkpoint = has_begun or copy is not None, copy or checkpoint
+    seen = _look_together(keep, own, axis, is_restart)
+    copy = _copy(keep, own, engine, copies, seen)
+    has_begun, checkpoint = seen.has_begun or copy is not None, copy or seen.checkpoint
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
@@ -101,13 +103,21 @@ def begin(
         is_shared=copy is None,
     )
     say(f"took the weights of {checkpoint}: {FROM_THE_START}" if weights_only else f"continuing from {checkpoint}")
-    schedule = job.schedule
-    if keep.use_checkpoint_opt_param_scheduler and not weights_only:
-        schedule = saved_schedule(saved)
-        say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
+    schedule = job.schedule if weights_only else _schedule(job, saved, checkpoint, say)
     hooks = {} if weights_only else saved.get("hooks", {})
-    newest = max(saved_last, 0.0 if copies is None else copies.newest_time())
+    newest = max(seen.saved_last, 0.0 if copies is None else copies.newest_time())
     return Begun(progress, saved.get("origin", {}), hooks, schedule, base, copy is None, newest)
+
+
+def _schedule(
+    job: TrainingJob, saved: dict[str, Any], checkpoint: Location, say: Callable[[str], None]
+) -> LearningRateSchedule:
+    """Schedule of a run that continues: its flags', or that of the checkpoint if they ask for it."""
+    if not job.config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return job.schedule
+    schedule = saved_schedule(saved)
+    say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
+    return schedule
 
 
 def _without_base(keep: CheckpointConfig) -> CheckpointConfig:
@@ -162,27 +172,45 @@ def _refuse_other_optimizer(checkpoint: Location, saved: str | None, engine: Eng
 
 
 class Seen(NamedTuple):
-    """Whether a run has checkpoints of its own, the checkpoint to load, and when its own newest one was saved."""
+    """Whether a run has checkpoints of its own, the checkpoint to load, and when its own newest one was saved.
+
+    `is_back`: flags that go back to a step have done so before.
+    """
 
     has_begun: bool
     checkpoint: Location | None
     saved_last: float
+    is_back: bool
 
 
-def _look_together(keep: CheckpointConfig, own: Location, axis: Axis) -> Seen:
+def _look_together(keep: CheckpointConfig, own: Location, axis: Axis, is_restart: bool) -> Seen:
     """What `_look` returns, on all ranks. A store shows all ranks the same: one of them asks it."""
-    look = partial(_look, keep, own)
+    look = partial(_look, keep, own, is_restart)
     if isinstance(own, RemotePath) and (keep.load is None or is_url(keep.load)):
         return from_one(axis, look)
     return same_on_all(axis, look, what=f"in {own}")
 
 
-def _look(keep: CheckpointConfig, own: Location) -> Seen:
+def _look(keep: CheckpointConfig, own: Location, is_restart: bool) -> Seen:
     """What there is to start from."""
     steps = steps_in(own)
+    is_back = is_restart and _names_step(keep, own) and _has_gone_back(keep, own)
+    keep = _without_step(keep) if is_back else keep
     has_begun, saved_last = bool(steps), max(map(saved_at, steps.values()), default=0.0)
     from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
-    return Seen(has_begun, None if from_hf else _find(keep, own, has_begun=has_begun), saved_last)
+    return Seen(has_begun, None if from_hf else _find(keep, own, has_begun=has_begun), saved_last, is_back)
+
+
+def _without_step(keep: CheckpointConfig) -> CheckpointConfig:
+    """The flags of a start from the newest state."""
+    return replace(keep, ckpt_step=None, load=None)
+
+
+def _has_gone_back(keep: CheckpointConfig, own: Location) -> bool:
+    """Whether the newest checkpoint was saved by a run that had gone back by the same flags."""
+    newest = find_checkpoint(own)
+    saved = {} if newest is None else read_run(newest)["config"].get("checkpoint", {})
+    return newest is not None and (saved.get("ckpt_step"), saved.get("load")) == (keep.ckpt_step, keep.load)
 
 
 def _name(folder: Location) -> str:
@@ -207,11 +235,13 @@ def _find(keep: CheckpointConfig, own: Location, *, has_begun: bool) -> Location
     return checkpoint
 
 
-def _copy(job: TrainingJob, engine: Engine, copies: NearbyCopies | None, *, than: Location | None) -> Path | None:
+def _copy(
+    keep: CheckpointConfig, own: Location, engine: Engine, copies: NearbyCopies | None, seen: Seen
+) -> Path | None:
     """Folder of a copy nearby that is newer than a checkpoint; None if there is none, or if a step is asked for."""
-    keep = job.config.checkpoint
-    if copies is None or _names_step(keep, location(job.config.save_place)):
+    if copies is None or (_names_step(keep, own) and not seen.is_back):
         return None
+    than = seen.checkpoint if seen.has_begun else None
     return copies.fetch_newest(tensors_of(engine, with_optimizer=not keep.no_load_optim), than=than)
 
 

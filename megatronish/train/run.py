@@ -102,7 +102,7 @@ def _train_watched(
             stack.callback(mirror.copy)
         record.enter_phase("start", "the meeting of the ranks")
         mesh = start_mesh(config, place, on_note=notes.append, record=record, watchdog=watchdog)
-        is_finished = _train(config, notes, mesh, stack, hooks, mirror)
+        is_finished = _train(config, notes, mesh, stack, hooks, mirror, place)
     # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     record.enter_phase("end", "leaving the process group")
     leave()
@@ -158,14 +158,12 @@ def _train(
     stack: ExitStack,
     own: Sequence[Hook],
     mirror: RunMirror | None,
+    place: Place,
 ) -> bool:
     """Train from the start that is found; returns whether the run has made its last step."""
     # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
-    stopper, record = _stopper(config), mesh.record
-    record.enter_phase("start", "opening the data")
-    job = TrainingJob.open(config, mesh)
-    if config.log.sample_prompt is not None and not config.data.mock_data:
-        encode_prompt(job.tokenizer, config.log.sample_prompt)  # what is wrong with it shows now and not at the end
+    stopper, record = _stopper(config, place), mesh.record
+    job = _open_job(config, mesh)
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
     say(opening)
@@ -175,7 +173,7 @@ def _train(
     reference = begin_reference(job, engine, say)
     record.enter_phase("start", "loading")
     copies = open_copies(config, engine)
-    begun = begin(job, engine, say, reference=reference, copies=copies)
+    begun = begin(job, engine, say, reference=reference, copies=copies, is_restart=place.attempt > 0)
     progress, schedule = begun.progress, begun.schedule
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
@@ -213,7 +211,16 @@ def _train(
     return trainer.progress.step >= num_steps
 
 
-def _stopper(config: Config) -> Stopper:
+def _open_job(config: Config, mesh: Mesh) -> TrainingJob:
+    """The data and what they say of the model; what is wrong with the prompt of a sample shows now, too."""
+    mesh.record.enter_phase("start", "opening the data")
+    job = TrainingJob.open(config, mesh)
+    if config.log.sample_prompt is not None and not config.data.mock_data:
+        encode_prompt(job.tokenizer, config.log.sample_prompt)
+    return job
+
+
+def _stopper(config: Config, place: Place) -> Stopper:
     """The hook that decides to stop; it watches signals from now on."""
     training = config.training
     return Stopper(
@@ -221,6 +228,7 @@ def _stopper(config: Config) -> Stopper:
         exit_duration_in_mins=training.exit_duration_in_mins,
         exit_signal=training.exit_signal,
         kill_switch=Path(training.kill_switch_path) if training.kill_switch_path else None,
+        launched=place.launched,
     )
 
 

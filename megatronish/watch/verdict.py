@@ -70,6 +70,13 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
     if awaited:
         # Ranks that are still at work are no reason to end a run, however long others wait for them.
         return [each for each in awaited if each.thread is not None and each.thread.is_overdue]
+    stray = [
+        Culprit(rank, "outside", state, lacks[rank], state.idle)
+        for rank, state in states.items()
+        if state is not None and state.in_torch and state.is_overdue and lacks[rank] is not None
+    ]
+    if stray:  # in a collective of torch's own, while others wait for it in another
+        return stray
     if circle := _circle(edges):
         return [Culprit(rank, "circle", states[rank], entry, _idle(states[rank])) for rank, entry in circle]
     return [

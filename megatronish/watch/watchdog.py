@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatronish.layout import Layout
-from megatronish.watch.beat import Beat, bare_beat, beat_of
+from megatronish.watch.beat import Beat, ThreadBeat, bare_beat, beat_of
 from megatronish.watch.board import REPORT, Board
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.observer import Observer, birth_of
@@ -27,6 +27,14 @@ from megatronish.watch.words import RankWords
 SHORTEST, LONGEST = 0.1, 1.0  # seconds between two beats
 SILENT_AFTER = 10.0  # seconds without a beat, or 0.4 of the limit if that is less
 PATIENCE = 3.0  # for the report of another rank that has claimed it
+
+FLAGS = {
+    "start": "--hang-seconds-start",
+    "evaluation": "--hang-seconds-evaluation",
+    "save": "--hang-seconds-save",
+    "end": "--hang-seconds-save",
+}
+"""Flags of the limits, by phase; those of the others have --hang-seconds."""
 
 Leave = Callable[[str, bool], None]
 """Ends this process with a report, which this rank prints for all or not (`launch.place.Place.leave`)."""
@@ -121,7 +129,7 @@ class Watchdog:
         if overdue is not None:
             seen = self._seen(overdue.limit)
             if culprits := verdict(seen, thread=overdue.name):
-                self._report(culprits, seen, limit=overdue.limit)
+                self._report(culprits, seen, overdue)
         return True
 
     def _read(self, mine: Beat) -> None:
@@ -146,9 +154,10 @@ class Watchdog:
         }
         return RanksSeen(self.layout.world_size, {rank: beat for rank, (beat, _) in self._newest.items()}, silent)
 
-    def _report(self, culprits: Sequence[Culprit], seen: RanksSeen, *, limit: float) -> None:
+    def _report(self, culprits: Sequence[Culprit], seen: RanksSeen, overdue: ThreadBeat) -> None:
         report = f"the run hangs: {self._words.report(culprits, seen)}"
-        report += f"\n(a rank may make no progress for {limit:g} s here: --hang-seconds)"
+        flag = FLAGS.get(overdue.phase, "--hang-seconds")
+        report += f"\n(a rank may make no progress for {overdue.limit:g} s here: {flag})"
         prints = self._board is None or self._board.claim(REPORT)
         if self._board is not None and prints:
             self._board.put(REPORT, report)

@@ -93,10 +93,12 @@ class RankWords:
         first = culprits[0]
         what = _named(first.lacks) if first.lacks else f"torch's {first.thread.in_torch if first.thread else ''}"
         ranks = ", ".join(self.rank(each.rank) for each in culprits[:_MOST])
+        why = "has been entered by all of its ranks and" if first.lacks else "of which no record is kept"
+        wait = "waits" if len(culprits) == 1 else "wait"
         return (
-            f"{what} has been entered by all of its ranks and does not end for {first.seconds:.0f} s: the network "
-            f"between them, or the backend, hangs. {ranks}{' and more' if len(culprits) > _MOST else ''} wait there"
-            f"{_stack(first.thread)}"
+            f"{what} {why} does not end for {first.seconds:.0f} s: the network between them, or the backend, hangs"
+            f"{'' if first.lacks else ', or a rank has not entered it'}. "
+            f"{ranks}{' and more' if len(culprits) > _MOST else ''} {wait} there{_stack(first.thread)}"
         )
 
 

@@ -1,8 +1,8 @@
 """All attacks, one after the other, and one table of what they found at the end.
 
 Sizes are environment variables: ATTACK_KILLS (200), ATTACK_INPUTS (1000), ATTACK_HOSTS (6, lost in each layout with
-copies nearby), ATTACK_STEPS (1000, without a slow rank), ATTACK_SEED (1). ATTACK_ONLY names scripts of this folder,
-separated by blanks; without it all of them run.
+copies nearby), ATTACK_WORKERS (20, killed under torchrun), ATTACK_STEPS (1000, without a slow rank), ATTACK_SEED (1).
+ATTACK_ONLY names scripts of this folder, separated by blanks; without it all of them run.
 
     make attack
 """
@@ -34,7 +34,9 @@ def commands() -> dict[str, list[str]]:
         "hangs_sweep": [],
         "flips": seed,
         "nearby_kills": [size("HOSTS", 6)],
+        "torchrun_kills": [size("WORKERS", 20)],
         "slow_ranks": ["--steps", size("STEPS", 1000), *seed],
+        "overhead": [],
     }
     if os.getuid() == 0 and subprocess.run(["ip", "netns", "list"], capture_output=True, check=False).returncode == 0:
         found["elastic_hosts"] = []

@@ -4,10 +4,11 @@ Blocks of steps with and without alternate in one run of two ranks (tp 2). Print
 blocks of the ratio of their seconds, the collectives of a step, and the processor time of one entry and of one round of
 the watchdog.
 
-    PYTHONPATH=.:tests/support python tests/attack/overhead.py
+    PYTHONPATH=.:tests/support:tests/attack python tests/attack/overhead.py
 """
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from jobs import tiny
 from ranks import run_ranks
+from results import Result, publish
 
 from megatronish import comm
 from megatronish.config.read import read_config
@@ -28,6 +30,7 @@ from megatronish.watch.watchdog import LONGEST
 
 BLOCK, PAIRS = 4, 24
 ENTRIES, ROUNDS = 20000, 200
+LIMIT = 0.5  # percent
 MODEL = "--tp 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 128"
 MODEL += " --micro-batch-size 2 --global-batch-size 4 --vocab-size 1024"
 
@@ -86,8 +89,8 @@ def measure(place: Place, run_dir: str) -> Costs:
     return Costs(statistics.median(b for _, b in pairs), ratios, count, 1e6 * entry, 1e3 * look)
 
 
-def main() -> None:
-    """Measure and print."""
+def main() -> int:
+    """Measure and print; 1 if it is more than half a percent."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(2, measure, folder, timeout=170)[0]
     low, middle, high = statistics.quantiles(found.ratios, n=4)
@@ -97,8 +100,11 @@ def main() -> None:
     )
     print(f"(quartiles {low:.4f} to {high:.4f}, {len(found.ratios)} pairs); an entry takes {found.entry_us:.2f} us of")
     print(f"processor time, {entries:.3f} % of the step; a round of the watchdog {found.round_ms:.2f} ms every")
-    print(f"{LONGEST:g} s, {1e-1 * found.round_ms / LONGEST:.3f} % of a core")
+    watch = 1e-1 * found.round_ms / LONGEST
+    print(f"{LONGEST:g} s, {watch:.3f} % of a core")
+    told = f"{entries + watch:.3f} % of a step by count; interleaved x {middle:.3f} ({low:.3f} to {high:.3f})"
+    return publish(Result("overhead of record and watchdog", len(found.ratios), int(entries + watch > LIMIT), told))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

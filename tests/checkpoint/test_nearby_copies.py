@@ -94,6 +94,8 @@ def test_a_lost_host_is_restored_from_its_neighbour(tmp_path: Path, whole: Path,
 def copy_of(killed: Path, folder: Path) -> list[str]:
     """The killed run in a folder of its own; its command line there."""
     shutil.copytree(killed, folder, dirs_exist_ok=True)
+    for copies in (folder / "local").glob("host_*/*"):  # of a folder that was copied they are not
+        copies.rename(copies.with_name(_id_of(folder / "run" / "checkpoints")))
     return tiny(folder / "run", f"{COPIES} --save-interval 100")
 
 
@@ -164,20 +166,35 @@ def test_the_later_state_counts_whenever_it_was_published(tmp_path: Path, killed
     argv = [*copy_of(killed, tmp_path), *flags, "--save-interval", "1", "--train-iters", "7"]
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
     with_times(checkpoint, saved_at=ahead)
-    shutil.copytree(tmp_path, tmp_path.parent / "other", dirs_exist_ok=True)
+    shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}_other", dirs_exist_ok=True)
     assert resumed_from(train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1).output) > 2
     written = read_state(tmp_path / "run" / "checkpoints" / "step_00000007")
     assert written["saved_at"] >= written["taken_at"] > ahead
-    argv = [*copy_of(tmp_path.parent / "other", tmp_path / "later"), *flags]
+    argv = [*copy_of(tmp_path.parent / f"{tmp_path.name}_other", tmp_path / "later"), *flags]
     with_times(tmp_path / "later" / "run" / "checkpoints" / "step_00000002", taken_at=ahead, saved_at=ahead)
     assert resumed_from(train_on_hosts(argv, tmp_path / "later" / "local", world_size=2, per_host=1).output) == 2
 
 
-def test_a_name_of_copies_that_is_none_is_replaced(tmp_path: Path) -> None:
-    assert len(_id_of(tmp_path)) == 32 and _id_of(tmp_path) == _id_of(tmp_path)
-    for name in ("", "..", "/tmp"):  # the folder of that name is removed at the end
-        (tmp_path / ".copies").write_text(name)
-        assert len(_id_of(tmp_path)) == 32
+def test_a_folder_of_copies_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """It is removed at the end of a run, so no content of the file leads elsewhere; a moved folder keeps its copies."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    first = _id_of(run)
+    assert re.fullmatch("[0-9a-f]{32}", first) and _id_of(run) == first
+    shutil.copytree(run, tmp_path / "copied")
+    assert _id_of(tmp_path / "copied") != first
+    run.rename(moved)
+    assert _id_of(moved) == first
+    for content in (b"", b"..", b"/tmp", b"\xff\xfe"):
+        (moved / ".copies").write_bytes(content)
+        assert re.fullmatch("[0-9a-f]{32}", _id_of(moved))
+
+
+def test_a_copied_run_resumes_from_its_own_checkpoint(tmp_path: Path, killed: Path) -> None:
+    """And not from a copy nearby that the run has made from which it was copied, or that run from one of the other."""
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    argv = tiny(tmp_path / "run", f"{COPIES} {LAYOUTS['zero-1'][0]} --save-interval 100")
+    assert resumed_from(train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1).output) == 2
 
 
 def test_a_step_that_is_asked_for_comes_before_any_copy(tmp_path: Path, killed: Path) -> None:
@@ -186,13 +203,11 @@ def test_a_step_that_is_asked_for_comes_before_any_copy(tmp_path: Path, killed: 
     assert resumed_from(said.output) == 2
 
 
-NAME = "0123456789abcdef" * 2
-
 # moment of the kill -> event and path, and the steps that may be continued from. With N = 1 every step is copied.
 MOMENTS = {
     "while-tensors-are-written": ("open", ".step_00000003.partial/__1_0.distcp", {2}),
-    "while-the-neighbour-receives": ("open", f"host_1/{NAME}/.step_00000003.partial/__0_0.distcp", {2}),
-    "before-all-have-renamed": ("os.rename", f"host_1/{NAME}/.step_00000003.partial", {2, 3}),
+    "while-the-neighbour-receives": ("open", "host_1/NAME/.step_00000003.partial/__0_0.distcp", {2}),
+    "before-all-have-renamed": ("os.rename", "host_1/NAME/.step_00000003.partial", {2, 3}),
     "while-the-one-before-is-removed": ("shutil.rmtree", "step_00000002", {3}),
     "before-the-last-checkpoint": ("open", "checkpoints/.step_00000008.partial", {8}),
 }
@@ -204,7 +219,7 @@ def test_a_copy_counts_whole_or_not_at_all(tmp_path: Path, whole: Path, moment: 
     flags, _, per_host = LAYOUTS["zero-1"]
     argv = tiny(tmp_path / "run", f"{STEPS} --save-replicated-interval 1 {flags}")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / ".copies").write_text(NAME)
+    text = text.replace("NAME", _id_of(tmp_path / "run" / "checkpoints"))
     job = run_job(argv, tmp_path, plant=killed_at, plant_args=(tmp_path / "local", per_host, event, text))
     assert job.status == -signal.SIGKILL, job.errors
     said = train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1)

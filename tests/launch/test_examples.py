@@ -177,13 +177,30 @@ def test_slurms_script_saves_and_queues_itself_again_before_its_time_is_over(tmp
     [(5, 500, 0), (200, 500, 1), (200, 20, 0), (None, 500, 0)],  # seconds; a file that an earlier pod has left; no file
 )
 def test_a_pod_is_alive_while_steps_end(tmp_path: Path, age: int | None, up: int, status: int) -> None:
-    now, health, begun = time.time(), tmp_path / "health.json", tmp_path / "proc_1"
-    for path, seconds in ((health, age), (begun, up)):
-        if seconds is not None:
-            path.touch()
-            os.utime(path, (now - seconds, now - seconds))
+    now, health = time.time(), tmp_path / "health.json"
+    if age is not None:
+        health.touch()
+        os.utime(health, (now - age, now - age))
+    # The machine began a day ago, process 1 `up` seconds ago, whenever its entry in /proc was made.
+    ticks = round((86400 - up) * os.sysconf("SC_CLK_TCK"))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "stat").write_text(f"1 (a (b) c) S {' '.join('0' * 18)} {ticks} 0 0\n")
+    (tmp_path / "stat").write_text(f"cpu 1 2 3\nbtime {round(now - 86400)}\n")
     probe = ["bash", str(FOLDER / PROBE), str(health), "60"]
-    assert subprocess.run(probe, env=os.environ | {"PROC_1": str(begun)}, check=False).returncode == status
+    assert subprocess.run(probe, env=os.environ | {"PROC": str(tmp_path)}, check=False).returncode == status
+
+
+@pytest.mark.skipif(not Path("/proc/1/stat").exists(), reason="there is no /proc")
+def test_a_probe_reads_when_process_1_began(tmp_path: Path) -> None:
+    health = tmp_path / "health.json"
+    health.touch()
+    os.utime(health, (1, 1))
+    with Path("/proc/1/stat").open() as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    up = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    for limit, status in ((up + 60, 0), (up - 60, 1)):
+        probe = ["bash", str(FOLDER / PROBE), str(health), str(round(limit))]
+        assert subprocess.run(probe, check=False).returncode == status
 
 
 def test_the_document_has_every_variable_in_the_order_in_which_they_are_read() -> None:

@@ -1,13 +1,15 @@
 """Tests of --max-restarts: a failed run begins again from its newest checkpoint, unless that would not help."""
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from jobs import run_job, started, steps_of, tiny, train_on_ranks
+from jobs import checkpoints_of, run_job, started, steps_of, tiny, train_on_ranks
 from ranks import wait_until
 
 from megatronish.launch.restarts import GOOD_STEPS, SAME_TIMES, Restarts
@@ -60,6 +62,113 @@ def test_the_same_failure_at_the_same_step_ends_the_run_with_a_sentence(tmp_path
     assert ended.status == 1
     assert ended.errors.count("ArithmeticError: one too many") == SAME_TIMES
     assert ended.errors.endswith(f"no restart: the run failed {SAME_TIMES} times after step 3 with the same sentence\n")
+
+
+def kill_after_saves(folder: str, *steps: int) -> None:
+    """The last rank is killed in the steps after these checkpoints, in each once."""
+    original = Trainer.step
+
+    def dying(trainer: Trainer, *args: object) -> object:
+        mesh, step = trainer.engine.mesh, trainer.progress.step
+        marker = Path(folder) / f"killed_in_{step}"
+        if step - 1 in steps and mesh.world.rank == mesh.world.size - 1 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(trainer, *args)
+
+    Trainer.step = dying  # type: ignore[method-assign,assignment]
+
+
+def test_a_run_that_gets_further_begins_again_whatever_is_logged(tmp_path: Path) -> None:
+    """The same sentence four times, and in between checkpoints but no logged step."""
+    flags = "--dp 2 --train-iters 40 --log-interval 50 --save-interval 5 --max-restarts 2"
+    kills = 5, 15, 25, 35
+    ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), *kills))
+    assert ended.status == 0, ended.errors
+    # Counted from zero after ten new steps.
+    assert re.findall(r"restart \d of 2, after step \d+", ended.errors) == [
+        f"restart 1 of 2, after step {step}" for step in kills
+    ]
+
+
+def test_restarts_go_back_to_a_step_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_on_ranks(tiny(run, "--train-iters 8 --save-interval 2"))
+    flags = "--train-iters 12 --lr-decay-iters 6 --save-interval 2 --max-restarts 2"
+    for back, kill in (("--ckpt-step 4", 8), (f"--load {run}/checkpoints/step_00000006", 10)):
+        ended = run_job(
+            tiny(run, f"{flags} {back}"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), kill)
+        )
+        assert ended.status == 0, ended.errors
+        found = re.findall(r"continuing from \S+/step_0+(\d+)", ended.output)
+        assert found == [back[-1], str(kill)], ended.output
+    # Before it has saved, it goes back again.
+    ended = run_job(
+        tiny(run, f"{flags} --ckpt-step 2 --seed 1"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 1)
+    )
+    assert ended.status == 2
+
+
+def move_run(step: int, run: str) -> None:
+    """The run folder is moved away in a step, once."""
+    original = Trainer.step
+
+    def moving(trainer: Trainer, *args: object) -> object:
+        if trainer.progress.step == step and Path(run).exists():
+            Path(run).rename(f"{run}_moved")
+        return original(trainer, *args)
+
+    Trainer.step = moving  # type: ignore[method-assign,assignment]
+
+
+def test_a_run_folder_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = tiny(run, "--save-interval 2 --max-restarts 3")
+    ended = run_job(argv, tmp_path, plant=move_run, plant_args=(3, str(run)))
+    assert ended.status == 1 and "Traceback" not in ended.errors, ended.errors
+    assert f"no restart: {run} was moved or removed while the run was in it; move it back" in ended.errors
+    assert not run.exists()
+    assert checkpoints_of(tmp_path / "run_moved")[-1] == "step_00000002"
+
+
+def test_the_last_checkpoint_is_written_elsewhere_when_the_run_folder_is_gone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = tiny(run, f"--save {tmp_path / 'saved'} --save-interval 4")
+    ended = run_job(argv, tmp_path, plant=move_run, plant_args=(3, str(run)))
+    assert "Traceback" not in ended.errors, ended.errors
+    assert "forecast.json was not written: No such file or directory" in ended.errors
+    assert (tmp_path / "saved" / "step_00000006" / "state.json").exists()
+
+
+def test_time_is_over_for_all_attempts_together(tmp_path: Path) -> None:
+    flags = "--train-iters 100000 --save-interval 2 --max-restarts 3 --exit-duration-in-mins 0.1"
+    begin = time.monotonic()
+    ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=kill_late, plant_args=(str(tmp_path), 3.0))
+    assert ended.status == 0 and "restart 1 of 3" in ended.errors, ended.errors
+    assert "the time of --exit-duration-in-mins is over" in ended.output
+    assert time.monotonic() - begin < 3 + 6  # and not 3 and then 6 seconds, with starts and saves
+
+
+def kill_late(folder: str, seconds: float) -> None:
+    """The only rank is killed in the first step that begins so long after the launcher's start, once."""
+    original, begin = Trainer.step, time.monotonic()
+
+    def dying(trainer: Trainer, *args: object) -> object:
+        marker = Path(folder) / "killed_late"
+        if time.monotonic() - begin > seconds and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(trainer, *args)
+
+    Trainer.step = dying  # type: ignore[method-assign,assignment]
+
+
+def test_a_temporary_directory_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
+    gone = {"TMPDIR": str(tmp_path / "gone")}
+    code = "import tempfile; tempfile.tempdir = {!r}; from megatronish.launch.leftovers import meeting_folder\n"
+    code = code.format(gone["TMPDIR"]) + "with meeting_folder(): pass"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "none can be made in" in ended.stderr and "set TMPDIR to a folder that can be written" in ended.stderr
 
 
 def test_two_interrupts_end_a_run_that_has_restarts(tmp_path: Path) -> None:

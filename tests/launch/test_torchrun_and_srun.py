@@ -78,6 +78,11 @@ def test_broken_variables_are_refused_with_their_value() -> None:
         place_from_environment(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "3"})
     with pytest.raises(UserError, match=r"SLURM_STEP_TASKS_PER_NODE=two must look like 4 or 2\(x3\),1"):
         place_from_environment(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"})
+    # No list of that length is made; what says nothing is a number all the same.
+    most = place_from_environment(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999999)"})
+    assert most is not None and most.local_world_size == 2
+    with pytest.raises(UserError):
+        place_from_environment(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "0(x0)"})
     with pytest.raises(UserError, match=r"SLURM_PROCID=3 says .* lacks SLURM_LOCALID: start with srun"):
         place_from_environment({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"})
 

@@ -116,6 +116,19 @@ def test_a_transfer_that_a_rank_has_entered_late_may_still_end() -> None:
     assert len(verdict(seen(*others, beat(3, entry(WORLD, 11), idle=31.0)))) == 4
 
 
+def test_a_rank_in_a_collective_of_torch_for_which_others_wait_is_named() -> None:
+    """Nobody else is in it: what is known is that the others wait for that rank."""
+    odd = beat(3, None, phase="hook", in_torch="all_reduce", lines={WORLD: 10})
+    found = seen(*(beat(rank, entry(WORLD, 11)) for rank in range(3)), odd)
+    assert [(each.rank, each.kind) for each in verdict(found)] == [(3, "outside")]
+    assert WORDS.report(verdict(found), found).startswith("rank 3 (tp 1, dp 1) has not entered all_reduce 11 of world")
+    alone = seen(*(beat(rank, None, in_torch="all_reduce") for rank in range(4)))
+    assert WORDS.report(verdict(alone)[:1], alone).startswith(
+        "torch's all_reduce of which no record is kept does not end for 41 s: the network between them, or the "
+        "backend, hangs, or a rank has not entered it. rank 0 (tp 0, dp 0) waits there"
+    )
+
+
 def test_different_operations_under_one_number_are_named_by_the_minority() -> None:
     usual = {WORLD: [entry(WORLD, 10), entry(WORLD, 11)]}
     odd = {WORLD: [entry(WORLD, 10), entry(WORLD, 11, "all_gather")]}

@@ -1,7 +1,7 @@
 """Copies of a run's state nearby: on each host, in memory, and for its neighbour (write.py, vote.py, fetch.py)."""
 
+import hashlib
 import os
-import re
 import sys
 import uuid
 from collections import Counter
@@ -19,13 +19,17 @@ from megatronish.checkpoint.nearby.hosts import Hosts
 from megatronish.checkpoint.nearby.local import choose_folder, make_folder, remove_folder, token_of
 from megatronish.checkpoint.nearby.vote import newest_copy
 from megatronish.checkpoint.nearby.write import Nearby, remove_partial, write_copy
-from megatronish.checkpoint.remote import Location, RemotePath
+from megatronish.checkpoint.remote import Location, RemotePath, RemoteStatus
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.files import write_durably
 from megatronish.mesh import Axis
 
 ID = ".copies"
-"""File among a run's checkpoints: the name of its folders of copies. A run whose checkpoints are removed has none."""
+"""File among a run's checkpoints, of which its folders of copies have their name.
+
+A run whose checkpoints are removed has none, nor has a folder that was copied: the name is made of the file's content,
+and of its number and time on the disk, which a copy does not share. A folder that is moved on a disk keeps them.
+"""
 
 
 class NearbyCopies:
@@ -96,13 +100,13 @@ class NearbyCopies:
 
 
 def _id_of(save_place: Location) -> str:
-    """Name of the run's folders of copies; a new one for a new run."""
+    """Name of the run's folders of copies, 32 hexadecimal digits; another one for a new run."""
     path = save_place / ID
-    name = path.read_text().strip() if path.exists() else ""
-    if not re.fullmatch("[0-9a-f]{32}", name):  # the folder of that name is removed at the end of the run
-        name = uuid.uuid4().hex
+    if not path.exists():
         if isinstance(path, RemotePath):
-            path.write_text(name)
+            path.write_text(uuid.uuid4().hex)
         else:
-            write_durably(path, name)
-    return name
+            write_durably(path, uuid.uuid4().hex)
+    status = path.stat()
+    place = str(path) if isinstance(status, RemoteStatus) else f"{status.st_ino} {status.st_mtime_ns}"
+    return hashlib.sha256(path.read_bytes() + place.encode()).hexdigest()[:32]

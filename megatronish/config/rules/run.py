@@ -107,6 +107,30 @@ def _kept_steps(config: Config) -> str | None:
     return None
 
 
+def _local_folder(config: Config) -> str | None:
+    local = config.checkpoint.local_save
+    if local is None or "://" not in local:
+        return None
+    return f"local_save={local} is a URL, and copies lie on the disk or in the memory of each host; name a folder"
+
+
+def _memory_of_a_process(config: Config) -> str | None:
+    places = {"save": config.checkpoint.save, "run_dir": config.run_url}
+    name = next((name for name, place in places.items() if place is not None and place.startswith("memory://")), None)
+    if name is None:
+        return None
+    return f"{name}={places[name]} is in the memory of one process and ends with it; name a folder or a store"
+
+
+def _planned_stops(config: Config) -> str | None:
+    if not config.resilience.max_restarts or config.training.exit_status_if_stopped != 1:
+        return None
+    return (
+        f"max_restarts={config.resilience.max_restarts} begins again after status 1, which "
+        "exit_status_if_stopped=1 gives to a run that stopped as it should; use another status, as 3"
+    )
+
+
 def _copies(config: Config) -> str | None:
     if config.checkpoint.local_save is None or config.checkpoint.save_replicated_interval is not None:
         return None
@@ -128,4 +152,7 @@ CHECKPOINT_RULES = (
     ConfigRule(("load", "moe_use_upcycling", "adapter_type", "objective", "reference"), _from_a_store),
     ConfigRule(("keep_every", "save_interval"), _kept_steps),
     ConfigRule(("local_save", "save_replicated_interval"), _copies),
+    ConfigRule(("local_save",), _local_folder),
+    ConfigRule(("save", "run_dir"), _memory_of_a_process),
+    ConfigRule(("max_restarts", "exit_status_if_stopped"), _planned_stops),
 )

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ class Forecast(Hook):
         return [f"bytes of a step {', '.join(texts)}{', as expected' if self._sent == expected else ''}"]
 
     def _write(self, content: dict[str, Any]) -> None:
-        self.path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        try:
+            self.path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:  # no reason to end a run, which may still save
+            tqdm.write(f"{self.path} was not written: {error.strerror}", file=sys.stderr)
 
 
 def traffic_of(record: RankRecord) -> Counter[TrafficKey]:

@@ -21,6 +21,7 @@ from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import location
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
+from megatronish.launch.mishaps import is_lost_rank
 from megatronish.mesh import new_axis
 from megatronish.train.engine import Engine
 from megatronish.train.hooks.save import Save
@@ -134,6 +135,9 @@ class CopyNearby(Hook):
             future.result()
         except Exception as error:
             self._failures += 1
+            if is_lost_rank(error):
+                self._tell(f"the copy nearby of step {step} is not whole: another rank has ended. The one before stays")
+                return
             self._tell(f"{error}. The copy before it stays, training continues, and it is tried again soon")
         else:
             self._last, self._failures = step, 0

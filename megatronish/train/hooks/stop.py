@@ -34,9 +34,11 @@ class Stopper(Hook):
         exit_duration_in_mins: float | None,
         exit_signal: str = "SIGTERM",
         kill_switch: Path | None = None,
+        launched: float | None = None,
     ) -> None:
         self.exit_interval = exit_interval
-        self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
+        begin = time.monotonic() if launched is None else launched  # of a launcher that starts again, its own start
+        self.deadline = None if exit_duration_in_mins is None else begin + 60 * exit_duration_in_mins
         self.kill_switch = kill_switch
         self.save_now = False
         self._terminated = self._save_asked = False
