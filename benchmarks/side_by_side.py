@@ -13,6 +13,7 @@ One process computes with `--threads` threads, by default one for each core; two
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -129,7 +130,7 @@ def record_of(case: Case, runners: Sequence[Runner], arguments: argparse.Namespa
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": commit(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "torch": version("torch"),
         "load": os.getloadavg()[0],
         "threads": arguments.threads,
@@ -140,6 +141,15 @@ def record_of(case: Case, runners: Sequence[Runner], arguments: argparse.Namespa
         "products_flops_per_second": rate,
         "rows": rows,
     }
+
+
+def processor() -> str:
+    """Name of this machine's processor, or at least its kind."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def commit() -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BEGIN, END = "<!-- side by side: begin -->", "<!-- side by side: end -->"
+ALWAYS = ("plain loop", "megatronish")
+"""Contestants in every table."""
 CHART = "pictures/side_by_side.png"
 LAYOUTS = {
     "one": "one process",
@@ -125,27 +127,60 @@ def markdown_of(record: Mapping[str, Any], lines: Sequence[Line]) -> Iterator[st
     yield from ("", f"{facts_of(record)}.", "")
 
 
-def newest(results: Path) -> list[tuple[dict[str, Any], list[Line]]]:
-    """Each case with the newest line of each contestant. Ratios are those of the run in which they were measured."""
-    cases: dict[str, tuple[dict[str, Any], dict[str, Line]]] = {}
+class Table(NamedTuple):
+    """Contestants of one run: all of the newest run of a case, and of earlier ones those that later ones lack."""
+
+    record: Mapping[str, Any]
+    lines: Sequence[Line]
+    is_newest: bool
+
+
+def tables_of(results: Path) -> list[Table]:
+    """The tables of each case, newest first. Rows of different runs stand in no table together.
+
+    Of an earlier run, or one on another machine, the plain loop and megatronish are shown beside what only it measured.
+    """
+    cases: dict[str, list[dict[str, Any]]] = {}
     for text in results.read_text(encoding="utf-8").splitlines():
         record = json.loads(text)
-        _, lines = cases.get(key := json.dumps(record["case"]), ({}, {}))
-        cases[key] = (record, lines | {line.name: line for line in lines_of(record)})
-    return [(record, list(lines.values())) for record, lines in cases.values()]
+        cases.setdefault(json.dumps(record["case"]), []).append(record)
+    return [table for records in cases.values() for table in _of_case(records[::-1])]
+
+
+def _of_case(newest_first: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    seen: dict[str, set[str]] = {}  # names of contestants by machine
+    for record in newest_first:
+        known, lines = seen.get(record["machine"]), lines_of(record)
+        new = {line.name for line in lines} - (known or set())
+        if known is None or new:
+            kept = [line for line in lines if line.name in new or line.name in ALWAYS]
+            yield Table(record, kept, is_newest=not seen)
+        seen.setdefault(record["machine"], set()).update(new)
 
 
 def write_report(results: Path, docs: Path) -> None:
     """Put the tables between the marks of BENCHMARKS.md, and draw the chart."""
     if not results.exists():
         raise SystemExit(f"there are no results in {results}; measure some first: make bench")
-    cases, page = newest(results), docs / "BENCHMARKS.md"
+    tables, page = tables_of(results), docs / "BENCHMARKS.md"
     text = page.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    tables = "\n".join(line for record, lines in cases for line in markdown_of(record, lines))
     picture = f"![tokens per second of every contestant]({CHART})"
-    page.write_text(f"{before}{BEGIN}\n\n{picture}\n\n{tables}\n{END}{after}", encoding="utf-8")
-    draw(cases, docs / CHART)
+    parts = ["", picture, "", *_markdown([table for table in tables if table.is_newest])]
+    if earlier := [table for table in tables if not table.is_newest]:
+        parts += ["### Earlier runs, and other machines", "", *_markdown(earlier)]
+    page.write_text("\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")
+    draw([(table.record, table.lines) for table in tables if table.is_newest or _has_peers(table)], docs / CHART)
+
+
+def _markdown(tables: Sequence[Table]) -> Iterator[str]:
+    for table in tables:
+        yield from markdown_of(table.record, table.lines)
+
+
+def _has_peers(table: Table) -> bool:
+    """Whether it shows what is neither the plain loop nor megatronish."""
+    return any(not line.name.startswith(ALWAYS) for line in table.lines)
 
 
 def draw(cases: Sequence[tuple[Mapping[str, Any], Sequence[Line]]], path: Path) -> None:
@@ -164,7 +199,7 @@ def draw(cases: Sequence[tuple[Mapping[str, Any], Sequence[Line]]], path: Path) 
             [line.name for line in lines], [each.median for each in ratios], xerr=errors, color=colours, height=0.8
         )
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_title(title_of(record), fontsize=9, loc="left")
+        axes.set_title(f"{title_of(record)}; {record['machine']}", fontsize=9, loc="left")
         axes.tick_params(labelsize=8)
         axes.invert_yaxis()
     several[-1].set_xlabel("tokens/s, as a multiple of the plain loop on one process in the same run")

@@ -31,7 +31,7 @@ def contestant(name: str, folder: Path, *, loss: float = 2.0, fails_at: int = -1
     return runner
 
 
-def record(*, failure: str | None = None) -> dict[str, Any]:
+def record(*, failure: str | None = None, machine: str = "two cores") -> dict[str, Any]:
     seconds = [0.2] * 20
     rows = [
         {"name": BASELINE, "failure": None, "seconds": seconds, "losses": [5.0], "peak_bytes": 2**30},
@@ -40,7 +40,7 @@ def record(*, failure: str | None = None) -> dict[str, Any]:
     return {
         "date": "2000-01-01 00:00",
         "commit": "abc",
-        "machine": "two cores",
+        "machine": machine,
         "torch": "2",
         "load": 0.5,
         "threads": 2,
@@ -89,7 +89,10 @@ def test_who_trains_another_model_or_fails_leaves_and_the_others_go_on(tmp_path:
 
 def test_the_report_is_made_of_several_runs(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    results.write_text("".join(json.dumps(each) + "\n" for each in (record(failure="not installed"), record())))
+    peers, elsewhere = record(), record(machine="four cores")
+    peers["rows"].append(peers["rows"][1] | {"name": "a peer", "seconds": [0.4] * 20})
+    records = (peers, record(failure="not installed"), elsewhere, record())
+    results.write_text("".join(json.dumps(each) + "\n" for each in records))
     page = tmp_path / "BENCHMARKS.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     write_report(results, tmp_path)
@@ -97,6 +100,10 @@ def test_the_report_is_made_of_several_runs(tmp_path: Path) -> None:
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| megatronish | 20,480 (20,480 to 20,480) | **2.00** (2.00 to 2.00) | 0.50 GiB | 50% | 0e+00 |" in text
     assert "not installed" not in text  # the newer run replaces it
+    # Rows of different runs, or machines, are in no table together; those of the newest run come first.
+    newest, earlier = text.split("### Earlier runs, and other machines")
+    assert "a peer" not in newest and newest.count("| megatronish |") == 1
+    assert earlier.count("| megatronish |") == 2 and "four cores" in earlier and "**0.50** (0.50 to 0.50)" in earlier
     assert (tmp_path / "pictures" / "side_by_side.png").stat().st_size > 1000
 
 
