@@ -167,7 +167,7 @@ class StepRecorder(TorchDispatchMode):
             return FixedResult(args[0].clone())
         if packet is aten.is_pinned:
             return FixedResult(False)
-        if packet is aten.record_stream:
+        if packet in (aten.record_stream, aten._fused_sgd_):  # both change nothing that is known here
             return FixedResult(None)
         if packet is aten.nonzero:  # what is looked for is what has gone wrong
             return FixedResult(args[0].new_empty((0, args[0].dim()), dtype=torch.int64))
