@@ -74,7 +74,8 @@ class DryRank(NamedTuple):
     """What the dry run of a rank has found. `counts` are those of the whole step, of which `num_run` micro-batches ran.
 
     `build_peak` and `peak` are bytes, `phase` is when most was held, `owners` say for what, `largest` are (owner, what
-    made it, shape, number, bytes). `seconds` are those of the mesh, the build and the step.
+    made it, shape, number, bytes). `seconds` are those of the mesh, the build and the step, `shard_ranks` places among
+    the ranks that shard each domain.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class DryRank(NamedTuple):
     owners: dict[str, int]
     largest: list[tuple[Group, int, int]]
     seconds: tuple[float, float, float]
+    shard_ranks: dict[str, int]
 
 
 def run_rank(planned: PlannedRun, rank: int) -> DryRank:
@@ -124,6 +126,7 @@ def run_rank(planned: PlannedRun, rank: int) -> DryRank:
             owners=owners.by_owner(ledger),
             largest=owners.largest(ledger),
             seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2]),
+            shard_ranks={name: domain.shard.rank for name, domain in mesh.domains.items()},
         )
 
 
