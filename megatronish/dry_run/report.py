@@ -1,7 +1,7 @@
 """Report of a dry run: what was found for each rank, as text and as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +65,8 @@ def text_of(planned: PlannedRun, found: Expected) -> str:
         lines.append(f"    {traffic.axis:<14}{traffic.collective:<16}{none}")
     total = sum(counts.flops.values())
     flops = ", ".join(f"{name.strip('_')} {value:.3g}" for name, value in counts.flops.most_common())
-    lines.append(f"  FLOPs a step: {total:.4g} ({flops})")
+    squares = "; flash attention as the whole square, of which a causal mask needs half"
+    lines.append(f"  FLOPs a step: {total:.4g} ({flops}{squares if _has_flash(counts.flops) else ''})")
     waits = "; ".join(f"{number} in {site}" for site, number in counts.waits.items())
     lines.append(f"  the host waits for the device {sum(counts.waits.values())} times a step: {waits}")
     mesh, build, step = record.seconds
@@ -74,6 +75,10 @@ def text_of(planned: PlannedRun, found: Expected) -> str:
         f"step {step:.1f})"
     )
     return "\n".join(lines)
+
+
+def _has_flash(flops: Mapping[str, int]) -> bool:
+    return any("flash_attention" in name for name in flops)
 
 
 def json_of(planned: PlannedRun, found: Sequence[Expected], *, notes: Sequence[str]) -> dict[str, Any]:
