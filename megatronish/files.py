@@ -46,6 +46,21 @@ def ordinary(path: Path) -> Path:
     return path
 
 
+def refuse_unwritable_file(path: Path, *, flag: str) -> None:
+    """Make the folder of a file that is written later; UserError now if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_fifo() or path.is_char_device():
+            return
+        is_new = not path.exists()
+        with path.open("ab"):  # not os.access: network file systems and those of the kernel refuse what its modes allow
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written: {error.strerror}; choose another") from error
+
+
 def sync_folder(folder: Path) -> None:
     """fsync of a folder: the names in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -30,5 +30,5 @@ def distance_bias(slopes: tuple[float, ...], queries: Tensor, keys: Tensor) -> T
 
 @cache
 def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
-    """Slopes on a device, fp32 [n]: a copy at every forward would make the host wait for the device."""
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    """Slopes on a device, fp32 [n], copied once; the host does not wait for the copy."""
+    return torch.tensor(slopes, dtype=torch.float32).to(device, non_blocking=device.type != "cpu")

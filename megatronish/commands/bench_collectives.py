@@ -11,8 +11,9 @@ a fit of latency and bandwidth to the rows. docs/COLLECTIVES.md says what each c
 from collections.abc import Sequence
 from functools import partial
 
-from megatronish.commands.ending import exit_status_of_ranks
+from megatronish.commands.ending import exit_status_of_ranks, is_main
 from megatronish.config.arguments import read_arguments
+from megatronish.files import refuse_unwritable_file
 from megatronish.launch.imports import importing
 from megatronish.launch.place import Place
 from megatronish.links.settings import LinkArguments
@@ -27,6 +28,10 @@ def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
     arguments = read_arguments(LinkArguments, argv, program=program, description=__doc__)
     layout = arguments.layout(place.world_size if place else None)
     arguments.refuse(layout)
+    if is_main(place):
+        for flag, path in (("--json", arguments.json), ("--png", arguments.png)):
+            if path is not None:
+                refuse_unwritable_file(path, flag=flag)
     with importing():  # torch is imported only now: --help and errors need not wait for it
         from megatronish.launch.local import launch
         from megatronish.links.bench import bench

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from megatronish.commands.configuration import read_config
 from megatronish.commands.ending import exit_status
+from megatronish.commands.main import ended
 from megatronish.errors import RunError
+from megatronish.files import refuse_unwritable_file
 
 
 def dry_run_ranks(argv: Sequence[str]) -> int:
@@ -42,6 +44,8 @@ def _run(argv: Sequence[str]) -> int:
     from megatronish.ops.build import BuildError
 
     config, notes = read_config(argv)
+    if config.log.dry_run_report is not None:
+        refuse_unwritable_file(Path(config.log.dry_run_report), flag="--dry-run-report")
     try:
         library, device_type = load_fake_cuda(), "cuda"
     except BuildError as error:
@@ -55,4 +59,4 @@ def _run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(lambda: main(sys.argv[1:])))

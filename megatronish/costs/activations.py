@@ -145,6 +145,11 @@ def bytes_per_score(model: ModelConfig, backend: AttentionBackend, element_bytes
     if backend in ("auto", "flash"):
         return 0
     dropout = model.attention_dropout > 0
-    if backend == "unfused" or model.position_embedding_type == "alibi" or model.softmax_type != "vanilla":
+    if not has_fused_softmax(model, backend):
         return 4 + (1 + element_bytes if dropout else 2 if element_bytes == 2 else 0)
     return element_bytes + (1 + element_bytes if dropout else 0)
+
+
+def has_fused_softmax(model: ModelConfig, backend: AttentionBackend) -> bool:
+    """Whether the softmax of explicit scores is the fused one, which knows no ALiBi and no sinks."""
+    return backend == "fused_softmax" and model.position_embedding_type != "alibi" and model.softmax_type == "vanilla"

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 
+from megatronish.costs.activations import bytes_per_score, has_fused_softmax
 from megatronish.costs.stage_sizes import StageSizes
 from megatronish.costs.state_traffic import StateTraffic
 from megatronish.costs.zero2_buffers import BufferBytes, Zero2Buffers
-from megatronish.layer_specs import ExpertsSpec, LayerSpec
+from megatronish.layer_specs import AttentionSpec, ExpertsSpec, LayerSpec
 
 BLOCK_BYTES = 8 * 2**20
 """Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
@@ -69,11 +70,22 @@ class StageWork(StageSizes):
         """Buffers of ZeRO-2 in a backward of a chunk, when these chunks have had one before."""
         key = (chunk, begun)
         if key not in self._buffers:
-            buffers = Zero2Buffers(self._traffic.parameters, list(self._traffic.buckets()))
+            buffers = Zero2Buffers(
+                self._traffic.parameters,
+                list(self._traffic.buckets()),
+                overlaps=self.config.parallel.overlap_grad_reduce,
+            )
             for other in (*sorted(begun - {chunk}), *sorted(begun & {chunk})):
                 buffers.backward(other)
             self._buffers[key] = buffers.backward(chunk)
         return self._buffers[key]
+
+    def later_buffers(self, chunk: int, begun: frozenset[int]) -> float:
+        """Of the buffers in `shared_work`, those that are not there yet while the last layer of a chunk is at work."""
+        if self.zero != 2:
+            return 0
+        buffers = self.buffers(chunk, begun)
+        return buffers.layers - buffers.first
 
     def before(self, chunk: int, begun: frozenset[int]) -> float:
         """Gradients of backwards before, of these chunks, that are still on their way when another one begins."""
@@ -107,7 +119,8 @@ class StageWork(StageSizes):
     def of_end(self, chunk: int, begun: frozenset[int]) -> float:
         """Gradient of the embedding, and of a table that is also the head's two and their sum."""
         if self.zero == 3:
-            return self.rest * self.width + self.learned_rest * (self.width + self.reduced_width)
+            # What was gathered is freed before the gradients are copied to where they are reduced.
+            return self.learned_rest * self.width + max(self.rest * self.width, self.learned_rest * self.reduced_width)
         one = self.gradient_width * self.table if self.stage.is_first else 0
         table = one * (3 if self.ties_here else 1)
         if self.zero == 2:
@@ -172,6 +185,8 @@ class StageWork(StageSizes):
         sizes = heads + 2 * attention.num_kv_heads * attention.head_size
         unit = self.tokens / self.tp
         is_ring = self.config.layout.cp > 1 and self.config.parallel.cp_comm_type == "p2p"
+        if self.config.training.attention_backend in ("fused_softmax", "unfused"):
+            return self.residual + unit * self.width * (sizes + heads) + self._explicit_work(attention)
         if not is_ring and model.attention_dropout == 0:
             return self.residual + unit * self.width * (sizes + heads)
         found = self.residual + unit * (4 * sizes + self.width * (sizes + heads))
@@ -185,6 +200,20 @@ class StageWork(StageSizes):
                 block = row * training.seq_length // (2 * self.config.layout.cp) ** 2
             found += block * (3 if self.kernels else 8)
         return found
+
+    def _explicit_work(self, attention: AttentionSpec) -> float:
+        """Scores in the backward of explicit attention, and the probabilities that selective recomputation restores."""
+        model, training, width = self.config.model, self.config.training, self.width
+        backend = training.attention_backend
+        # Gradients of probabilities and of scores. What the product with the values has kept is gone by then: with
+        # dropout the dropped probabilities, else those in half precision where the softmax is in fp32.
+        if has_fused_softmax(model, backend):
+            more = width if model.attention_dropout else 2 * width
+        else:
+            more = 6 if width == 2 else 4 if model.attention_dropout else 8
+        if self.config.recompute.recompute_granularity == "selective":
+            more += bytes_per_score(model, backend, width)
+        return more * self.tokens * training.seq_length * attention.num_heads / self.tp
 
     def _mlp_freed(self, spec: LayerSpec) -> float:
         """What the MLP has freed before attention is at work."""

@@ -44,6 +44,8 @@ class LayerTraffic(StepTraffic):
             forwards, name = self.forwards(index), f"layers.{layer}"
             # What is computed again begins with a copy of its input that has a gradient.
             self.learns_before |= forwards > 1
+            if spec.attention.qk_norm and spec.attention.norm_across_heads:
+                self._norms_across_heads(f"{name}.attention.qkv", spec.attention, forwards)
             self._pair(f"{name}.attention", ("qkv", "out"), spec.attention, forwards)
             cores = forwards + (self.config.recompute.recompute_granularity == "selective")
             self._cores(spec.attention, cores)
@@ -83,6 +85,12 @@ class LayerTraffic(StepTraffic):
             else:
                 self.add("tp", "all-reduce", low * (adapted[0] + forwards * adapted[1]))
 
+    def _norms_across_heads(self, name: str, spec: AttentionSpec, forwards: int) -> None:
+        """A sum of squares of each token, of queries and of keys, and backward one more of each; in fp32."""
+        for section in ("q", "k"):
+            learns = self.learns_before or not self.freezes or self._is_adapted(f"{name}.{section}")
+            self.add("tp", "all-reduce", self.num_microbatches * (forwards + learns) * self.tokens * 4)
+
     def _is_adapted(self, section: str) -> bool:
         return self.freezes and is_target(section, all_patterns(self.config.adapter))
 
@@ -116,10 +124,21 @@ class LayerTraffic(StepTraffic):
         self.add("etp", "all-gather", times * own * hidden)
         self.add("etp", "reduce-scatter", times * (own * hidden * (forwards + 1) + weights))
         model = self.config.model
+        if model.moe_expert_capacity_factor is not None:
+            self._capacity(spec.num_experts)
         if model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff:
             counts = self.config.training.micro_batch_size * spec.num_experts * SCALAR
             for axis in ("tp", "cp"):
                 self.add(axis, "all-reduce", times * forwards * counts)
+
+    def _capacity(self, num_experts: int) -> None:
+        """Choices of each expert, int32, in the blocks of a sequence, and where the blocks begin: of first forwards."""
+        layout, parts = self.config.layout, 1
+        blocks = 2 if layout.cp > 1 and layout.tp % 2 else 1
+        block = 4 * self.config.training.micro_batch_size * num_experts + SCALAR
+        for axis, ranks in (("tp", layout.tp), ("cp", layout.cp)):
+            parts *= ranks
+            self.add(axis, "all-gather", self.num_microbatches * blocks * parts * block)
 
     def ends(self) -> None:
         """Embedding, output layer and loss."""

@@ -103,7 +103,7 @@ class _StagePeak(StageWork):
         ):  # the last one is not computed again: of gradients a bucket has come, and the head's
             bucket = min(come, 4 * (self.table * ends + self.config.parallel.ddp_bucket_size))
             few = come if self.merges_table else bucket
-            yield Moment(activations, logits - gone, work, few - missing)
+            yield Moment(activations, logits - gone, work - self.later_buffers(chunk, begun), few - missing)
         if again:
             kept = sum(self.of_layer(spec) for spec in layers[len(again) :])
             later = self.deferred_of_chunk(chunk) * (len(again) - 1) / len(again) if self.defers else 0

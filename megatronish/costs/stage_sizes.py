@@ -185,7 +185,7 @@ class StageSizes:
     def _kept_by(self, spec: LayerSpec) -> float:
         model, training, attention = self.config.model, self.config.training, spec.attention
         settings = activations_of(self.config, "cuda")
-        scores = self.config.recompute.recompute_granularity is None
+        scores = self.config.recompute.recompute_granularity != "selective"
         found = float(self.tokens * settings.of_layer(spec.cost(model), scores=scores))
         unit = self.tokens * self.width / self.tp
         heads, kv_heads = attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size
@@ -195,7 +195,8 @@ class StageSizes:
         else:
             if model.position_embedding_type == "rope" and attention.rotary:
                 found += unit * (heads + kv_heads)
-            if self.config.layout.cp == 1 and training.micro_batch_size > 1 and not drops:
+            copies = training.micro_batch_size > 1 and not drops and not self.is_flex(spec)
+            if self.config.layout.cp == 1 and copies:
                 found += unit * heads  # in the order of the heads, and in that of the sequence
         if isinstance(spec.mlp, ExpertsSpec):
             routed = (
@@ -207,6 +208,13 @@ class StageSizes:
         elif self.kernels and spec.mlp.activation == "swiglu" and spec.mlp.is_plain:
             found -= unit * spec.mlp.ffn_size
         return found + self.of_adapters(spec)
+
+    def is_flex(self, spec: LayerSpec) -> bool:
+        """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""
+        data, window = self.config.data, spec.attention.window
+        is_windowed = window is not None and window < self.config.training.seq_length
+        is_masked = is_windowed or self.config.model.position_embedding_type == "alibi" or data.packs_documents
+        return is_masked and self.config.training.attention_backend == "auto"
 
     def of_adapters(self, spec: LayerSpec) -> float:
         """What a layer keeps more, or fewer, because its weights are frozen; of layers alike the first one's."""

@@ -4,8 +4,8 @@ Padding is counted: buckets of ZeRO 0 to 2 begin and end at multiples of 16 byte
 rank has as many rows of a parameter.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -36,7 +36,12 @@ class GradientBucket(NamedTuple):
 
 @dataclass
 class StateTraffic(StepTraffic):
-    """Traffic of gradients, parameters, norms of the gradient and Muon's matrices."""
+    """Traffic of gradients, parameters, norms of the gradient and Muon's matrices.
+
+    `shard_ranks` are this rank's places among those that shard each domain, 0 by default.
+    """
+
+    shard_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> list[StageParameter]:
@@ -124,8 +129,11 @@ class StateTraffic(StepTraffic):
                 self.add("shard", "reduce-scatter", times * self.reduced_width * size)
             if copies > 1:
                 self.add("replicate", "all-reduce", self.reduced_width * size // shard)
+            part = rounded_up(each.rows, shard) // shard
+            # Without padding: the last ranks may have fewer rows, or none.
+            own = min(max(each.rows - part * self.shard_ranks.get(each.domain, 0), 0), part)
             for axis in self.sums_over(each):
-                self.add(axis, "all-reduce", 4 * size // shard)
+                self.add(axis, "all-reduce", 4 * own * each.columns)
 
     def _matrices(self, domain: str) -> None:
         """Muon: pieces of matrices are reduce-scattered to their owners, and the updates gathered back."""

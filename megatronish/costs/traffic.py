@@ -28,12 +28,17 @@ from megatronish.schedule.plan import StageChunk, routes
 from megatronish.schedule.schedules import SCHEDULES
 
 
-def expected_traffic(config: Config, load: StageLoad, stage: int, *, vocab_size: int) -> dict[TrafficKey, int]:
-    """Bytes of one step on a rank of this stage, whose layers `load` has."""
+def expected_traffic(
+    config: Config, load: StageLoad, stage: int, *, vocab_size: int, shard_ranks: Mapping[str, int] | None = None
+) -> dict[TrafficKey, int]:
+    """Bytes of one step on a rank of this stage, whose layers `load` has.
+
+    `shard_ranks` are its places among the ranks that shard each domain; by default it is the first.
+    """
     layers = LayerTraffic(config, load, stage, vocab_size)
     layers.layers()
     layers.ends()
-    state = StateTraffic(config, load, stage, vocab_size)
+    state = StateTraffic(config, load, stage, vocab_size, shard_ranks=shard_ranks or {})
     state.state()
     others = StepTraffic(config, load, stage, vocab_size)
     _transfers(others)

@@ -101,5 +101,12 @@ def answered_for(device_type: str, on_wait: Callable[[str], None]) -> Iterator[N
         "synchronize": lambda *_: on_wait("torch.cuda.synchronize"),
         "is_current_stream_capturing": lambda: False,
     }
-    with patch.multiple(torch.cuda, **answers):
+    # FSDP asks torch.accelerator, too: its own streams would read the memory of a FakeEvent as that of an event of C++.
+    of_accelerator = {
+        "current_stream": answers["current_stream"],
+        "set_stream": answers["set_stream"],
+        "synchronize": lambda *_: on_wait("torch.accelerator.synchronize"),
+        "current_device_index": answers["current_device"],
+    }
+    with patch.multiple(torch.cuda, **answers), patch.multiple(torch.accelerator, **of_accelerator):
         yield

@@ -7,8 +7,8 @@ traffic, FLOPs and waits of the whole step are known.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,12 +16,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatronish.attention import dropped
 from megatronish.config.config import Config
 from megatronish.costs.step_traffic import TrafficKey
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
+from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
@@ -74,7 +74,8 @@ class DryRank(NamedTuple):
     """What the dry run of a rank has found. `counts` are those of the whole step, of which `num_run` micro-batches ran.
 
     `build_peak` and `peak` are bytes, `phase` is when most was held, `owners` say for what, `largest` are (owner, what
-    made it, shape, number, bytes). `seconds` are those of the mesh, the build and the step.
+    made it, shape, number, bytes). `seconds` are those of the mesh, the build and the step, `shard_ranks` places among
+    the ranks that shard each domain.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class DryRank(NamedTuple):
     owners: dict[str, int]
     largest: list[tuple[Group, int, int]]
     seconds: tuple[float, float, float]
+    shard_ranks: dict[str, int]
 
 
 def run_rank(planned: PlannedRun, rank: int) -> DryRank:
@@ -101,7 +103,7 @@ def run_rank(planned: PlannedRun, rank: int) -> DryRank:
         num_run = needed_microbatches(planned.stages, mesh.pp.rank, planned.num_microbatches)
         batches = made_up_batches(planned, mesh, num_run)
         times.append(time.perf_counter())
-        with fake, recorder.watching():
+        with fake, recorder.watching(), attention_of_a_gpu() if device_type == "cuda" else nullcontext():
             ledger.begin("build")
             engine = build_engine(config, mesh, vocab_size=planned.vocab_size, initialises=False)
             owners, build_peak = Owners.of(engine, ledger), ledger.peak
@@ -124,14 +126,15 @@ def run_rank(planned: PlannedRun, rank: int) -> DryRank:
             owners=owners.by_owner(ledger),
             largest=owners.largest(ledger),
             seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2]),
+            shard_ranks={name: domain.shard.rank for name, domain in mesh.domains.items()},
         )
 
 
-def references() -> dict[Any, Callable[..., Any]]:
+def references() -> dict[Any, Reference]:
     """Operators that a GPU runs by other operators: one that has no kernel, and all where none is built."""
-    families = [dropped.FAMILY, *(FAMILIES if load_kernels() is not None else ())]
-    ops = getattr(torch.ops, NAMESPACE)
-    return {getattr(ops, each.name): each.reference for family in families for each in family.operators}
+    ops, families = getattr(torch.ops, NAMESPACE), FAMILIES if load_kernels() is not None else ()
+    fused = {getattr(ops, each.name): Reference(each.reference) for family in families for each in family.operators}
+    return fused | dropped_references()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ tensors without values cannot, and tells the ledger of every storage.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatronish.costs.step_traffic import TrafficKey
+from megatronish.dry_run.attention import Reference
 from megatronish.dry_run.ledger import StorageLedger
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -62,7 +63,7 @@ class StepRecorder(TorchDispatchMode):
     `references` are the operators that run by the operators that they are made of.
     """
 
-    def __init__(self, device_type: str, *, number: int, references: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, device_type: str, *, number: int, references: Mapping[Any, Reference]) -> None:
         super().__init__()
         self.ledger = StorageLedger(device_type, _call_site)
         self.number, self.references = number, references
@@ -111,8 +112,10 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         reference = self.references.get(packet)
         if reference is not None:
+            return self._by_parts(reference, args, kwargs)
+        if packet is aten.matmul:  # in a reference, below autograd, which takes it apart elsewhere
             with self:
-                return reference(*args, **kwargs)
+                return func.decompose(*args, **kwargs)
         self._counts.operators += 1
         if func.namespace == "c10d":
             self._see_exchange(packet.__name__, args)
@@ -130,6 +133,18 @@ class StepRecorder(TorchDispatchMode):
             for each in tree_leaves(out):
                 if isinstance(each, Tensor):
                     self.ledger.note(each, packet.__name__)
+        return out
+
+    def _by_parts(self, reference: Reference, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator by those that it is made of, whose FLOPs count as often as it says."""
+        flops = self._counts.flops
+        before = flops.copy()
+        with self:
+            out = reference.run(*args, **kwargs)
+        if reference.times is not None:
+            times = reference.times(*args, **kwargs)
+            for name, value in flops.items():
+                flops[name] = before[name] + int((value - before[name]) * times)
         return out
 
     def _see_exchange(self, name: str, args: tuple[Any, ...]) -> None:
@@ -167,7 +182,7 @@ class StepRecorder(TorchDispatchMode):
             return FixedResult(args[0].clone())
         if packet is aten.is_pinned:
             return FixedResult(False)
-        if packet is aten.record_stream:
+        if packet in (aten.record_stream, aten._fused_sgd_):  # both change nothing that is known here
             return FixedResult(None)
         if packet is aten.nonzero:  # what is looked for is what has gone wrong
             return FixedResult(args[0].new_empty((0, args[0].dim()), dtype=torch.int64))

@@ -1,7 +1,7 @@
 """Report of a dry run: what was found for each rank, as text and as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,20 @@ class Expected(NamedTuple):
     memory: Memory
     sent: dict[TrafficKey, int]
 
+    @property
+    def expected_only(self) -> dict[TrafficKey, int]:
+        """Bytes that costs/ expects of what is never called."""
+        return {key: size for key, size in self.sent.items() if not self.record.counts.calls[key]}
+
 
 def with_expected(planned: PlannedRun, record: DryRank) -> Expected:
     """The record, and what costs/memory.py expects of its stage."""
     loads = planned.stages.loads(planned.num_microbatches)
     load, kernels = loads[record.stage], load_kernels() is None
     memory = expected_peak(planned.config, [load], vocab_size=planned.vocab_size, kernels=kernels)[0]
-    sent = expected_traffic(planned.config, load, record.stage, vocab_size=planned.vocab_size)
+    sent = expected_traffic(
+        planned.config, load, record.stage, vocab_size=planned.vocab_size, shard_ranks=record.shard_ranks
+    )
     return Expected(record, memory, sent)
 
 
@@ -53,9 +60,13 @@ def text_of(planned: PlannedRun, found: Expected) -> str:
         sent, expected = counts.sent[traffic], found.sent.get(traffic, 0)
         differs = "" if sent == expected else f", expected {format_bytes(expected)}"
         lines.append(f"    {traffic.axis:<14}{traffic.collective:<16}{calls:>8} calls{format_bytes(sent):>14}{differs}")
+    for traffic, expected in sorted(found.expected_only.items()):
+        none = f"{0:>8} calls{format_bytes(0):>14}, expected {format_bytes(expected)}"
+        lines.append(f"    {traffic.axis:<14}{traffic.collective:<16}{none}")
     total = sum(counts.flops.values())
     flops = ", ".join(f"{name.strip('_')} {value:.3g}" for name, value in counts.flops.most_common())
-    lines.append(f"  FLOPs a step: {total:.4g} ({flops})")
+    squares = "; flash attention as the whole square, of which a causal mask needs half"
+    lines.append(f"  FLOPs a step: {total:.4g} ({flops}{squares if _has_flash(counts.flops) else ''})")
     waits = "; ".join(f"{number} in {site}" for site, number in counts.waits.items())
     lines.append(f"  the host waits for the device {sum(counts.waits.values())} times a step: {waits}")
     mesh, build, step = record.seconds
@@ -64,6 +75,10 @@ def text_of(planned: PlannedRun, found: Expected) -> str:
         f"step {step:.1f})"
     )
     return "\n".join(lines)
+
+
+def _has_flash(flops: Mapping[str, int]) -> bool:
+    return any("flash_attention" in name for name in flops)
 
 
 def json_of(planned: PlannedRun, found: Sequence[Expected], *, notes: Sequence[str]) -> dict[str, Any]:
@@ -91,9 +106,7 @@ def _json_of_rank(found: Expected) -> dict[str, Any]:
         "build_peak_bytes": record.build_peak,
         "owners": record.owners,
         "expected_memory": {**memory._asdict(), "total": memory.total},
-        "expected_only": {
-            f"{key.axis} {key.collective}": size for key, size in found.sent.items() if not counts.calls[key]
-        },
+        "expected_only": {f"{key.axis} {key.collective}": size for key, size in found.expected_only.items()},
         "largest": [{"bytes": size, "number": number, **group._asdict()} for group, number, size in record.largest],
         "traffic": [
             {**traffic._asdict(), "calls": calls, "bytes": counts.sent[traffic], "expected": found.sent.get(traffic, 0)}

@@ -30,6 +30,7 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
         notes.append(
             f"fused operators as their {'kernels run' if why_not is None else 'references, because ' + why_not}"
         )
+        notes += mask_notes(config)
     print(
         f"dry run of {config.layout.world_size} ranks: {config.layout}", *(f"note: {note}" for note in notes), sep="\n"
     )
@@ -43,6 +44,15 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
     if config.log.dry_run_report is not None:
         write_json(Path(config.log.dry_run_report), json_of(planned, found, notes=notes))
     return 0
+
+
+def mask_notes(config: Config) -> list[str]:
+    """What takes the place of FlexAttention, where the model's masks need it on a GPU."""
+    model = config.model
+    is_masked = model.window_size is not None or model.position_embedding_type == "alibi" or config.data.packs_documents
+    if not is_masked or config.training.attention_backend != "auto" or model.attention_dropout:
+        return []
+    return ["masks go to FlexAttention, as on a GPU with Triton; a stand-in has its memory and its FLOPs"]
 
 
 def ranks_of(config: Config) -> list[int]:

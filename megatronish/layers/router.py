@@ -152,19 +152,25 @@ class Router(nn.Module):
         return margins.minimum(_last_margin(scores, settings.num_chosen))
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
-        """[E] of the state, on the device of the tokens from its first use on."""
-        self.state[name] = self.state[name].to(device)
+        """[E] of the state, on the device of the tokens from its first use on; the host does not wait for the copy."""
+        self.state[name] = self.state[name].to(device, non_blocking=device.type != "cpu")
         return self.state[name]
 
     @torch.no_grad()
     def end_step(self, counts: Tensor) -> None:
-        """Move the state by the choices of a step, int64 [E], summed over all ranks and micro-batches."""
+        """Move the state by the choices of a step, int64 [E], summed over all ranks and micro-batches.
+
+        The choices are on the host, which does not wait until they are on a device.
+        """
         if "bias" in self.state:
             # The mean may be no integer: num_experts * count is compared with the sum, exactly.
-            difference = counts.sum() - counts.numel() * counts
-            self.state["bias"] += self.settings.bias_rate * difference.sign().to(self.state["bias"])
+            bias, difference = self.state["bias"], counts.sum() - counts.numel() * counts
+            bias += self.settings.bias_rate * difference.sign().to(bias.dtype).to(
+                bias.device, non_blocking=bias.is_cuda
+            )
         if "load" in self.state:
-            self.state["load"].copy_(counts)
+            load = self.state["load"]
+            load.copy_(counts, non_blocking=load.is_cuda)
 
 
 def _in_best_groups(scores: Tensor, settings: RouterSettings) -> Tensor:

@@ -1,6 +1,8 @@
 """Rank of a measurement of links: all collectives over all axes of a layout, as a table, JSON lines and a picture."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,6 +19,7 @@ from megatronish.layout import Layout
 from megatronish.links.axes import count_nodes, hosts_of, open_axes
 from megatronish.links.definitions import COLLECTIVES
 from megatronish.links.facts import Needs, nested_facts
+from megatronish.links.fit import FEWEST_SIZES
 from megatronish.links.measure import LinkTimes, Runs, fits, measure
 from megatronish.links.preflight import Subject, preflight
 from megatronish.links.settings import LinkArguments, groups_of
@@ -42,8 +45,15 @@ def start_links(arguments: LinkArguments, layout: Layout, place: Place) -> tuple
 
 def bench(arguments: LinkArguments, layout: Layout, place: Place) -> int:
     """Measure on the rank at `place`, all ranks together; rank 0 prints. The status is 1 if a result was wrong."""
-    if arguments.preflight:
-        return _preflight(arguments, layout, place)
+    try:
+        return _preflight(arguments, layout, place) if arguments.preflight else _measure(arguments, layout, place)
+    except BrokenPipeError:  # the reader of what rank 0 prints has left, as `head` does: the run ends quietly
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _measure(arguments: LinkArguments, layout: Layout, place: Place) -> int:
+    """Measure; the exit status."""
     mesh, backend = start_links(arguments, layout, place)
     rows = []
     if mesh.is_main:
@@ -93,9 +103,16 @@ def _rows(arguments: LinkArguments, mesh: Mesh, backend: str) -> Iterator[LinkTi
 def _finish(arguments: LinkArguments, rows: list[LinkTimes]) -> None:
     """Print the fits, and write the files that were asked for."""
     found = list(fits(rows))
-    print(f"\n{FIT_HEADER}")
+    if found:
+        print(f"\n{FIT_HEADER}")
     for row, fit in found:
         print(fit_line(row, fit))
+    sizes = len({row.bytes for row in rows})
+    if not found and rows:
+        print(
+            f"\nno fit: {sizes} size{'s' if sizes > 1 else ''} of {FEWEST_SIZES} that a line needs; give a larger "
+            "--max-bytes, or a smaller --min-bytes or --factor"
+        )
     if arguments.json is not None:
         lines: list[dict[str, Any]] = [row.as_json() for row in rows]
         for row, fit in found:

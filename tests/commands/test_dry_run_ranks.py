@@ -66,6 +66,18 @@ def test_a_rank_outside_of_the_world_ends_with_status_2() -> None:
     assert "rank=16 is no rank of 16; use a number from 0 to 15, or all-stages" in done.stderr
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    done = dry_run("--world-size", "4", "--rank", "0", "--dry-run-report", str(tmp_path))
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == f"--dry-run-report {tmp_path} cannot be written: Is a directory; choose another\n"
+
+
+def test_a_reader_that_leaves_ends_a_dry_run_without_a_message() -> None:
+    command = f"{sys.executable} {ROOT / 'pretrain_gpt.py'} {' '.join(TINY)} --world-size 4 --rank all-stages"
+    done = subprocess.run(f"{command} | head -n 1", shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout.count("\n") == 1 and not done.stderr
+
+
 def test_without_a_compiler_the_meta_device_says_so(tmp_path: Path) -> None:
     done = dry_run("--world-size", "4", "--rank", "1", PATH=str(tmp_path), CXX="")
     assert done.returncode == 0, done.stderr

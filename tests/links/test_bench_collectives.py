@@ -213,6 +213,26 @@ def test_under_torchrun_the_data_ranks_are_what_is_left(tmp_path: Path) -> None:
     assert [(row["axis"], row["bytes"]) for row in rows] == [("dp", 1024), ("dp", 4096)]
 
 
+def bench_in_a_shell(flags: str, *, then: str = "") -> subprocess.CompletedProcess[str]:
+    command = f"{sys.executable} {ROOT / 'tools' / 'bench_collectives.py'} {flags} {then}"
+    return subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_fewer_sizes_than_a_line_needs_are_said_in_place_of_the_fits() -> None:
+    done = bench_in_a_shell("--dp 2 --collectives broadcast --max-bytes 4K --runs 2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(
+        "\nno fit: 2 sizes of 3 that a line needs; give a larger --max-bytes, or a smaller --min-bytes or --factor\n"
+    )
+    assert "alpha us" not in done.stdout
+
+
+def test_a_reader_that_leaves_ends_the_measurement_without_a_message() -> None:
+    done = bench_in_a_shell("--dp 2 --max-bytes 4K --runs 2", then="| head -n 1")
+    assert done.stdout.startswith("axis") and done.stdout.count("\n") == 1
+    assert not done.stderr
+
+
 WRONG = {
     "": "one rank has no links; give a layout of more, for example --dp 2",
     "--tp 0": "tp=0 must be at least 1",
@@ -223,6 +243,8 @@ WRONG = {
     "--dp 2 --axes pp": "axes=pp has no two ranks in this layout; it has dp",
     "--dp 2 --collectives all-reduce": "collectives=all-reduce is not known; use some of all_reduce, ",
     "--dp 2 --png links.jpg": "png=links.jpg must end in .png",
+    "--dp 2 --json /proc/links.jsonl": "--json /proc/links.jsonl cannot be written: ",
+    f"--dp 2 --json {ROOT}": f"--json {ROOT} cannot be written: Is a directory; choose another",
     "--dp 2 --warmups -1": "warmups=-1 must not be negative",
 }
 

@@ -97,6 +97,22 @@ class Case(NamedTuple):
         return found
 
     @property
+    def waits(self) -> dict[str, int]:
+        """Waits of the host in a step, by file: for sums, for rows of experts, and for gradients that it steps by."""
+        found = {
+            "train/reduction.py": 1,
+            "layers/dispatch.py": self.num_expert_layers * self.num_microbatches,
+            "data_parallel/offload.py": int(self.chosen["state"] == "offloaded" and self.zero > 0),
+        }
+        return {file: number for file, number in found.items() if number}
+
+    @property
+    def kernels(self) -> str:
+        """Value of MEGATRONISH_KERNELS."""
+        found: str = self.chosen["kernels"]
+        return found
+
+    @property
     def zero(self) -> int:
         """Stage of ZeRO: schedules that defer weight gradients have none beyond 1."""
         found: int = self.chosen["zero"]
@@ -156,3 +172,66 @@ def few(cases: Sequence[Case], number: int) -> list[int]:
 
 FEW = few(CASES, 16)
 """Numbers of the cases that every run of the suite takes."""
+
+
+class SingleCase(NamedTuple):
+    """A feature that is not dealt: flags of a model of four layers, on the last rank of a layout of four by default."""
+
+    name: str
+    model: str
+    flags: str = ""
+    layout: str = "--tp 2 --sequence-parallel --zero-stage 1"
+    dp: int = 2
+    rank: int = 3
+    kernels: str = "assumed"
+    num_layers: int = 4
+
+    @property
+    def argv(self) -> list[str]:
+        """Its command line: two micro-batches."""
+        sizes = f"--vocab-size 32000 --num-attention-heads 16 --hidden-size 1024 --num-layers {self.num_layers}"
+        step = "--seq-length 2048 --train-iters 10 --lr 1e-3 --bf16 --micro-batch-size 1"
+        ranks = f"--dp {self.dp} --global-batch-size {2 * self.dp} {self.layout}"
+        return f"--mock-data {sizes} {step} {ranks} {MODELS[self.model]} {self.flags}".split()
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """Waits of the host in a step, by file."""
+        of_experts = {"layers/dispatch.py": 2 * self.num_layers} if self.model == "experts" else {}
+        return {"train/reduction.py": 1} | of_experts
+
+
+ALIBI = "--position-embedding-type alibi"
+SINGLE = [
+    SingleCase("a window", "llama", "--window-size 512"),
+    SingleCase("documents", "llama", "--reset-attention-mask --reset-position-ids"),
+    SingleCase("ALiBi", "gpt", f"{ALIBI} --micro-batch-size 2 --global-batch-size 8"),
+    SingleCase("a window with dropout", "dropped", "--window-size 128"),
+    SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
+    SingleCase("capacity", "experts", "--moe-expert-capacity-factor 1.25 --ep 4 --etp 1"),
+    SingleCase(
+        *("expert bias", "experts"),
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --ep 4 --etp 1",
+    ),
+    SingleCase("global balance", "experts", "--moe-router-load-balancing-type global_aux_loss --ep 4 --etp 1"),
+    SingleCase("SGD", "llama", "--optimizer sgd"),
+    SingleCase("unfused attention", "llama", "--attention-backend unfused"),
+    SingleCase("unfused attention with dropout", "dropped", "--attention-backend unfused"),
+    SingleCase("fused softmax", "llama", "--attention-backend fused_softmax"),
+    SingleCase("ZeRO-2 without overlap", "llama", "--no-overlap-grad-reduce", "--zero-stage 2", dp=4),
+    SingleCase(
+        *("ZeRO-2 without overlap, recomputed", "llama", "--no-overlap-grad-reduce --recompute-granularity full"),
+        *("--zero-stage 2", 4),
+    ),
+    SingleCase(
+        *("shared inputs of recomputation", "gpt"),
+        "--recompute-granularity full --recompute-num-layers 1 --distribute-saved-activations",
+        "--tp 2 --zero-stage 1",
+    ),
+    SingleCase("ZeRO-3 of few layers with experts", "experts", "", "--zero-stage 3 --ep 4 --etp 1", dp=4),
+    SingleCase(
+        *("ZeRO-3 in chunks", "llama", ""),
+        "--pp 2 --zero-stage 3 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+    ),
+]
+"""What a pairwise deal has no room for."""

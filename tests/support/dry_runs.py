@@ -1,6 +1,6 @@
 """Dry runs of several cases in this process, which is started for it: their records as JSON, a line for each.
 
-MEGATRONISH_KERNELS=assumed python tests/support/dry_runs.py 0 3 5     (numbers of cases)
+MEGATRONISH_KERNELS=assumed python tests/support/dry_runs.py 0 3 5     (numbers of cases, those of SINGLE last)
 """
 
 import json
@@ -12,14 +12,14 @@ from megatronish.dry_run.fake_cuda import load_fake_cuda
 
 library = load_fake_cuda()  # before torch is imported
 
-from dry_cases import CASES, Case  # noqa: E402
+from dry_cases import CASES, SINGLE, Case, SingleCase  # noqa: E402
 
 from megatronish.commands.configuration import read_config  # noqa: E402
 from megatronish.dry_run.rank import PlannedRun, run_rank  # noqa: E402
 from megatronish.dry_run.report import json_of, with_expected  # noqa: E402
 
 
-def result_of(case: Case) -> dict[str, Any]:
+def result_of(case: Case | SingleCase) -> dict[str, Any]:
     """What the report has of the case's rank, or how it failed."""
     config = read_config(case.argv).config
     assert config.data.vocab_size is not None
@@ -33,4 +33,4 @@ def result_of(case: Case) -> dict[str, Any]:
 if __name__ == "__main__":
     library.install_fake_cuda()
     for number in sys.argv[1:]:
-        print(json.dumps([int(number), result_of(CASES[int(number)])]), flush=True)
+        print(json.dumps([int(number), result_of([*CASES, *SINGLE][int(number)])]), flush=True)

@@ -50,14 +50,14 @@ def hooks_of_run(
     folder = config.run_dir if mesh.is_main else None
     goodput = Goodput(config.run_dir, mesh.record) if mesh.is_main else None
     hooks: list[Hook] = [stopper]
+    if folder is not None:  # before hooks that send something after a step, as norms for the log
+        hooks.append(_forecast(job, folder))
     limits, has_peers = config.resilience, mesh.world.size > 1
     if limits.straggler_interval and has_peers:
         hooks.append(Stragglers(mesh, interval=limits.straggler_interval, ratio=limits.straggler_ratio))
     if mesh.is_main:
         hooks.append(Health(config.run_dir))
     hooks.append(_log(job, engine, trackers, goodput))
-    if folder is not None:
-        hooks.append(_forecast(job, folder))
     if config.model.num_experts is not None:
         hooks.append(LogExperts(config=config.log, folder=folder, trackers=trackers))
     hooks += _recordings(config, mesh)

@@ -1,0 +1,189 @@
+"""Attention of a dry run: what a GPU with Triton computes in one kernel, and a few blocks of attention with dropout.
+
+FlexAttention is compiled for a mask, which tensors without memory cannot be; so an operator of the dry run takes its
+place. It allocates what the compiled kernels do: forward the output and a log-sum-exp, backward the three gradients and
+the sum of dout x out. Its FLOPs are those of the blocks of scores that are not skipped.
+
+Attention with dropout runs block by block, thousands of operators a layer. Only the largest blocks run here; FLOPs are
+scaled to all of them, of which each has FLOPs in proportion to its scores.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import cache
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatronish.attention import dropped, flash
+from megatronish.attention.alibi import slopes_on
+from megatronish.attention.block_mask import BLOCK
+from megatronish.attention.mask import AttentionMask
+from megatronish.ops.dropout import DroppedTile
+from megatronish.ops.library import Operator, OperatorFamily, define
+
+NAMESPACE = "megatronish_dry_run"
+BLOCKS_BEFORE, BLOCKS_AFTER = 2, 1  # of the largest one: a block's tensors live on while the next one is at work
+
+
+class Reference(NamedTuple):
+    """Operator that runs by those that it is made of; `times` is the factor of their FLOPs, by its arguments."""
+
+    run: Callable[..., Any]
+    times: Callable[..., Fraction] | None = None
+
+
+# FlexAttention
+
+
+@contextmanager
+def attention_of_a_gpu() -> Iterator[None]:
+    """Meanwhile masks go to FlexAttention, as on a GPU with Triton, and to its stand-in there."""
+    slopes_on.cache_clear()
+    answers: dict[str, Any] = {
+        "HAS_COMPILER": True,
+        "_compiled_flex": lambda: None,
+        "masked_by_blocks": _masked_by_blocks,
+    }
+    try:
+        with patch.multiple(flash, **answers):
+            yield
+    finally:
+        slopes_on.cache_clear()  # of tensors that are no more
+
+
+def _masked_by_blocks(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **_: Any) -> Tensor:
+    blocks = mask.blocks  # made once for a mask, and kept with it
+    if mask.slopes:
+        slopes_on(mask.slopes, q.device)
+    assert blocks.shape[-1] == k.shape[2], "queries are the whole sequence"
+    places = computed_scores(mask.seq_length, mask.window_size)
+    out: Tensor = OPERATORS.flex_attention(q, k, v, places)[0]
+    return out
+
+
+@cache
+def computed_scores(seq_length: int, window_size: int | None) -> int:
+    """Scores in the blocks of a causal mask with a window that are not skipped; documents are taken as one."""
+    window, found = window_size or seq_length, 0
+    for first in range(0, seq_length, BLOCK):
+        end = min(first + BLOCK, seq_length)
+        begin = max(0, first - window + 1) // BLOCK * BLOCK
+        found += (end - first) * (end - begin)
+    return found
+
+
+def _flex(q: Tensor, _k: Tensor, v: Tensor, _places: int) -> tuple[Tensor, Tensor]:
+    return _ordered(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _flex_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, lse: Tensor, _places: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_ordered(x, x.shape[-1]) for x in (q, k, v))
+    return dq, dk, dv, dout.new_empty(lse.shape, dtype=lse.dtype)
+
+
+def _ordered(x: Tensor, last: int) -> Tensor:
+    """New [..., last] without holes, whose dims are in memory in the order of those of x, as the kernels allocate."""
+    order = sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
+    shape = (*x.shape[:-1], last)
+    return x.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.places = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ops: Any, ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, _ = ops.flex_attention_backward(dout, *ctx.saved_tensors, ctx.places)
+    return dq, dk, dv, None
+
+
+OPERATORS = define(
+    OperatorFamily(
+        "flex_attention",
+        (
+            Operator(
+                "flex_attention(Tensor q, Tensor k, Tensor v, int places) -> (Tensor out, Tensor lse)",
+                reference=_flex,
+                fake=_flex,
+                setup_context=_save,
+                backward=_gradients,
+            ),
+            Operator(
+                "flex_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int places)"
+                " -> (Tensor dq, Tensor dk, Tensor dv, Tensor sums)",
+                reference=_flex_backward,
+                fake=_flex_backward,
+            ),
+        ),
+    ),
+    namespace=NAMESPACE,
+)
+
+
+@register_flop_formula(OPERATORS.flex_attention)
+def _flex_flops(q: tuple[int, ...], _k: Any, v: tuple[int, ...], places: int, **_: Any) -> int:
+    return 2 * q[0] * q[1] * places * (q[-1] + v[-1])
+
+
+@register_flop_formula(OPERATORS.flex_attention_backward)
+def _flex_backward_flops(
+    _dout: Any, q: tuple[int, ...], _k: Any, v: tuple[int, ...], _out: Any, _lse: Any, places: int, **_: Any
+) -> int:
+    # Scores again, and gradients of queries and keys; gradients of probabilities and of values.
+    return 2 * q[0] * q[1] * places * (3 * q[-1] + 2 * v[-1])
+
+
+# Attention with dropout
+
+
+def dropped_references() -> dict[Any, Reference]:
+    """Operators of attention with dropout by their names: the largest blocks in the place of all."""
+    forward, backward = dropped.FAMILY.operators
+    ops = torch.ops.megatronish
+    return {
+        ops.dropped_attention: Reference(_on_few_blocks(forward.reference), _times),
+        ops.dropped_attention_backward: Reference(
+            _on_few_blocks(backward.reference), lambda _dout, *rest: _times(*rest)
+        ),
+    }
+
+
+all_blocks = dropped._blocks
+
+
+def _few_blocks(q: Tensor, k: Tensor, whole: DroppedTile) -> list[Any]:
+    """Largest block of all, and its neighbours."""
+    blocks = list(all_blocks(q, k, whole))
+    sizes = [_num_scores(each) for each in blocks]
+    largest = len(blocks) - 1 - sizes[::-1].index(max(sizes))
+    return blocks[max(0, largest - BLOCKS_BEFORE) : largest + 1 + BLOCKS_AFTER]
+
+
+def _num_scores(block: Any) -> int:
+    found = 1
+    for part in (block.samples, block.queries, block.keys):
+        found *= part.stop - part.start
+    return found
+
+
+def _on_few_blocks(reference: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with patch.object(dropped, "_blocks", _few_blocks):
+            return reference(*args)
+
+    return run
+
+
+def _times(q: Tensor, k: Tensor, *rest: Any) -> Fraction:
+    """Scores of all blocks over those of the blocks that run."""
+    *_, keys, samples, documents, slopes, first_head, window_size, rate = rest
+    whole = dropped._whole(keys, samples, documents, slopes, first_head, window_size, rate)
+    return Fraction(*(sum(map(_num_scores, blocks(q, k, whole))) for blocks in (all_blocks, _few_blocks)))
