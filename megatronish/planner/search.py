@@ -145,6 +145,8 @@ class Search:
                 for sequence_parallel in shared:
                     plain = Candidate(mesh, micro, "1f1b", 1, 0, recompute, sequence_parallel)
                     for schedule, chunks in self._schedules(plain):
+                        if not zeros[schedule]:  # offloading needs more of ZeRO than the schedule allows
+                            continue
                         each = Candidate(mesh, micro, schedule, chunks, 0, recompute, sequence_parallel)
                         yield each, zeros[schedule]
 
@@ -177,12 +179,13 @@ class Search:
         return times.forward / chunks > self.clock.hop(candidate)
 
     def _zeros(self, mesh: MeshSizes, schedule: str) -> range:
-        """Stages of ZeRO that the schedule allows."""
-        if mesh.dp * mesh.cp == 1:
-            return range(self._least_zero, self._least_zero + 1)
+        """Stages of ZeRO that the schedule allows; what no ranks share needs none of them."""
+        most = 3 if mesh.pp == 1 or self.zero3_in_pipelines else 2
         if SCHEDULES[schedule].has_weight_gradients and mesh.pp > 1:
-            return range(self._least_zero, 2)
-        return range(self._least_zero, 4 if mesh.pp == 1 or self.zero3_in_pipelines else 3)
+            most = 1
+        if max(mesh.dp * mesh.cp, mesh.edp if self.work.model.num_experts is not None else 1) == 1:
+            most = min(most, self._least_zero)
+        return range(self._least_zero, most + 1)
 
     @cached_property
     def _least_zero(self) -> int:

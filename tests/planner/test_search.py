@@ -114,6 +114,16 @@ def test_zero3_under_a_pipeline_has_to_be_asked_for() -> None:
     assert [each for each in search.run().found if each.candidate.zero == 3 and each.candidate.mesh.pp > 1]
 
 
+def test_parameters_on_the_cpu_are_planned_with_zero3_alone() -> None:
+    search = search_of("llama-70b", "--param-cpu-offload", "--zero-stage", "3", gpus=64)
+    for in_pipelines in (False, True):
+        search.zero3_in_pipelines = in_pipelines
+        tried = search.run()
+        assert tried.found
+        assert {each.candidate.zero for each in tried.found} == {3}
+        assert any(each.candidate.mesh.pp > 1 for each in tried.found) == in_pipelines
+
+
 def test_a_chunk_computes_longer_than_its_transfer_takes() -> None:
     search, tried, _ = searched("gpt3-175b")
     for each in random.Random(4).sample([one for one in tried.found if one.candidate.schedule == "interleaved"], 20):
