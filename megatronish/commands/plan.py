@@ -176,7 +176,8 @@ def _vocab_size(config: Config) -> int:
 
 def _named(search: Search, text: str) -> Planned:
     """A layout that the user wrote; UserError if no run could have it."""
-    candidate = read_layout(text, gpus=search.gpus)
+    has_experts = search.config.model.num_experts is not None
+    candidate = read_layout(text, gpus=search.gpus, has_experts=has_experts)
     if not search.is_legal(candidate):
         from megatronish.planner.layout_config import complaints, config_of
 
