@@ -10,10 +10,11 @@ from math import ceil
 from megatronish.costs.adapters import LinearSection
 from megatronish.layer_costs import LayerCost
 from megatronish.planner.candidate import MeshSizes
-from megatronish.planner.products import Machine, gradient_seconds, product_seconds
+from megatronish.planner.products import Machine
 from megatronish.planner.workload import Workload
 
 ADDED = 3  # tensors that are read and written to add one to another
+JOINED = 2  # the same to put the sections of an output together
 DECODED_BYTES = 0.5 + 2  # of a weight: read in 4 bits, and written in 16
 
 
@@ -24,13 +25,15 @@ class AdapterSeconds:
         self.work, self.machine = work, machine
         self._sections = dict(zip(work.kinds, zip(work.sections, work.adapted_sections, strict=True), strict=True))
 
-    def of_layer(self, row: LayerCost, mesh: MeshSizes, tokens: int) -> tuple[float, float, float, float]:
+    def of_layer(
+        self, row: LayerCost, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
+    ) -> tuple[float, float, float, float]:
         """Products and pointwise operations forward, and the same backward, with the adapters' weight gradients."""
         whole, adapted = self._sections[row]
         found = [0.0, 0.0, 0.0, 0.0]
         used = next((linear.used for linear in row.linears if linear.copies > 1), 0)
         for section in adapted:
-            times = self._section(section, mesh, tokens, used)
+            times = self._section(section, mesh, tokens, used, shares_sequence=shares_sequence)
             found = [mine + more for mine, more in zip(found, times, strict=True)]
         if self.work.adapter.quantize_base is not None:
             decoded = self._decoded(whole, mesh)
@@ -38,7 +41,7 @@ class AdapterSeconds:
         return found[0], found[1], found[2], found[3]
 
     def _section(
-        self, section: LinearSection, mesh: MeshSizes, tokens: int, used: int
+        self, section: LinearSection, mesh: MeshSizes, tokens: int, used: int, *, shares_sequence: bool
     ) -> tuple[float, float, float, float]:
         """The same of one section."""
         cut, groups, rows = mesh.tp, 1, tokens
@@ -52,16 +55,19 @@ class AdapterSeconds:
         if self.work.adapter.adapter_type == "ia3":
             scaled = moved * (inner if section.section == "down" else columns)
             return 0.0, 2 * scaled, 0.0, 4 * scaled
+        # Under sequence parallelism A of a column-parallel layer and B of a row-parallel one have their own positions.
+        own = max(1, rows // (mesh.tp if shares_sequence and section.copies == 1 else 1))
+        rows_of_a, rows_of_b = (rows, own) if is_row else (own, rows)
+        a, b = self._thin(rows_of_a, inner, groups), self._thin(rows_of_b, columns, groups)
+        moved /= rows
+        forward = (ADDED if is_row else ADDED + JOINED) * moved * rows_of_b * columns
+        return a + b, forward, 2 * (a + b), ADDED * moved * rows_of_a * inner
+
+    def _thin(self, rows: int, features: int, groups: int) -> float:
+        """Seconds of products [rows, features] x [features, r], which take as long as their bytes or their FLOPs."""
         rank, machine = self.work.adapter.lora_rank, self.machine
-        forward = product_seconds(machine, rows, inner, rank, groups) + product_seconds(
-            machine, rows, rank, columns, groups
-        )
-        backward = product_seconds(machine, rows, columns, rank, groups) + product_seconds(
-            machine, rows, rank, inner, groups
-        )
-        backward += gradient_seconds(machine, rows, inner, rank, groups)
-        backward += gradient_seconds(machine, rows, rank, columns, groups)
-        return forward, ADDED * moved * columns, backward, ADDED * moved * inner
+        nbytes = self.work.element_bytes * groups * (rows * (features + rank) + features * rank)
+        return max(2.0 * groups * rows * features * rank / machine.flops, nbytes / machine.hbm)
 
     def _decoded(self, sections: Sequence[LinearSection], mesh: MeshSizes) -> float:
         """Seconds to decode all weights of a layer once."""

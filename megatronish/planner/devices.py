@@ -84,12 +84,12 @@ def find_device(given: str) -> Device:
         return table[name]
     if given.endswith(".toml"):
         return read_device(Path(given))
-    begun = [each for each in table if each.startswith(name) or name.startswith(each)]
+    begun = [each for each in table if name and (each.startswith(name) or name.startswith(each))]
     first_words = {each.partition("-")[0]: each for each in reversed(table)}  # h100 -> h100-sxm
     close = difflib.get_close_matches(name.partition("-")[0], first_words, n=1, cutoff=0.5)
     nearest = begun or [first_words[each] for each in close]
     meant = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UserError(f"--device {given} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
+    raise UserError(f"--device {given or repr(given)} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
 
 
 def read_device(path: Path) -> Device:

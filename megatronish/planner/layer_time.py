@@ -139,7 +139,7 @@ class LayerClock:
         )
         host = self.host_seconds * (EXPERTS_ON_HOST if has_experts else 1.0)
         if self.work.adapter.is_used:
-            more = self.adapters.of_layer(row, mesh, tokens)
+            more = self.adapters.of_layer(row, mesh, tokens, shares_sequence=candidate.sequence_parallel)
             forward = forward.plus(Parts(products=more[0], pointwise=more[1]))
             backward = backward.plus(Parts(products=more[2], pointwise=more[3]))
             weight, host = Parts(), host * ADAPTERS_ON_HOST
