@@ -25,13 +25,13 @@ from megatronish.config.settings import flags_of
 from megatronish.costs.parameters import num_parameters
 from megatronish.errors import UserError
 from megatronish.formats.start import read_start
-from megatronish.layer_specs import layer_specs
 from megatronish.planner import calibrate
 from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.choose import ShortList, short_list
 from megatronish.planner.devices import Device, find_device, network_gb_s
-from megatronish.planner.estimators import Cluster, deepspeed_report
+from megatronish.planner.estimators import Cluster, deepspeed_report, largest_module
 from megatronish.planner.exact import Planned, plan_of, refusal
+from megatronish.planner.layout_config import complaints, config_of, without_layout
 from megatronish.planner.named_layout import read_layout
 from megatronish.planner.remedy import layout_does_not_fit
 from megatronish.planner.report import explanation, short_report
@@ -71,6 +71,9 @@ class PlanArguments:
     """Write the calibrated device to this TOML file, which --device reads."""
 
 
+MOST = 1_000_000  # devices, and rows of a list
+
+
 OWN = {flag for field in fields_of(PlanArguments).values() for flag in (field.flag, *field.aliases)}
 
 
@@ -79,6 +82,8 @@ def main(argv: Sequence[str], *, program: str = "megatronish plan") -> int:
     try:
         own, others = split(argv)
         arguments = read_arguments(PlanArguments, own, program=program, description=__doc__)
+        if "--calibrate" in own and not arguments.calibrate:
+            raise UserError("--calibrate names no file; add the files that --probe and the benchmark of links wrote")
         print(answer(arguments, others))
     except UserError as error:
         print(f"{Path(program).stem}: {error}", file=sys.stderr)
@@ -99,7 +104,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
     """What the command prints; UserError for what cannot be planned."""
     device = _device(arguments)
-    config = read_config(["--config", arguments.config, *flags], read_start=read_start, needs_files=False).config
+    # A probe measures the layout of the file; a plan tries others, so what the file says of one is no reason to refuse.
+    found = read_config(
+        ["--config", arguments.config, *flags],
+        read_start=read_start,
+        needs_files=False,
+        settle_layout=None if arguments.probe is not None else without_layout,
+    )
+    config = found.config
     vocab_size = _vocab_size(config)
     work = Workload.of(config, vocab_size)
     if arguments.estimator is not None:
@@ -135,8 +147,9 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
 
 
 def _positive(flag: str, number: int) -> int:
-    if number < 1:
-        raise UserError(f"{flag} {number} must be at least 1; a plan needs devices, for example {flag} 8")
+    if not 1 <= number <= MOST:
+        rule = "at least 1" if number < 1 else f"at most {MOST:,}"
+        raise UserError(f"{flag} {str(number)[:40]} must be {rule}; write for example {flag} 8")
     return number
 
 
@@ -176,10 +189,9 @@ def _vocab_size(config: Config) -> int:
 
 def _named(search: Search, text: str) -> Planned:
     """A layout that the user wrote; UserError if no run could have it."""
-    candidate = read_layout(text, gpus=search.gpus)
+    has_experts = search.config.model.num_experts is not None
+    candidate = read_layout(text, gpus=search.gpus, has_experts=has_experts)
     if not search.is_legal(candidate):
-        from megatronish.planner.layout_config import complaints, config_of
-
         raise UserError(f"--explain {text}: {complaints(config_of(search.config, candidate))[0]}")
     planned = plan_of(search, candidate)
     if refusal(search, planned) is not None:
@@ -189,7 +201,7 @@ def _named(search: Search, text: str) -> Planned:
 
 def _row(chosen: ShortList, given: str | None) -> Planned:
     """A row of the short list, the first one unless given."""
-    number = 1 if given is None else int(given)
+    number = 1 if given is None else int(given[:9])
     if not 1 <= number <= len(chosen.planned):
         raise UserError(f"--explain {number} is no row of the list, which has {len(chosen.planned)}; name one of them")
     return chosen.planned[number - 1]
@@ -199,10 +211,13 @@ def _estimates(arguments: PlanArguments, device: Device, work: Workload) -> str:
     """The estimates of DeepSpeed for the model on these devices."""
     gpus = _positive("--gpus", arguments.gpus if arguments.gpus is not None else device.gpus_per_node)
     per_node = min(gpus, device.gpus_per_node)
+    if gpus % per_node:
+        raise UserError(
+            f"--gpus {gpus} must be whole nodes of {per_node} for DeepSpeed's formulas; use --gpus "
+            f"{gpus // per_node * per_node}, or --gpus-per-node with a divisor of {gpus}"
+        )
     parameters = num_parameters(work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
-    largest = max(spec.cost(work.model).parameters.total for spec in layer_specs(work.model))
-    largest = max(largest, work.vocab_size * work.model.hidden_size)
-    return deepspeed_report(parameters, largest, Cluster(per_node, -(-gpus // per_node)))
+    return deepspeed_report(parameters, largest_module(work), Cluster(per_node, gpus // per_node))
 
 
 def _written(config: Config, path: Path) -> str:

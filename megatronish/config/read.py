@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
@@ -56,11 +56,12 @@ def read_config(
     read_start: ReadStart | None = None,
     program: str = PROGRAM,
     needs_files: bool = True,
+    settle_layout: Callable[[Config], Config] | None = None,
 ) -> ReadConfig:
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
     `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help. Without
-    `needs_files`, data and tokenizer may be elsewhere. Prints and exits 0 on --help. ConfigError with all problems.
+    `needs_files`, data and tokenizer may be elsewhere; `settle_layout` gives it another layout before it is checked. Prints and exits 0 on --help. ConfigError with all problems.
     """
     line = read_command_line(argv)
     if line.wants_help:
@@ -89,6 +90,8 @@ def read_config(
     config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
     invalid = {*type_errors, *file.invalid}
     derived = derive(config, path=path, world_size=world_size, invalid=invalid)
+    if settle_layout is not None:
+        derived = derived._replace(config=settle_layout(derived.config))
 
     problems = [
         *file.problems,

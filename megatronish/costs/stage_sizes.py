@@ -242,8 +242,10 @@ class StageSizes:
 
     def learned_of(self, spec: LayerSpec) -> int:
         """Parameters of a layer on this rank that learn; of adapters the mean of all layers."""
-        if not self.freezes:
-            return self.parameters_of(spec)
+        return self._mean_of_adapters if self.freezes else self.parameters_of(spec)
+
+    @cached_property
+    def _mean_of_adapters(self) -> int:
         layers = self.stage.all_layers
         grid = self.config.parallel.expert_layout
         adapters = adapter_parameters(self.config.model, layers, self.config.adapter)

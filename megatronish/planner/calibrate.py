@@ -7,16 +7,43 @@ Files have one JSON object a line. A probe has the key "probe"; a collective has
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from math import log2
+from math import isfinite, log2
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from megatronish.errors import UserError
-from megatronish.planner.devices import Device
+from megatronish.planner.device_names import device_of
+from megatronish.planner.devices import LARGEST, WITHOUT_SHEET, Device, device_table
 
 STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """Collectives that the model has links from, with how often each byte passes a link, and each rank's latency."""
+
+
+MOST_RANKS, SLOWEST = 1e6, 1e3
+
+
+class Row(NamedTuple):
+    """A line of a file of measurements, and where it is."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def error(self, said: str) -> UserError:
+        """The sentence about what cannot be used of it."""
+        return UserError(f"--calibrate {self.where}: {said}; measure again, or remove the line")
+
+    def number(
+        self, values: Mapping[str, Any], key: str, *, most: float, least: float | None = None, whole: bool = False
+    ) -> float:
+        """A number above 0, or from `least` on; UserError for anything else."""
+        value = values.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        above = is_number and (value > 0 if least is None else value >= least)
+        if not (above and value <= most and (not whole or value == int(value))):
+            rule = f"{'a whole number' if whole else 'a number'} {'above 0' if least is None else f'from {least:g} on'}"
+            raise self.error(f"{key}={str(value)[:40]} must be {rule}, and at most {most:g}")
+        return float(value)
 
 
 class MeasuredLink(NamedTuple):
@@ -31,7 +58,7 @@ class MeasuredLink(NamedTuple):
 def calibrated(device: Device, paths: Sequence[Path]) -> Device:
     """The device with what the files measured; UserError if a file cannot be read or nothing in it can be used."""
     rows = [row for path in paths for row in _rows(path)]
-    links, probes = list(_links(rows)), [row["probe"] for row in rows if "probe" in row]
+    links, probes = list(_links(rows)), [row for row in rows if "probe" in row.values]
     if not links and not probes:
         raise UserError(
             f"--calibrate {' '.join(map(str, paths))} has no probe and no accepted fit of a collective; measure with "
@@ -39,17 +66,8 @@ def calibrated(device: Device, paths: Sequence[Path]) -> Device:
         )
     said = []
     if probes:
-        probe = probes[-1]
-        rate = probe.get("tflops")
-        if probe.get("precision") == "fp32" and rate:  # the device keeps the rate of 16 bits; both have one fraction
-            rate *= device.bf16_tflops / device.fp32_tflops
-        device = replace(
-            device,
-            achievable_tflops=rate or device.achievable_tflops,
-            sustained=1.0 if rate else device.sustained,
-            host_us=1e6 * probe["host_seconds_a_layer"] if "host_seconds_a_layer" in probe else device.host_us,
-        )
-        said.append(f"matrix products and host of {probe.get('device', 'a device')}")
+        device, name = _probed(device, probes[-1])
+        said.append(f"matrix products and host of {name}")
     inside, across = [link for link in links if link.nodes == 1], [link for link in links if link.nodes > 1]
     if inside:
         device = replace(
@@ -65,6 +83,31 @@ def calibrated(device: Device, paths: Sequence[Path]) -> Device:
     return replace(device, calibrated=", ".join(said))
 
 
+def _probed(device: Device, row: Row) -> tuple[Device, str]:
+    """The device with what a probe measured, and what the probe calls it."""
+    probe = row.values["probe"]
+    if not isinstance(probe, dict):
+        raise row.error(f"probe={probe!r} is no object")
+    name = str(probe.get("device", "a device"))
+    if (found := device_of(name)) is not None and found.name != device.name and device.name in device_table():
+        raise UserError(
+            f"--calibrate {row.where} measured {name}, which is {found.name}, and --device is {device.name}; name that "
+            "device, or measure on this one"
+        )
+    if "tflops" in probe:
+        rate = row.number(probe, "tflops", most=LARGEST)
+        if probe.get("precision") == "fp32":  # the device keeps the rate of 16 bits; both have one fraction
+            rate *= device.bf16_tflops / device.fp32_tflops
+        if rate > device.bf16_tflops and device.name != WITHOUT_SHEET:
+            raise row.error(f"tflops={probe['tflops']!r} is above the peak of {device.name}, {device.bf16_tflops:g}")
+        device = replace(device, achievable_tflops=rate, sustained=1.0)
+    if "host_seconds_a_layer" in probe:
+        device = replace(device, host_us=1e6 * row.number(probe, "host_seconds_a_layer", most=SLOWEST))
+    if "tflops" not in probe and "host_seconds_a_layer" not in probe:
+        raise row.error("the probe has neither tflops nor host_seconds_a_layer")
+    return device, name
+
+
 def to_toml(device: Device) -> str:
     """Text of a TOML file with this device, which --device reads."""
     lines = ["# A device as measured: megatronish plan --device FILE.toml", f"[{json.dumps(device.name)}]"]
@@ -75,7 +118,7 @@ def to_toml(device: Device) -> str:
     return "\n".join([*lines, ""])
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(path: Path) -> Iterator[Row]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -86,24 +129,31 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"--calibrate {path}, line {number} is not JSON: {error}; measure again") from error
         if not isinstance(row, dict):
             raise UserError(f"--calibrate {path}, line {number} is no object; measure again")
-        yield row
+        yield Row(row, f"{path}, line {number}")
 
 
-def _links(rows: Iterable[Mapping[str, Any]]) -> Iterator[MeasuredLink]:
+def _links(rows: Iterable[Row]) -> Iterator[MeasuredLink]:
     """One link for each collective and group whose fit was accepted; of two fits by size that of the large ones."""
     found = {}
     for row in rows:
-        fit = row.get("fit")
-        if not isinstance(fit, dict) or not fit.get("accepted"):
+        fit = row.values.get("fit")
+        if not isinstance(fit, dict) or fit.get("accepted") is not True:
             continue
-        fit = {name: row[name] for name in ("collective", "ranks", "nodes", "axis") if name in row} | fit
-        if fit.get("collective") in STEPS and fit["ranks"] > 1:
-            found[fit["collective"], fit["ranks"], fit["nodes"], str(fit.get("axis"))] = fit
-    for (name, ranks, nodes, _), fit in found.items():
+        fit = {name: row.values[name] for name in ("collective", "ranks", "nodes", "axis") if name in row.values} | fit
+        name = fit.get("collective")
+        if not isinstance(name, str):
+            raise row.error(f"collective={name!r} is no name")
+        if name not in STEPS:
+            continue
+        ranks, nodes = (int(row.number(fit, key, most=MOST_RANKS, whole=True)) for key in ("ranks", "nodes"))
+        if ranks > 1:
+            found[name, ranks, nodes, str(fit.get("axis"))] = row, fit
+    for (name, ranks, nodes, _), (row, fit) in found.items():
         times = STEPS[name]
-        bus = fit["bandwidth_bytes_per_s"] * times * (ranks - 1) / ranks
-        yield MeasuredLink(bus, max(0.1e-6, fit["alpha_s"] / (times * log2(ranks))), ranks, nodes)
+        bus = row.number(fit, "bandwidth_bytes_per_s", most=1e9 * LARGEST) * times * (ranks - 1) / ranks
+        alpha = row.number(fit, "alpha_s", most=SLOWEST, least=0.0)
+        yield MeasuredLink(bus, max(0.1e-6, alpha / (times * log2(ranks))), ranks, nodes)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from megatronish.errors import UserError
 from megatronish.planner.candidate import MeshSizes
-from megatronish.planner.exact import Planned, plan_of, refusal
+from megatronish.planner.exact import Planned, memory_of, plan_of, refusal
 from megatronish.planner.remedy import does_not_fit
 from megatronish.planner.search import Found, Search
 
-MOST_TRIES = 6  # layouts of one mesh that are looked at exactly
+MOST_TRIES = 12  # layouts of one mesh that are looked at exactly
 
 
 class ShortList(NamedTuple):
@@ -52,12 +52,14 @@ def short_list(search: Search, *, number: int) -> ShortList:
         if usual.candidate not in {each.candidate for each in planned}:
             planned.append(usual)
     place = None if usual is None else [each.candidate for each in planned].index(usual.candidate)
-    return ShortList(tried.legal, len(tried.found), planned, place)
+    return ShortList(tried.legal, tried.fitting, planned, place)
 
 
 def _first_that_holds(search: Search, found: Iterator[Found]) -> list[Planned]:
     """The best of some layouts of a mesh that is legal and fits by its exact figures, if there is one."""
     for _, each in zip(range(MOST_TRIES), found, strict=False):
+        if memory_of(search, each.candidate) > search.limit:
+            continue
         planned = plan_of(search, each.candidate)
         if refusal(search, planned) is None:
             return [planned]

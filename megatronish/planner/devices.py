@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from megatronish.errors import UserError
 TABLE = Path(__file__).with_name("devices.toml")
 ACHIEVABLE, RING = 0.8, 0.77
 """Parts of the peak and of a link that are taken where nothing was measured: those of H100 and A100."""
+TEXTS = ("name", "calibrated", "source")
+WHOLE = ("sms", "gpus_per_node")
+LARGEST = 1e9
+WITHOUT_SHEET = "cpu"
+"""The row whose peak is no maker's, so a measurement may be above it."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,12 @@ def find_device(given: str) -> Device:
         return table[name]
     if given.endswith(".toml"):
         return read_device(Path(given))
-    begun = [each for each in table if each.startswith(name) or name.startswith(each)]
+    begun = [each for each in table if name and (each.startswith(name) or name.startswith(each))]
     first_words = {each.partition("-")[0]: each for each in reversed(table)}  # h100 -> h100-sxm
     close = difflib.get_close_matches(name.partition("-")[0], first_words, n=1, cutoff=0.5)
     nearest = begun or [first_words[each] for each in close]
     meant = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UserError(f"--device {given} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
+    raise UserError(f"--device {given or repr(given)} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
 
 
 def read_device(path: Path) -> Device:
@@ -105,7 +111,7 @@ def _device(name: str, row: Mapping[str, Any], path: str) -> Device:
     """Device of a row. A row that names another one with `like` takes what it lacks from it."""
     row = dict(row)
     if "like" in row:
-        base = find_device(str(row.pop("like")))
+        base = _base(name, row.pop("like"), path)
         row = {each.name: getattr(base, each.name) for each in fields(Device)} | row
     row["name"] = name
     known = {each.name: each for each in fields(Device)}
@@ -114,14 +120,48 @@ def _device(name: str, row: Mapping[str, Any], path: str) -> Device:
             nearest = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
             raise UserError(f"{path}: {key} is not a key of a device; {remedy}")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key not in ("name", "source", "calibrated") and value is not None and not (is_number and value > 0):
-            raise UserError(f"{path}: {key}={value!r} of {name} must be a number above 0; correct it")
     required = [each.name for each in fields(Device) if each.default is each.default_factory]
     missing = [each for each in required if each not in row]
     if missing:
         raise UserError(f"{path}: {name} lacks {', '.join(missing)}; add them, or like = 'h100-sxm'")
+    if (complaint := complaint_about(row)) is not None:
+        raise UserError(f"{path}: {complaint}")
     return Device(**row)
+
+
+def _base(name: str, given: object, path: str) -> Device:
+    """The row of the table that a device is like."""
+    table = device_table()
+    if not isinstance(given, str) or given not in table:
+        raise UserError(f"{path}: like={given!r} of {name} is no row of the table; use one of {', '.join(table)}")
+    return table[given]
+
+
+def complaint_about(values: Mapping[str, Any]) -> str | None:
+    """What no device has, of these values of its keys, with a remedy; None if all is possible."""
+    name = values["name"]
+    for key, value in values.items():
+        said = f"{key}={value!r} of {name}"
+        if value is None:
+            continue
+        if key in TEXTS:
+            if not isinstance(value, str):
+                return f"{said} must be a text; write it in quotation marks"
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and isfinite(value) and 0 < value <= LARGEST):
+            return f"{said} must be a number above 0, and at most {LARGEST:g}; correct it"
+        if key in WHOLE and value != int(value):
+            return f"{said} must be a whole number; correct it"
+    sustained, rate, peak = (values.get(key) for key in ("sustained", "achievable_tflops", "bf16_tflops"))
+    if sustained is not None and sustained > 1:
+        return f"sustained={sustained:g} of {name} is a part of what is achievable, at most 1; correct it"
+    if rate is not None and peak is not None and rate > peak and name != WITHOUT_SHEET:
+        return (
+            f"achievable_tflops={rate:g} of {name} is above bf16_tflops={peak:g}, its peak; correct one of them, or "
+            "name the device that was measured"
+        )
+    return None
 
 
 UNITS = {"B": 1e-9, "kB": 1e-6, "MB": 1e-3, "GB": 1.0, "TB": 1e3, "b": 1e-9 / 8, "Mb": 1e-3 / 8, "Gb": 1 / 8}

@@ -8,6 +8,8 @@ offload where its documentation still prints 4P + 16P/n: both are here.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatronish.planner.workload import Workload
+
 BUFFERS = 1.5
 GIB = 2**30
 
@@ -59,10 +61,19 @@ def _settings(parameters: str, optimizer: str, zero_init: bool) -> str:
     return f"offload_param={parameters:<4} offload_optimizer={optimizer:<4} zero_init={int(zero_init)}"
 
 
+def largest_module(work: Workload) -> int:
+    """Parameters of the largest module by those that it has itself, as DeepSpeed's `model_to_params` counts.
+
+    They are the embedding and the linear layers; each expert has its own.
+    """
+    linears = (linear.parameters.total // linear.copies for row in work.kinds for linear in row.linears)
+    return max(work.vocab_size * work.model.hidden_size, *linears)
+
+
 def deepspeed_report(parameters: int, largest: int, cluster: Cluster) -> str:
     """Both tables as DeepSpeed prints them: GiB on the CPU of a node, GiB on a device, settings."""
     lines = [
-        f"DeepSpeed's estimates of model state for {parameters:,} parameters, {largest:,} in the largest layer, "
+        f"DeepSpeed's estimates of model state for {parameters:,} parameters, {largest:,} in the largest module, "
         f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices; no activations are counted"
     ]
     for name, rows in (("ZeRO-2", zero2(parameters, cluster)), ("ZeRO-3", zero3(parameters, largest, cluster))):

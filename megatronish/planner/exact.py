@@ -48,6 +48,11 @@ class Planned(NamedTuple):
     fullest: StageMemory
 
 
+def memory_of(search: Search, candidate: Candidate) -> int:
+    """Exact bytes on a device of the fullest stage of a layout."""
+    return fullest_stage(config_of(search.config, candidate), search.work.vocab_size).memory.total
+
+
 def plan_of(search: Search, candidate: Candidate) -> Planned:
     """The exact figures of a layout."""
     stages = search.stages(candidate)
@@ -85,8 +90,8 @@ def exact_step(clock: StepClock, candidate: Candidate, stages: StageLayers, conf
     closed = clock.step(candidate, stages)
     if candidate.mesh.pp == 1:
         return closed
-    _, slowest = clock.stage_times(candidate, stages)
-    return clock.around(candidate, stages, _simulated(clock, candidate, config, closed.pipeline), slowest)
+    times, slowest = clock.stage_times(candidate, stages)
+    return clock.around(candidate, stages, _simulated(clock, candidate, config, closed.pipeline), times, slowest)
 
 
 def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: PipelineSeconds) -> PipelineSeconds:
@@ -110,18 +115,21 @@ def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: P
             return passes.weight.total
         return passes.backward.total + (0.0 if splits else passes.weight.total)
 
+    def waits(number: int) -> tuple[float, float]:
+        """Bubble, and what transfers add, of so many micro-batches."""
+        plan = stages.schedule.plan(num_stages=stages.num_stages, num_microbatches=number, num_chunks=stages.num_chunks)
+        spans = [
+            simulate(plan, costs=Costs(transfer=hop), placement=stages.placement, durations=duration).makespan
+            for hop in (0.0, clock.hop(candidate))
+        ]
+        return max(0.0, spans[0] - closed.compute / m * number), max(0.0, spans[1] - spans[0])
+
     m = candidate.num_microbatches(work.global_batch)
     few = _few(m, stages.num_stages, stages.num_chunks * (3 if splits else 2))
-    plan = stages.schedule.plan(num_stages=stages.num_stages, num_microbatches=few, num_chunks=stages.num_chunks)
-    spans = [
-        simulate(plan, costs=Costs(transfer=hop), placement=stages.placement, durations=duration).makespan
-        for hop in (0.0, clock.hop(candidate))
-    ]
-    compute = closed.compute / m * few
-    bubble, transfers = max(0.0, spans[0] - compute), max(0.0, spans[1] - spans[0])
-    if few < m and candidate.schedule in ("1f1b", "interleaved"):
-        # In the steady state each further round costs transfers, too.
-        transfers = max(transfers, closed.transfers)
+    bubble, transfers = waits(few)
+    if few < m:  # in the steady state each further round of micro-batches costs transfers, too
+        _, before = waits(few - stages.num_stages)
+        transfers += (m - few) / stages.num_stages * max(0.0, transfers - before)
     return PipelineSeconds(closed.compute, bubble, transfers)
 
 

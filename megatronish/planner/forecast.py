@@ -1,6 +1,5 @@
 """Forecast of a run: what its step time and memory are expected to be when it starts, from its config alone."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,38 +9,13 @@ from megatronish.errors import UserError
 from megatronish.layer_costs import DeviceType
 from megatronish.pipeline.stages import Stages
 from megatronish.planner.candidate import Candidate, MeshSizes
-from megatronish.planner.devices import Device, device_table, find_device
+from megatronish.planner.device_names import device_of
+from megatronish.planner.devices import find_device
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.exact import exact_step, fullest_stage
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.step_time import StepClock
 from megatronish.planner.workload import Workload
-
-BY_WORDS = (
-    ("h200", "h200"),
-    ("gb200", "gb200-nvl72"),
-    ("b200", "b200"),
-    ("h100 pcie", "h100-pcie"),
-    ("h100 nvl", ""),
-    ("h100", "h100-sxm"),
-    ("a100 pcie", ""),
-    ("a100 40gb", "a100-sxm-40"),
-    ("a100", "a100-sxm"),
-    ("mi300x", "mi300x"),
-    ("l40s", "l40s"),
-    ("rtx 4090", "rtx-4090"),
-)
-"""Words of a device's name by torch -> its row of the table; the first fitting row counts, "" is no row."""
-
-
-def device_of(name: str) -> Device | None:
-    """Row of the table for a device that torch names so; None where there is none."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    for fitting, row in BY_WORDS:
-        if words.issuperset(fitting.split()):
-            return device_table()[row] if row else None
-    return None
-
 
 def candidate_of(config: Config) -> Candidate:
     """The layout of a config."""

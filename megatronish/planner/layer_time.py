@@ -5,10 +5,12 @@ queries, gated MLPs, windows and experts. T is the number of tokens of a micro-b
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
 from megatronish.layer_costs import AttentionCore, LayerCost, LinearShape
+from megatronish.planner.adapter_time import AdapterSeconds
 from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.links import Links
@@ -18,6 +20,7 @@ from megatronish.planner.workload import Workload
 BACKWARD_POINTWISE = 1.6  # bytes of the backward over those of the forward
 SCORE_BYTES = {"dropout": (13, 17), "plain": (8, 10)}  # a score, forward and backward, where scores are in memory
 EXPERTS_ON_HOST = 2.5  # launches of a layer with experts over those of a dense one
+ADAPTERS_ON_HOST = 2.0  # the same of a layer with adapters: a guess, as each section has two small products more
 
 
 class Parts(NamedTuple):
@@ -101,13 +104,18 @@ class LayerClock:
     efficiencies: Efficiencies
     host_seconds: float
 
+    @cached_property
+    def adapters(self) -> AdapterSeconds:
+        """Times of adapters in layers of this workload."""
+        return AdapterSeconds(self.work, self.machine)
+
     def passes(self, row: LayerCost, candidate: Candidate) -> Passes:
         """Times of one layer for a micro-batch."""
         mesh, tokens = candidate.mesh, self.tokens(candidate)
         forward, backward, weight, of_experts = Parts(), Parts(), Parts(), 0.0
         for linear in row.linears:
             seconds = self._linear(linear, mesh, tokens)
-            of_experts += sum(seconds) if linear.copies > 1 else 0.0
+            of_experts += sum(seconds[: 2 if self.work.adapter.is_used else 3]) if linear.copies > 1 else 0.0
             forward = forward.plus(Parts(products=seconds[0]))
             backward = backward.plus(Parts(products=seconds[1]))
             weight = weight.plus(Parts(products=seconds[2]))
@@ -130,6 +138,11 @@ class LayerClock:
             )
         )
         host = self.host_seconds * (EXPERTS_ON_HOST if has_experts else 1.0)
+        if self.work.adapter.is_used:
+            more = self.adapters.of_layer(row, mesh, tokens, shares_sequence=candidate.sequence_parallel)
+            forward = forward.plus(Parts(products=more[0], pointwise=more[1]))
+            backward = backward.plus(Parts(products=more[2], pointwise=more[3]))
+            weight, host = Parts(), host * ADAPTERS_ON_HOST
         forward = forward._replace(host=max(0.0, host - forward.total))
         backward = backward._replace(host=max(0.0, host - backward.total - weight.total))
         if candidate.recompute == "full":
@@ -149,7 +162,7 @@ class LayerClock:
         columns = self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp) // mesh.tp
         logits = tokens * columns / self.machine.hbm
         gather = self.links.gather(mesh.tp, 1, self.work.element_bytes * tokens * hidden) if mesh.tp > 1 else 0.0
-        in_parts = candidate.sequence_parallel
+        in_parts, is_frozen = candidate.sequence_parallel, self.work.adapter.is_used
         return Passes(
             Parts(
                 products=product_seconds(self.machine, tokens, hidden, columns),
@@ -159,9 +172,9 @@ class LayerClock:
             Parts(
                 products=product_seconds(self.machine, tokens, columns, hidden),
                 pointwise=8 * logits,
-                tensor=2 * gather,
+                tensor=(1 if is_frozen and in_parts else 2) * gather,
             ),
-            Parts(products=gradient_seconds(self.machine, tokens, hidden, columns)),
+            Parts(products=0.0 if is_frozen else gradient_seconds(self.machine, tokens, hidden, columns)),
         )
 
     def embedding(self, candidate: Candidate) -> Passes:
@@ -170,7 +183,8 @@ class LayerClock:
         nbytes = self.work.element_bytes * tokens * self.work.model.hidden_size
         moved = 3 * nbytes / self.machine.hbm
         reduced = (1 if candidate.sequence_parallel else 2) * self.links.gather(mesh.tp, 1, nbytes)
-        return Passes(Parts(pointwise=moved, tensor=reduced), Parts(), Parts(pointwise=2 * moved))
+        learns = 0.0 if self.work.adapter.is_used else 2.0
+        return Passes(Parts(pointwise=moved, tensor=reduced), Parts(), Parts(pointwise=learns * moved))
 
     def _linear(self, linear: LinearShape, mesh: MeshSizes, tokens: int) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of one linear layer."""

@@ -5,7 +5,7 @@ from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
 from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.errors import UserError
-from megatronish.planner.candidate import Candidate
+from megatronish.planner.candidate import Candidate, MeshSizes
 
 UNSET = {
     "data_parallel_size": None,
@@ -47,6 +47,12 @@ def config_of(base: Config, candidate: Candidate) -> Config:
             "global_batch_size": base.global_batch_size,
         },
     )
+
+
+def without_layout(base: Config) -> Config:
+    """The config on one device, under the least ZeRO that its other settings allow; its batch stays as it is."""
+    alone = [config_of(base, Candidate(MeshSizes(), zero=zero)) for zero in (0, 1, 3)]
+    return min(alone, key=lambda config: len(problems(config)))
 
 
 def complaints(config: Config) -> list[str]:

@@ -6,13 +6,14 @@ from dataclasses import replace
 from megatronish.config.fields import with_fields
 from megatronish.planner.candidate import Candidate
 from megatronish.planner.devices import device_table
-from megatronish.planner.exact import Planned, fullest_stage
+from megatronish.planner.exact import Planned, fullest_stage, memory_of
 from megatronish.planner.layout_config import config_of
-from megatronish.planner.search import Search, SearchResult
+from megatronish.planner.search import NEAR, Search, SearchResult
 
 GIB = 2**30
 MOST_TIMES = 64  # more devices than these times as many are not proposed
 NEIGHBOURS = 32
+MOST_LOOKED_AT = 5
 
 
 def does_not_fit(search: Search, tried: SearchResult) -> str:
@@ -22,7 +23,7 @@ def does_not_fit(search: Search, tried: SearchResult) -> str:
     nbytes, candidate = tried.smallest
     fullest = fullest_stage(config_of(search.config, candidate), search.work.vocab_size)
     owner, size = max(fullest.owners.items(), key=lambda item: item[1])
-    nbytes = max(nbytes, fullest.memory.total)
+    nbytes = fullest.memory.total if fullest.memory.total > search.limit else nbytes
     return (
         f"no layout fits: {tried.legal:,} were tried on {search.gpus} {search.device.name}, and the smallest "
         f"({candidate.mesh_text}, {candidate.choices_text}) needs {nbytes / GIB:.1f} GiB on stage {fullest.stage} and "
@@ -34,25 +35,39 @@ def does_not_fit(search: Search, tried: SearchResult) -> str:
 def _cheapest(search: Search) -> str:
     """The first of the changes, cheapest first, that lets a layout fit."""
     for changed, sentence in _changes(search):
-        if changed.run().found:
+        if fits(changed):
             return sentence
     return "use a smaller model, a shorter sequence, or devices with more memory"
+
+
+def fits(search: Search) -> bool:
+    """Whether a layout fits by its exact memory; of those near the limit the smallest ones are looked at."""
+    found = search.run().found
+    if any(each.nbytes * NEAR <= search.limit for each in found):
+        return True
+    smallest = sorted(found, key=lambda each: each.nbytes)[:MOST_LOOKED_AT]
+    return any(memory_of(search, each.candidate) <= search.limit for each in smallest)
 
 
 def _changes(search: Search) -> Iterator[tuple[Search, str]]:
     """Changes from the cheapest to the most expensive one."""
     if not search.zero3_in_pipelines:
         yield replace(search, zero3_in_pipelines=True), "allow ZeRO-3 under a pipeline with --zero3-in-pipelines"
-    if not search.config.parallel.optimizer_cpu_offload:
+    parallel = search.config.parallel
+    if not (parallel.optimizer_cpu_offload or parallel.param_cpu_offload):
         config = with_fields(search.config, optimizer_cpu_offload=True)
         yield replace(search, config=config), "add --optimizer-cpu-offload, which is slower"
-    times = 2
-    while times <= MOST_TIMES:
-        yield replace(search, gpus=times * search.gpus), f"use --gpus {times * search.gpus}"
-        times *= 2
-    larger = sorted(device_table().values(), key=lambda device: device.memory_gib)
-    for device in larger:
-        if device.memory_gib > search.device.memory_gib and not device.name.startswith("tpu"):
+    whole = {2**power for power in range(1, 20) if search.gpus < 2**power <= MOST_TIMES * search.gpus}
+    multiples = {search.gpus * 2**power for power in range(1, 7)}
+    for gpus in sorted(whole | multiples):
+        yield replace(search, gpus=gpus), f"use --gpus {gpus}"
+    yield from _larger_devices(search)
+
+
+def _larger_devices(search: Search) -> Iterator[tuple[Search, str]]:
+    """Devices with more memory that the project runs on, the smallest first."""
+    for device in sorted(device_table().values(), key=lambda device: device.memory_gib):
+        if device.memory_gib > search.device.memory_gib and not device.name.startswith(("tpu", "cpu")):
             yield replace(search, device=device), f"use devices of {device.memory_gib:g} GiB, such as {device.name}"
 
 
@@ -80,9 +95,15 @@ def layout_does_not_fit(search: Search, planned: Planned) -> str:
     for each, change in _neighbours(candidate, search.config.model.num_experts is not None):
         if search.is_legal(each) and search.work.global_batch % (each.micro_batch * each.mesh.dp) == 0:
             stages = search.stages(each)
-            if search.scale.fullest(each, stages) <= search.limit:
+            if search.scale.fullest(each, stages) <= NEAR * search.limit and memory_of(search, each) <= search.limit:
                 neighbours.append((search.clock.step(each, stages).high, change))
-    remedy = f"the cheapest change that makes it fit is {min(neighbours)[1]}" if neighbours else _cheapest(search)
+    if neighbours:
+        remedy = f"the cheapest change that makes it fit is {min(neighbours)[1]}"
+    elif fits(search):
+        remedy = "no single change makes it fit; leave --explain out, which lists layouts that do"
+    else:
+        remedy = next((text for larger, text in _larger_devices(search) if larger.limit >= total), "")
+        remedy = remedy or _cheapest(search)
     return (
         f"{candidate.mesh_text}, {candidate.choices_text} does not fit: it needs {total / GIB:.1f} GiB on stage "
         f"{fullest.stage} and lacks {(total - search.limit) / GIB:.1f} of them, as a plan may fill "

@@ -9,6 +9,7 @@ from megatronish.costs.parameters import num_active_parameters, num_parameters
 from megatronish.planner.choose import ShortList
 from megatronish.planner.exact import Planned
 from megatronish.planner.layer_time import Parts
+from megatronish.planner.reservations import reservations
 from megatronish.planner.search import FILLED, Search
 
 GIB = 2**30
@@ -48,7 +49,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def mfu(search: Search, seconds: float) -> float:
     """Model FLOPs over the peak of all devices."""
     work = search.work
-    flops = work.tokens * model_flops_per_token(work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
+    flops = work.tokens * model_flops_per_token(
+        work.model,
+        vocab_size=work.vocab_size,
+        seq_length=work.seq_length,
+        is_frozen=work.adapter.is_used,
+    )
     return flops / (seconds * search.gpus * search.device.peak(work.precision))
 
 
@@ -106,14 +112,16 @@ def short_report(search: Search, chosen: ShortList) -> str:
             ]
         )
     length = f" for {in_words(tokens)} tokens" if tokens else ""
+    notes = reservations(search.config)
     return "\n".join(
         [
             heading(search),
-            f"layouts: {chosen.legal:,} are legal, {chosen.fitting:,} fit into {search.limit / GIB:.1f} GiB "
+            f"layouts: {chosen.legal:,} are tried, about {chosen.fitting:,} fit into {search.limit / GIB:.1f} GiB "
             f"({FILLED:.0%} of a device); the best of each mesh, ranked by the worse end of the interval",
             "",
-            f"time{length}: from all that may overlap hidden to nothing hidden (* is a conventional layout); "
-            "the model's own error is 3 % on published steps of A100",
+            f"time{length}: from all that may overlap hidden to nothing hidden (* is a conventional layout)"
+            + ("" if notes else "; the model's own error is 3 % on published steps of A100"),
+            *notes,
             table(times),
             "",
             f"memory of the fullest stage in {unit}; the allocator, the context and libraries take 2 to 4 GiB more",
@@ -158,6 +166,7 @@ def explanation(search: Search, planned: Planned) -> str:
         ("transfers between stages", step.pipeline.transfers),
         ("data-parallel exchange", step.exchange),
         ("optimizer", step.optimizer),
+        ("forward passes of the reference, or for KTO", step.others),
         ("fixed time and waiting for the slowest rank", step.fixed),
     ]
     total = sum(seconds for _, seconds in rows)
@@ -176,6 +185,7 @@ def explanation(search: Search, planned: Planned) -> str:
             f"MFU {100 * mfu(search, step.high):.1f} to {100 * mfu(search, step.low):.1f} %",
             "",
             "time of a step on the slowest stage:",
+            *reservations(search.config),
             *lines,
             "",
             f"memory of stage {planned.fullest.stage}, the fullest:",

@@ -24,6 +24,8 @@ from megatronish.schedule.schedules import SCHEDULES
 
 FILLED = 0.87
 """Part of a device's memory that a plan may fill: allocator, context and libraries take 2 to 4 GiB of the rest."""
+NEAR = 1.05
+"""A layout whose estimated memory is above the limit by less than this factor is looked at exactly, too."""
 MOST_SAMPLES = 16  # of a micro-batch
 MOST_NODES_OF_TP = 2  # tensor parallelism over more nodes than this is never fast
 FEWEST_TOKENS = 512  # of a sequence on a rank of cp
@@ -40,9 +42,13 @@ class Found(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """Result of a search: legal layouts that were tried, those that fit, best first, and the smallest one."""
+    """Result of a search: legal layouts that were tried, those that fit or nearly do, best first, and the smallest one.
+
+    Sizes are estimates: the exact figures of a layout decide before it is printed.
+    """
 
     legal: int
+    fitting: int
     found: list[Found]
     smallest: tuple[int, Candidate] | None
 
@@ -80,16 +86,16 @@ class Search:
                 least = min(range(len(sizes)), key=sizes.__getitem__)
                 if smallest is None or sizes[least] < smallest[0]:
                     smallest = sizes[least], candidate._replace(zero=zeros[least])
-                if sizes[least] > self.limit:
+                if sizes[least] > NEAR * self.limit:
                     continue
                 ends = self.clock.worse_ends(candidate, stages, zeros)
                 found += [
                     Found(seconds, nbytes, candidate._replace(zero=zero))
                     for zero, nbytes, seconds in zip(zeros, sizes, ends, strict=True)
-                    if nbytes <= self.limit
+                    if nbytes <= NEAR * self.limit
                 ]
         found.sort()
-        return SearchResult(legal, found, smallest)
+        return SearchResult(legal, sum(each.nbytes <= self.limit for each in found), found, smallest)
 
     def stages(self, candidate: Candidate) -> StageLayers:
         """Layers of the stages in this layout."""
@@ -132,21 +138,31 @@ class Search:
         """Whether the project's own rules accept the layout."""
         return not problems(config_of(self.config, candidate))
 
-    def families(self, mesh: MeshSizes) -> Iterator[tuple[Candidate, range]]:
+    def families(self, mesh: MeshSizes) -> Iterator[tuple[Candidate, list[int]]]:
         """All layouts of a mesh: each that differs in more than ZeRO, with the stages of ZeRO that it may have."""
         shared = [False]
         if mesh.tp > 1 and self.is_legal(Candidate(mesh, zero=self._least_zero, sequence_parallel=True)):
             shared.append(True)
-        zeros = {name: self._zeros(mesh, name) for name in SCHEDULES}
-        for micro in divisors(self.work.global_batch // mesh.dp):
-            if micro > MOST_SAMPLES:
-                continue
+        for micro, zeros in self._sizes_of_steps(mesh):
             for recompute in RECOMPUTE:
                 for sequence_parallel in shared:
                     plain = Candidate(mesh, micro, "1f1b", 1, 0, recompute, sequence_parallel)
                     for schedule, chunks in self._schedules(plain):
+                        if not zeros[schedule]:  # offloading needs more of ZeRO than the schedule allows
+                            continue
                         each = Candidate(mesh, micro, schedule, chunks, 0, recompute, sequence_parallel)
                         yield each, zeros[schedule]
+
+    def _sizes_of_steps(self, mesh: MeshSizes) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        """Micro-batches, each with the stages of ZeRO that it may have under every schedule."""
+        by_schedule = {name: self._zeros(mesh, name) for name in SCHEDULES}
+        training = self.config.training
+        has_rules = training.cuda_graph or training.rampup_batch_size or training.step_batch_size_schedule
+        for micro in range(1, MOST_SAMPLES + 1):
+            if self.work.global_batch // mesh.dp % micro:
+                continue
+            legal = [zero for zero in range(4) if not has_rules or self.is_legal(Candidate(mesh, micro, zero=zero))]
+            yield micro, {name: [zero for zero in zeros if zero in legal] for name, zeros in by_schedule.items()}
 
     def _schedules(self, candidate: Candidate) -> Iterator[tuple[str, int]]:
         """Schedules with their chunks a stage."""
@@ -177,12 +193,13 @@ class Search:
         return times.forward / chunks > self.clock.hop(candidate)
 
     def _zeros(self, mesh: MeshSizes, schedule: str) -> range:
-        """Stages of ZeRO that the schedule allows."""
-        if mesh.dp * mesh.cp == 1:
-            return range(self._least_zero, self._least_zero + 1)
+        """Stages of ZeRO that the schedule allows; what no ranks share needs none of them."""
+        most = 3 if mesh.pp == 1 or self.zero3_in_pipelines else 2
         if SCHEDULES[schedule].has_weight_gradients and mesh.pp > 1:
-            return range(self._least_zero, 2)
-        return range(self._least_zero, 4 if mesh.pp == 1 or self.zero3_in_pipelines else 3)
+            most = 1
+        if max(mesh.dp * mesh.cp, mesh.edp if self.work.model.num_experts is not None else 1) == 1:
+            most = min(most, self._least_zero)
+        return range(self._least_zero, most + 1)
 
     @cached_property
     def _least_zero(self) -> int:

@@ -9,6 +9,7 @@ from megatronish.layer_costs import Count, sum_counts
 from megatronish.pipeline.stages import Stages
 from megatronish.planner.candidate import MeshSizes
 from megatronish.planner.workload import Workload
+from megatronish.schedule.schedules import SCHEDULES
 
 
 @dataclass(eq=False)
@@ -24,17 +25,26 @@ class StageLayers:
     last: int
     chunks: list[list[tuple[int, ...]]]
     """The counts of each chunk of each stage."""
-    _largest: dict[MeshSizes, tuple[float, float]] = field(default_factory=dict)
+    layers: tuple[tuple[int, ...], ...] = ()
+    """Numbers of the layers of each stage."""
+    defers: bool = False
+    """Whether weight gradients wait for actions of their own."""
+    _largest: dict[tuple[MeshSizes, bool], tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Workload, parallel: ParallelConfig) -> "StageLayers":
         """The stages that a config describes."""
         stages = Stages.of(parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
         chunks: list[list[tuple[int, ...]]] = [[] for _ in range(stages.num_stages)]
+        numbers: list[list[int]] = [[] for _ in range(stages.num_stages)]
         for place, layers in zip(stages.placement, stages.layers, strict=True):
             chunks[place.stage].append(counted(work, layers))
+            numbers[place.stage] += layers
         counts = tuple(tuple(map(sum, zip(*each, strict=True))) for each in chunks)
-        return cls(work, counts, stages.placement[0].stage, stages.placement[-1].stage, chunks)
+        ends = stages.placement[0].stage, stages.placement[-1].stage
+        return cls(
+            work, counts, *ends, chunks, tuple(map(tuple, numbers)), SCHEDULES[parallel.schedule].has_weight_gradients
+        )
 
     @classmethod
     def by_hand(cls, work: Workload, sizes: tuple[int, ...]) -> "StageLayers":
@@ -58,13 +68,20 @@ class StageLayers:
             count * size for count, size in zip(self._of_kinds, self.counts[stage], strict=True)
         )
 
-    def largest_parameters(self, mesh: MeshSizes) -> tuple[float, float]:
-        """(dense parameters, experts) on a rank of the stage that has most of them."""
-        key = mesh._replace(dp=1, cp=1, pp=1)
+    def learned(self, stage: int, tp: int) -> Count:
+        """Parameters of a stage that learn: all of them, or those of its adapters."""
+        if not self.work.adapter.is_used:
+            return self.parameters(stage, tp)
+        return sum_counts(self.work.adapters_of_layers[layer] for layer in self.layers[stage])
+
+    def largest_parameters(self, mesh: MeshSizes, *, learned: bool = False) -> tuple[float, float]:
+        """(dense parameters, experts) on a rank of the stage that has most of them, all or those that learn."""
+        key = mesh._replace(dp=1, cp=1, pp=1), learned
         if key not in self._largest:
             # Stages in the middle are alike: the ends and the fullest one are enough.
             fullest = max(range(len(self.counts)), key=lambda stage: sum(self.counts[stage]))
-            counts = [self.parameters(stage, mesh.tp) for stage in sorted({self.first, self.last, fullest})]
+            of = self.learned if learned else self.parameters
+            counts = [of(stage, mesh.tp) for stage in sorted({self.first, self.last, fullest})]
             ranks = mesh.ep * mesh.etp
             self._largest[key] = (
                 float(max(count.without_experts.per_rank(mesh.tp) for count in counts)),
@@ -80,7 +97,7 @@ class StageLayers:
         for stage, chunks in enumerate(self.chunks):
             alike.setdefault(tuple(chunks), []).append(stage)
         found |= {stages[0] for stages in alike.values()}
-        if self.first == self.last:  # a V: later stages hold as much as earlier ones
+        if self.first == self.last or self.defers:  # later stages hold as much as earlier ones, or wait for more
             found |= {stages[-1] for stages in alike.values()}
         return sorted(found)
 

@@ -1,26 +1,46 @@
 """Memory of the fullest stage of a candidate, fast enough for a search.
 
-It is put together from the same functions as `expected_memory` (costs/memory.py): what of it is the same in many
-layouts is computed once, and the activations in flight are counted in closed form. Layouts that are printed have the
-exact figures (exact.py).
+Model state is put together from the functions of `expected_memory` (costs/memory.py), and activations from the sizes of
+the exact peak (costs/peak.py) at the moments that are usually the fullest: what of it is the same in many layouts is
+computed once, and the activations in flight are counted in closed form. Buckets of ZeRO-2 and gradients that have not
+come yet are estimated, so a layout is judged here where its size is not near the limit alone (search.py): near it the
+exact figures judge (exact.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import inf
+from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.names import OPTIMIZER_NAMES
-from megatronish.costs.activations import Activations, Instant
+from megatronish.costs.activations import Activations, Backward, Instant
+from megatronish.costs.at_work import NEWTON_SCHULZ
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
-from megatronish.costs.model_state import ZeroSettings, model_state, temporary_bytes
+from megatronish.costs.model_state import ZeroSettings, frozen_state, model_state, temporary_bytes
 from megatronish.layer_costs import Count, sum_counts
 from megatronish.planner.candidate import Candidate, MeshSizes
+from megatronish.planner.kind_memory import KindBytes, bytes_of_kinds
 from megatronish.planner.layout_config import config_of
+from megatronish.planner.muon import MuonShare, matrix_sizes, rounds_of
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.workload import Workload
 from megatronish.schedule.schedules import SCHEDULES
+
+
+class StagePeak(NamedTuple):
+    """Bytes of activations and logits as a backward begins, with a layer at work, and at its end; and in transfer.
+
+    `apart` are those while a weight gradient is computed by itself.
+    """
+
+    begin: float
+    layer: float
+    end: float
+    apart: float
+    in_flight: float
 
 
 @dataclass
@@ -30,6 +50,9 @@ class MemoryScale:
     config: Config
     work: Workload
     _layers: dict[tuple[object, ...], tuple[Activations, list[tuple[int, int, int]]]] = field(default_factory=dict)
+    _kinds: dict[tuple[object, ...], KindBytes] = field(default_factory=dict)
+    _of_chunks: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
+    _updates: dict[tuple[object, ...], int] = field(default_factory=dict)
     _states: dict[tuple[object, ...], Memory] = field(default_factory=dict)
 
     def fullest(self, candidate: Candidate, stages: StageLayers) -> int:
@@ -39,17 +62,146 @@ class MemoryScale:
     def fullest_by_zero(self, candidate: Candidate, stages: StageLayers, zeros: Sequence[int]) -> list[int]:
         """Bytes on a device of the stage that needs most, for each of several stages of ZeRO."""
         most = [0] * len(zeros)
+        sums = self.config.reference == "model"  # as `memory_of_stages` has it
+        sizes = self._bytes_of_kinds(candidate)
         for stage in stages.ends:
-            waiting = sum(self._waiting(candidate, stages, stage))
+            waiting = sum(self._waiting(candidate, stages, stage)) if sums else 0
+            peaks: dict[bool, StagePeak] = {}
             for place, zero in enumerate(zeros):
-                most[place] = max(most[place], waiting + self._state(candidate, stages, stage, zero).total)
+                state, few = self._state(candidate, stages, stage, zero), zero < 2
+                if sums:
+                    most[place] = max(most[place], waiting + state.total)
+                else:
+                    if few not in peaks:
+                        peaks[few] = self._peak(sizes, candidate, stages, stage, given_back=few)
+                    peak = peaks[few]
+                    held = state.total - state.temporary
+                    busy = self._busy(sizes, stages, stage, state, zero, peak)
+                    most[place] = max(most[place], held + max(busy, self._of_update(candidate.mesh, stages, stage, zero)))
         return most
 
-    def of_stage(self, candidate: Candidate, stages: StageLayers, stage: int) -> Memory:
-        """Bytes on a device of one stage."""
-        activations, logits = self._waiting(candidate, stages, stage)
-        state = self._state(candidate, stages, stage, candidate.zero)
-        return state._replace(activations=activations, logits=logits)
+    def _peak(
+        self, sizes: KindBytes, candidate: Candidate, stages: StageLayers, stage: int, *, given_back: bool
+    ) -> StagePeak:
+        """Moments of a stage: where gradients are `given_back` at the end of a step, those of ZeRO 0 and 1."""
+        is_last = stage == stages.last
+        chunks = self._chunks(sizes, stages.chunks[stage])
+        mesh, final = candidate.mesh, len(chunks) - 1
+        m = candidate.num_microbatches(self.work.global_batch)
+        gradients = self._gradients(mesh, stages, stage) if given_back and m < 2 * mesh.pp else []
+        begin = layer = end = -inf
+        moments = first_backwards if gradients else later_backwards
+        busy, again = max(chunk[2] for chunk in chunks), chunks[0][3]
+        logits = sizes.logits if is_last else 0.0
+        of_loss, bucket = is_last * (2 * sizes.residual + sizes.logits), self._bucket_bytes
+        for (live_of, deferred_of), of, begun in moments(candidate.schedule, mesh.pp, candidate.chunks, m, stage):
+            held, come = live_of[-1] * of_loss, 0.0
+            for place, number in enumerate(live_of):
+                held += number * chunks[place][0]
+            if sizes.defers:
+                held += deferred_of[-1] * of_loss
+                for place, number in enumerate(deferred_of):
+                    held += number * chunks[place][1]
+            if gradients:
+                for place, size in enumerate(gradients):
+                    held -= 0.0 if place in begun else size
+                come = 0.0 if of in begun else gradients[of]
+            gone = held - logits if of == final and not sizes.defers else held
+            begin = held if held > begin else begin
+            layer = max(layer, gone + busy + (come if again or come < bucket else bucket))
+            end = max(end, gone + come - (0.0 if sizes.defers else chunks[of][0]))
+        apart = 0.0
+        if sizes.defers:
+            of_weight = sizes.gradient_width * max(sizes.matrix, sizes.table if is_last else 0)
+            of_weight += sizes.hidden if sizes.gathers else 0
+            for live_of, deferred_of in in_flight(candidate.schedule, mesh.pp, candidate.chunks, m, stage):
+                held = (live_of[-1] + deferred_of[-1]) * is_last * (2 * sizes.residual + sizes.logits) + of_weight
+                for (live, deferred, _, _), number, later in zip(chunks, live_of, deferred_of, strict=True):
+                    held += number * live + later * deferred
+                apart = max(apart, held if any(deferred_of) else 0.0)
+        return StagePeak(begin, layer, end, apart, 2 * sizes.hidden / mesh.tp if mesh.pp > 1 else 0.0)
+
+    @staticmethod
+    def _chunks(sizes: KindBytes, chunks: Sequence[tuple[int, ...]]) -> list[tuple[float, float, float, float]]:
+        """Of each chunk what waits for its backward, what for weight gradients, and what is at work; computed again."""
+        found: list[tuple[float, float, float, float]] = []
+        for place, counts in enumerate(chunks):
+            if place and counts == chunks[place - 1]:
+                found.append(found[-1])
+                continue
+            live, deferred, busy, again = sizes.tables, 0.0, 0.0, 0.0
+            for kind, count in enumerate(counts):
+                if count:
+                    live += count * sizes.live[kind]
+                    deferred += count * sizes.deferred[kind]
+                    busy, again = max(busy, sizes.work[kind]), max(again, sizes.again[kind])
+            if again and sizes.defers:
+                busy += deferred * (1 - 1 / sum(counts))
+            found.append((live, deferred, busy + again, again))
+        return found
+
+    @property
+    def _bucket_bytes(self) -> float:
+        return 4.0 * self.config.parallel.ddp_bucket_size
+
+    def _gradients(self, mesh: MeshSizes, stages: StageLayers, stage: int) -> list[float]:
+        """Bytes of the gradients of each chunk of a stage, which have no memory before the first backward."""
+        if self.config.training.cuda_graph:
+            return []
+        key = mesh, stages, stage
+        if key not in self._of_chunks:
+            learned = stages.learned(stage, mesh.tp).per_rank(mesh.tp, experts=mesh.ep * mesh.etp)
+            of_layers = [sum(counts) for counts in stages.chunks[stage]]
+            padded = self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp)
+            table = 0 if self.config.adapter.is_used else padded * self.work.model.hidden_size // mesh.tp
+            tables = [0] * len(of_layers)
+            if stage == stages.first:
+                tables[0] += table
+            if stage == stages.last and not (stage == stages.first and self.work.model.tied):
+                tables[-1] += table
+            each = (learned - sum(tables)) / max(1, sum(of_layers))
+            self._of_chunks[key] = [4.0 * (each * n + size) for n, size in zip(of_layers, tables, strict=True)]
+        return self._of_chunks[key]
+
+    def _busy(
+        self, sizes: KindBytes, stages: StageLayers, stage: int, state: Memory, zero: int, peak: StagePeak
+    ) -> int:
+        """Bytes at the fullest moment in addition to the model state, under a stage of ZeRO."""
+        is_first, is_last = stage == stages.first, stage == stages.last
+        freezes, model, width = self.config.adapter.is_used, self.work.model, self.work.element_bytes
+        ties = model.tied and is_first and is_last
+        gradient = sizes.gradient_width * sizes.table
+        whole, before = (gradient if ties else 0.0), 0.0
+        rest = sizes.table * (is_first + (is_last and not ties))
+        if zero == 2:
+            buffers = state.temporary
+            whole, before = whole + buffers, buffers * 2 / 3
+        elif zero == 3:
+            present = [size for size, count in zip(sizes.sizes, stages.counts[stage], strict=True) if count]
+            largest, reduced = max(present, default=0), 2 if self.config.parallel.grad_reduce_in_bf16 else 4
+            before = reduced * (0 if freezes else rest)
+            gathered = rest + (0 if freezes or not is_last else sizes.table) + (2 if freezes else 3) * largest
+            whole = width * gathered + max(before, reduced * (0 if freezes else sizes.largest_unit))
+        output = (0.0 if sizes.defers else gradient) + sizes.hidden
+        output += sizes.hidden + sizes.residual if sizes.gathers else 0.0
+        begin = before + (output if is_last else 0.0)
+        if zero == 3:
+            begin = width * (rest + max(sizes.sizes)) + before + max(width * rest, output if is_last else 0.0)
+        table = gradient * is_first * (3 if ties else 1)
+        moments = [peak.layer + whole, peak.apart, peak.end + table + (before if zero == 2 else 0.0)]
+        if is_last or zero == 3:
+            moments.append(peak.begin + begin)
+        return int(max(moments) + peak.in_flight)
+
+    def _bytes_of_kinds(self, candidate: Candidate) -> KindBytes:
+        mesh, defers = candidate.mesh, SCHEDULES[candidate.schedule].has_weight_gradients and candidate.mesh.pp > 1
+        key = (
+            *(mesh.tp, mesh.cp, mesh.ep, mesh.etp, candidate.micro_batch),
+            *(candidate.recompute, candidate.sequence_parallel, defers),
+        )
+        if key not in self._kinds:
+            self._kinds[key] = bytes_of_kinds(self.config, self.work, candidate, defers=defers)
+        return self._kinds[key]
 
     def _waiting(self, candidate: Candidate, stages: StageLayers, stage: int) -> tuple[int, int]:
         """(activations, logits) of all micro-batches in flight, at the instant that holds most."""
@@ -106,11 +258,16 @@ class MemoryScale:
         return self._states[key]
 
     def _new_state(self, mesh: MeshSizes, stages: StageLayers, stage: int, zero_stage: int) -> Memory:
-        parallel, counts = self.config.parallel, stages.counts[stage]
-        held = stages.parameters(stage, mesh.tp)
+        parallel, counts, adapter = self.config.parallel, stages.counts[stage], self.config.adapter
+        held, width = stages.parameters(stage, mesh.tp), self.work.element_bytes
         kinds = [(row, count) for row, count in zip(self.work.kinds, counts, strict=True) if count]
         matrices = sum_counts(row.matrices * count for row, count in kinds)
-        rows = [row for row, count in kinds for _ in range(count if zero_stage == 3 else 1)]
+        learned, frozen, stored = held, Count(), Count()
+        if adapter.is_used:
+            blocks = [self.work.quantised_layers[layer] for layer in stages.layers[stage]]
+            learned, matrices = stages.learned(stage, mesh.tp), Count()
+            frozen = held + sum_counts(each.parameters for each in blocks) * -1
+            stored = sum_counts(each.stored for each in blocks)
         zero = ZeroSettings(
             stage=zero_stage,
             ranks=mesh.dp * mesh.cp if zero_stage else 1,
@@ -123,22 +280,47 @@ class MemoryScale:
         num_moments = OPTIMIZER_NAMES[self.config.optimizer.optimizer].num_moments
         state, total = Memory(0, 0, 0), 0
         for ranks, settings in ((None, zero), (mesh.ep * mesh.etp, experts)):
-            count, in_matrices = (_on_rank(each, mesh.tp, ranks) for each in (held, matrices))
+            count, in_matrices = (_on_rank(each, mesh.tp, ranks) for each in (learned, matrices))
             total += count
             moments = num_moments(count=count, in_matrices=in_matrices)
-            state = state.plus(model_state(count, moments, settings, element_bytes=self.work.element_bytes))
-        has_table = stage in (stages.first, stages.last)
+            state = state.plus(model_state(count, moments, settings, element_bytes=width))
+            state = state.plus(frozen_state(_on_rank(frozen, mesh.tp, ranks), settings, element_bytes=width))
+            state = state.plus(frozen_state(_on_rank(stored, mesh.tp, ranks), settings, element_bytes=1))
+            if self.config.reference == "model":
+                state = state.plus(frozen_state(_on_rank(held, mesh.tp, ranks), settings, element_bytes=width))
+        return state._replace(temporary=self._temporary(mesh, stages, stage, zero, total))
+
+    def _temporary(self, mesh: MeshSizes, stages: StageLayers, stage: int, zero: ZeroSettings, total: int) -> int:
+        """Bytes that are whole for a part of a step, of what ZeRO shares."""
+        if zero.stage < 2:
+            return 0
+        counts = zip(self.work.kinds, stages.counts[stage], strict=True)
+        rows = [row for row, count in counts for _ in range(count if zero.stage == 3 else min(count, 1))]
         padded = self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp)
-        table = padded * self.work.model.hidden_size // mesh.tp if has_table else 0
-        temporary = temporary_bytes(
-            rows,
-            zero,
-            count=total,
-            table=table,
-            cut=(mesh.tp, mesh.ep * mesh.etp),
-            element_bytes=self.work.element_bytes,
-        )
-        return state._replace(temporary=temporary)
+        table = padded * self.work.model.hidden_size // mesh.tp if stage in (stages.first, stages.last) else 0
+        cut = mesh.tp, mesh.ep * mesh.etp
+        if self.config.adapter.is_used and zero.stage == 2:
+            table = 0
+        return temporary_bytes(rows, zero, count=total, table=table, cut=cut, element_bytes=self.work.element_bytes)
+
+    def _of_update(self, mesh: MeshSizes, stages: StageLayers, stage: int, zero: int) -> int:
+        """Bytes of Muon's largest buffer, as `StageWork.of_update` has it."""
+        if self.config.optimizer.optimizer != "muon":
+            return 0
+        key = mesh, stages.counts[stage], zero > 0
+        if key not in self._updates:
+            most = 0.0
+            for is_experts in (False, True):
+                share = MuonShare.of(mesh, is_experts=is_experts, shards=zero > 0)
+                sizes = matrix_sizes(self.work, stages.counts[stage], is_experts=is_experts)
+                widest = max((each.width for each in rounds_of(sizes, share.num_ranks)), default=0)
+                before, found = 1, NEWTON_SCHULZ
+                for ranks in share.axes:
+                    found = max(found, (1 + before + before * ranks) if before > 1 else 1 + ranks)
+                    before *= ranks
+                most = max(most, 4.0 * widest * found)
+            self._updates[key] = int(most)
+        return self._updates[key]
 
 
 def _on_rank(count: Count, tp: int, experts: int | None) -> int:
@@ -178,3 +360,43 @@ def _counted(schedule: str, stages: int, chunks: int, microbatches: int, stage: 
         for one, each in flat.items()
         if not any(other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in flat)
     )
+
+
+@lru_cache(maxsize=100_000)
+def later_backwards(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Backward, ...]:
+    """Backwards of a step of which one is the fullest moment, once every chunk has had one."""
+    all_of = frozenset(range(chunks))
+    return tuple(
+        Backward(instant, chunk, all_of)
+        for instant in in_flight(schedule, stages, chunks, microbatches, stage)
+        for chunk in [next((number for number in range(chunks) if instant.live[number]), chunks)]
+        if chunk < chunks
+    )
+
+
+@lru_cache(maxsize=100_000)
+def first_backwards(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Backward, ...]:
+    """The same of a step of few micro-batches, in which gradients come while activations are given back."""
+    none: frozenset[int] = frozenset()
+    if schedule in ("1f1b", "gpipe"):
+        most = stages - stage if schedule == "1f1b" else microbatches
+        first = Backward(Instant((min(most, microbatches),), (0,)), 0, none)
+        return (first, Backward(Instant((min(most, microbatches - 1),), (0,)), 0, frozenset({0})))[:microbatches]
+    live, deferred, begun = [0] * chunks, [0] * chunks, none
+    found: dict[tuple[object, ...], tuple[int, Backward]] = {}
+    plan = SCHEDULES[schedule]
+    for action in plan.row(stage=stage, num_stages=stages, num_microbatches=microbatches, num_chunks=chunks):
+        chunk = action.chunk
+        if action.kind == "B":
+            each = Backward(Instant(tuple(live), tuple(deferred)), chunk, begun)
+            for name, held in (("live", sum(live)), ("both", sum(live) + sum(deferred))):
+                key = (name, begun) if chunks > 2 else (name, begun, chunk)
+                if key not in found or held > found[key][0]:
+                    found[key] = held, each
+            begun |= {chunk}
+        live[chunk] += (action.kind == "F") - (action.kind == "B")
+        if plan.has_weight_gradients:
+            deferred[chunk] += (action.kind == "B") - (action.kind == "W")
+    kept = dict.fromkeys(each for _, each in found.values())
+    few = {0, 1, chunks // 4, chunks // 2, chunks - 1, chunks}
+    return tuple(each for each in kept if chunks <= 2 or len(each.begun) in few)

@@ -13,6 +13,7 @@ from megatronish.planner.devices import Device
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.layer_time import NOTHING, Brief, LayerClock, Passes
 from megatronish.planner.links import Links
+from megatronish.planner.muon import muon_machine, muon_seconds
 from megatronish.planner.pipeline_time import PipelineSeconds, StageTimes, pipeline_seconds
 from megatronish.planner.products import Machine
 from megatronish.planner.stage_layers import StageLayers
@@ -30,6 +31,8 @@ class StepSeconds(NamedTuple):
     fixed: float
     hidden: float
     """What overlap hides at the better end."""
+    others: float
+    """Forward passes besides those of the model that learns: of a reference."""
     uneven: float
     """What an uneven load of experts adds at the worse end."""
 
@@ -50,7 +53,7 @@ class StepSeconds(NamedTuple):
 
     @property
     def _sum(self) -> float:
-        return self.pipeline.total + self.exchange + self.optimizer + self.fixed
+        return self.pipeline.total + self.exchange + self.optimizer + self.fixed + self.others
 
 
 @dataclass
@@ -76,16 +79,22 @@ class StepClock:
         """Seconds of a step in this layout, with these layers on the stages."""
         times, slowest = self.stage_times(candidate, stages)
         m = candidate.num_microbatches(self.work.global_batch)
-        return self.around(candidate, stages, self._pipeline(candidate, times, m), slowest)
+        return self.around(candidate, stages, self._pipeline(candidate, times, m), times, slowest)
 
     def around(
-        self, candidate: Candidate, stages: StageLayers, pipeline: PipelineSeconds, slowest: Brief
+        self,
+        candidate: Candidate,
+        stages: StageLayers,
+        pipeline: PipelineSeconds,
+        times: StageTimes,
+        slowest: Brief,
     ) -> StepSeconds:
         """Seconds of a step whose pipeline takes so long."""
         eff, m = self.efficiencies, candidate.num_microbatches(self.work.global_batch)
         once, each, optimizer = self._around_passes(candidate.mesh, stages, candidate.zero)
         exchange = once + m * each
-        spent = pipeline.total + exchange + optimizer + eff.step_seconds
+        others = self._others(candidate, times, slowest, m)
+        spent = pipeline.total + exchange + optimizer + others + eff.step_seconds
         hidden = 0.0
         if self.overlaps:
             hides = not (candidate.mesh.pp > 1 and candidate.schedule in ("zb-h1", "zb-v"))
@@ -97,6 +106,7 @@ class StepClock:
             optimizer,
             eff.step_seconds + eff.jitter * spent,
             hidden * (1 + eff.jitter),
+            others,
             (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0,
         )
 
@@ -170,12 +180,19 @@ class StepClock:
         times, slowest = self.stage_times(candidate, stages)
         pipeline = self._pipeline(candidate, times, m)
         uneven = (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0
+        others = self._others(candidate, times, slowest, m)
         found = []
         for zero in zeros:
             once, each, optimizer = self._around_passes(candidate.mesh, stages, zero)
-            spent = pipeline.total + once + m * each + optimizer + eff.step_seconds
+            spent = pipeline.total + once + m * each + optimizer + others + eff.step_seconds
             found.append(spent * (1 + eff.jitter) + uneven)
         return found
+
+    def _others(self, candidate: Candidate, times: StageTimes, slowest: Brief, m: int) -> float:
+        """Seconds of forward passes alone over all micro-batches, which fill the pipeline once each."""
+        p = candidate.mesh.pp
+        fill = (p - 1) * (times.forward / candidate.chunks + self.hop(candidate))
+        return self.work.extra_forwards * (m * slowest.forward + fill) if self.work.extra_forwards else 0.0
 
     def _pipeline(self, candidate: Candidate, times: StageTimes, m: int) -> PipelineSeconds:
         return pipeline_seconds(
@@ -195,28 +212,48 @@ class StepClock:
         return self._around[key]
 
     def _new_around(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> tuple[float, float, float]:
-        """Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding."""
+        """Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding; the update."""
         work, links = self.work, self.links
         once = each = 0.0
-        dense, experts = stages.largest_parameters(mesh)
+        all_of, learned = stages.largest_parameters(mesh), stages.largest_parameters(mesh, learned=True)
         wanted = work.gradient_bytes if zero < 3 else 4
-        for count, ranks, apart in ((dense, mesh.cp * mesh.dp, mesh.tp), (experts, mesh.edp, mesh.ep * mesh.etp)):
-            if count == 0 or ranks == 1:
+        ranks_of = ((mesh.cp * mesh.dp, mesh.tp), (mesh.edp, mesh.ep * mesh.etp))
+        for whole, count, (ranks, apart) in zip(all_of, learned, ranks_of, strict=True):
+            if whole == 0 or ranks == 1:
                 continue
-            gradients = links.gather(ranks, apart, wanted * count)
-            parameters = links.gather(ranks, apart, work.element_bytes * count)
+            gradients = links.gather(ranks, apart, wanted * count) if count else 0.0
+            parameters = links.gather(ranks, apart, work.element_bytes * count) if count else 0.0
             if zero < 2:
                 once += gradients + (parameters if zero else gradients)
             elif zero == 2:  # exchanges after every backward
                 each, once = each + gradients, once + parameters
-            else:
-                each += gradients + 2 * parameters
-        if mesh.pp > 1 and work.model.tied:
+            else:  # gathers all of them, those of a frozen base too, for each pass
+                gathers = 2 + work.extra_forwards
+                each += gradients + gathers * links.gather(ranks, apart, self._gathered_bytes(whole, count))
+        if mesh.pp > 1 and work.model.tied and not work.adapter.is_used:
             table = work.model.padded_vocab_size(work.vocab_size, mesh.tp) * work.model.hidden_size / mesh.tp
             once += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
         shared = (mesh.cp * mesh.dp, mesh.edp) if zero else (1, 1)
-        on_rank = dense / shared[0] + experts / shared[1]
-        return once, each, work.optimizer_bytes * on_rank / self.machine.hbm
+        on_rank = learned[0] / shared[0] + learned[1] / shared[1]
+        return once, each, work.optimizer_bytes * on_rank / self.machine.hbm + self._muon(mesh, stages, zero)
+
+    def _gathered_bytes(self, whole: float, learned: float) -> float:
+        """Bytes of the parameters that ZeRO-3 gathers: a base in 4 bits as it is stored."""
+        work = self.work
+        if not work.adapter.is_used:
+            return work.element_bytes * whole
+        stored = work.quantised_layers[0]
+        width = stored.bytes_per_parameter if stored.parameters.total else work.element_bytes
+        return width * whole + work.element_bytes * learned
+
+    def _muon(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> float:
+        """Seconds of Muon's iterations and of the exchange of its matrices, on the stage with most layers."""
+        optimizer = self.work.optimizer
+        if optimizer.optimizer != "muon" or self.work.adapter.is_used:
+            return 0.0
+        machine = muon_machine(self.device, self.efficiencies, optimizer.muon_fp32_matmul_prec)
+        counts = max(stages.counts, key=sum)
+        return muon_seconds(self.work, counts, mesh, machine=machine, links=self.links, shards=zero > 0)
 
 
 def _without_stages(candidate: Candidate) -> Candidate:

@@ -1,8 +1,11 @@
 """Tests of DeepSpeed's formulas against what its own estimators print for t5-3b."""
 
 import pytest
+from paths import ROOT
 
-from megatronish.planner.estimators import GIB, Cluster, Estimate, deepspeed_report, zero2, zero3
+from megatronish.config.read import read_config
+from megatronish.planner.estimators import GIB, Cluster, Estimate, deepspeed_report, largest_module, zero2, zero3
+from megatronish.planner.workload import Workload
 
 PARAMETERS, LARGEST = 2_851_598_336, 32_899_072  # t5-3b
 
@@ -36,3 +39,13 @@ def test_the_report_has_both_tables() -> None:
     text = deepspeed_report(PARAMETERS, LARGEST, Cluster(8))
     assert "   127.48 |   11.29 | offload_optimizer=none\n" in text
     assert "    63.74 |    0.79 | offload_param=none offload_optimizer=cpu  zero_init=1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "largest"), [("gpt3-175b", 50257, 617_558_016), ("qwen3-30b-a3b", 151936, 311_164_928)]
+)
+def test_the_largest_module_is_the_one_with_most_parameters_of_its_own(
+    name: str, vocab_size: int, largest: int
+) -> None:
+    config = read_config(["--config", str(ROOT / f"configs/{name}.toml")], needs_files=False).config
+    assert largest_module(Workload.of(config, vocab_size)) == largest

@@ -64,6 +64,12 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
     [
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
         (["--gpus", "-4"], "--gpus -4 must be at least 1"),
+        (["--gpus", "100000000000000000007"], "--gpus 100000000000000000007 must be at most 1,000,000"),
+        (["--device", ""], "--device '' is not known; use one of"),
+        (["--explain", ""], "--explain '' names no layout"),
+        (["--explain", "9" * 5000], "is no row of the list"),
+        (["--calibrate"], "--calibrate names no file; add"),
+        (["--explain", "tp=8,sp,zero=7"], "zero must be one of 0, 1, 2, 3"),
         (["--device", "h100"], "--device h100 is not known; did you mean h100-sxm?"),
         (["--device", "a1000-sxm"], "--device a1000-sxm is not known; did you mean a100-sxm"),
         (["--network", "50"], "--network 50 needs a number and a unit"),
@@ -81,13 +87,14 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
         (["--hiden-size", "64"], "--hiden-size is not a flag; did you mean --hidden-size?"),
         (["--write", "/nowhere/plan.toml"], "--write /nowhere/plan.toml cannot be written"),
     ],
-    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+    ids=lambda each: " ".join(each)[:40] if isinstance(each, list) else "",
 )
 def test_impossible_requests_are_one_sentence_each(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = dict(zip(SMALL[::2], SMALL[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
-    status, out, err = plan(*(word for pair in flags.items() for word in pair), capsys=capsys)
+    flags = dict(zip(SMALL[::2], SMALL[1::2], strict=True)) | {words[0]: " ".join(words[1:])}
+    given = [word for flag, value in flags.items() for word in ((flag, value) if [flag] != words else (flag,))]
+    status, out, err = plan(*given, capsys=capsys)
     assert (status, out) == (2, "")
     assert sentence in err
     assert "Traceback" not in err
@@ -108,6 +115,39 @@ def test_what_does_not_fit_names_what_is_missing_and_the_cheapest_change(capsys:
     assert status == 2
     assert "lacks" in err and "most are" in err
     assert err.rstrip().endswith(("--zero3-in-pipelines", "which is slower", "--gpus 32"))
+
+
+LLAMA_70B = ["--config", str(ROOT / "configs/llama-70b.toml"), "--vocab-size", "128256", "--device", "h100-sxm"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gpus", "8", "--device", "b200", "--global-batch-size", "8"],
+        ["--gpus", "64", "--optimizer-cpu-offload", "--explain", "tp=8,pp=8,sp,zero=1"],
+        ["--gpus", "64", "--param-cpu-offload", "--explain", "tp=8,sp,zero=3"],
+        ["--gpus", "8", "--adapter-type", "lora", "--load", "x"],
+        ["--gpus", "2", "--adapter-type", "lora", "--load", "x", "--quantize-base", "nf4", "--global-batch-size", "16"],
+    ],
+    ids=" ".join,
+)
+def test_the_layout_of_the_file_is_no_reason_to_refuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = plan(*LLAMA_70B, *words, capsys=capsys)
+    assert (status, err) == (0, "")
+    for flag, note in (("--adapter-type", "adapters: the products"), ("-offload", "offloading: transfers over PCIe")):
+        assert (note in out) == any(flag in word for word in words)
+
+
+def test_remedies_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = plan(*LLAMA_70B, "--gpus", "64", "--explain", "tp=1", capsys=capsys)
+    assert "no single change makes it fit; leave --explain out, which lists layouts that do" in err
+    _, _, err = plan(*LLAMA_70B, "--gpus", "7", "--global-batch-size", "112", capsys=capsys)
+    assert err.rstrip().endswith("use --gpus 16")
+    (tmp_path / "tiny.toml").write_text('[tiny]\nlike = "h100-sxm"\nmemory_gib = 1e-9\n')
+    words = ["--gpus", "64", "--device", str(tmp_path / "tiny.toml"), "--explain", "tp=8,pp=8,sp"]
+    status, _, err = plan(*LLAMA_70B[:4], *words, capsys=capsys)
+    assert status == 2
+    assert "use devices of 80 GiB, such as a100-sxm" in err
 
 
 def test_without_a_vocabulary_the_remedy_is_its_flag(capsys: pytest.CaptureFixture[str]) -> None:

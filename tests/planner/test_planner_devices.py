@@ -6,8 +6,8 @@ import pytest
 
 from megatronish.costs.devices import peak_tflops
 from megatronish.errors import UserError
+from megatronish.planner.device_names import device_of
 from megatronish.planner.devices import device_table, find_device, network_gb_s
-from megatronish.planner.forecast import device_of
 
 
 def test_every_row_has_a_source_and_the_peak_of_the_other_table() -> None:
@@ -19,8 +19,17 @@ def test_every_row_has_a_source_and_the_peak_of_the_other_table() -> None:
         assert find_device(name).bf16_tflops == peak_tflops(by_torch, "bf16")
         assert device_of(by_torch) == find_device(name)
     assert device_of("NVIDIA A100-SXM4-40GB") == find_device("a100-sxm-40")
-    assert device_of("NVIDIA H100 NVL") is None
-    assert device_of("cpu") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"),
+        *("NVIDIA A100-PCIE-40GB", "NVIDIA GH200 480GB", "cpu"),
+    ],
+)
+def test_a_board_without_a_row_does_not_get_that_of_another(name: str) -> None:
+    assert device_of(name) is None
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,17 @@ def test_a_device_of_ones_own_takes_the_rest_from_another(tmp_path: Path) -> Non
         ('[mine]\nlike = "h100-sxm"\nmemory_gib = -5\n', "must be a number above 0"),
         ("memory_gib = 5\n", "must have one table"),
         ("[mine", "is not TOML"),
+        ('[mine]\nlike = "mine.toml"\n', "like='mine.toml' of mine is no row of the table; use one of"),
+        ('[mine]\nlike = 7\n', "like=7 of mine is no row of the table"),
+        ('[mine]\nlike = "h100-sxm"\nmemory_gib = inf\n', "memory_gib=inf of mine must be a number above 0, and at most"),
+        ('[mine]\nlike = "h100-sxm"\nmemory_gib = 1e308\n', "must be a number above 0, and at most"),
+        ('[mine]\nlike = "h100-sxm"\nnode_gb_s = nan\n', "must be a number above 0, and at most"),
+        ('[mine]\nlike = "h100-sxm"\nsms = inf\n', "must be a number above 0, and at most"),
+        ('[mine]\nlike = "h100-sxm"\nsms = 0.3\n', "sms=0.3 of mine must be a whole number"),
+        ('[mine]\nlike = "h100-sxm"\ngpus_per_node = 8.5\n', "must be a whole number"),
+        ('[mine]\nlike = "h100-sxm"\nsustained = 7\n', "is a part of what is achievable, at most 1"),
+        ('[mine]\nlike = "h100-sxm"\nachievable_tflops = 2000\n', "achievable_tflops=2000 of mine is above bf16_tflops=989"),
+        ('[mine]\nlike = "h100-sxm"\ncalibrated = 7\n', "calibrated=7 of mine must be a text"),
     ],
 )
 def test_a_wrong_file_of_a_device_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
