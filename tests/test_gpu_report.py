@@ -27,6 +27,12 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("pages")
 
 
+def share_of(row: str, table: list[str]) -> float:
+    """Percent of a step in a row of the table of where it goes; 0 without that row."""
+    found = [line for line in table if f"%  {row} " in line]
+    return float(found[0].split("%")[0].split()[-1]) if found else 0.0
+
+
 @pytest.mark.processes
 def test_a_trial_writes_the_whole_report_on_a_cpu(report: ModuleType, tmp_path: Path) -> None:
     """Both files, every contender with the same first loss, and no aim that is met or missed by a trial."""
@@ -41,6 +47,10 @@ def test_a_trial_writes_the_whole_report_on_a_cpu(report: ModuleType, tmp_path: 
     for contender in ("megatronish", "plain, compiled", "FSDP2, compiled"):
         assert f"| tiny-llama | 2 | 2 x 64 | {contender} |" in page
     assert "## Where a step of megatronish goes, tiny-llama" in page
+    for row in found["sweep"]:
+        if row["contender"].startswith("megatronish"):
+            assert share_of("matrix products", row["where"]) > 0 < share_of("other compute", row["where"])
+            assert share_of("hooks", row["where"]) < 10  # there are none
     assert not list(tmp_path.glob("*.pt"))
 
 

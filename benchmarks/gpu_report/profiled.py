@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megatronish.ranges import UPDATE, marked
 from megatronish.train.breakdown import Breakdown
 
 NUM_STEPS = 2
@@ -18,7 +19,7 @@ def where_a_step_goes(take_step: Callable[[], Any], device: torch.device) -> lis
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as recorded:
         for step in range(NUM_STEPS):
-            with record_function(f"step {step + 1}"):
+            with record_function(f"step {step + 1}"), marked(UPDATE):  # a step as the trainer marks it
                 take_step()
     with TemporaryDirectory() as folder:
         path = Path(folder, "steps.trace.json.gz")

@@ -8,9 +8,13 @@ between the graphs.
 
 import os
 import shutil
+import subprocess
+import sysconfig
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +22,69 @@ from torch import Tensor, nn
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm
 from megatronish.layers.product import DENSE
-from megatronish.model.attention import Attention
+from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
+from megatronish.ops.library import accumulation_dtype
 
 MAX_GRAPHS = 64
 """Graphs of one function: kinds of layers, each with and without gradients and the first or a later one of its kind."""
 
 
+PROBE = '#include <Python.h>\n#include <vector>\nextern "C" int probe() { return std::vector<int>{1}[0]; }\n'
+MOST_SECONDS_OF_PROBE = 60.0
+
+
 def why_not_compiled(device_type: str) -> str | None:
     """The reason why --compile cannot compile on a device of this machine, in one sentence; None where it can."""
     if device_type == "cuda":
-        missing, remedy = find_spec("triton") is None, "triton is not installed; pip install triton"
+        reason = None if find_spec("triton") is not None else "triton is not installed; pip install triton"
     else:
-        name = os.environ.get("CXX", "g++")
-        missing = shutil.which(name.split()[0]) is None if name.strip() else True
-        remedy = f"there is no C++ compiler {name!r}; install one, or name it in CXX"
-    return f"--compile has no effect, the layers run eagerly: {remedy}" if missing else None
+        reason = _why_no_cpp(os.environ.get("CXX", "g++"))
+    return None if reason is None else f"--compile has no effect, the layers run eagerly: {reason}"
+
+
+@cache
+def _why_no_cpp(name: str) -> str | None:
+    """What is wrong with a C++ compiler and what helps; None where it makes a library, as torch will ask it to."""
+    if not name.strip():
+        return "CXX is set to nothing; name a C++ compiler in it, or unset it to have g++"
+    found = shutil.which(name)  # the whole of it: torch runs a program of this name, without a shell
+    if found is None and shutil.which(name.split()[0]) is not None:
+        return f"CXX={name!r} is not the name of a program; leave its options out: CXX={name.split()[0]}"
+    if found is None:
+        return f"there is no C++ compiler {name!r}; install one, or name it in CXX"
+    if (said := _failure(found)) is None:
+        return None
+    return (
+        f"the C++ compiler {name!r} cannot build a library with Python's headers ({said}); mend it (it may need "
+        "python3-dev), or name another one in CXX"
+    )
+
+
+def _failure(compiler: str) -> str | None:
+    """The first line of what a compiler complains about when it makes a small library; None if it makes it."""
+    flags = ["-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", "-x", "c++", "-"]
+    with TemporaryDirectory() as folder:
+        library = Path(folder, "probe.so")
+        try:
+            done = subprocess.run(
+                [compiler, *flags, "-o", str(library)],
+                input=PROBE,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=MOST_SECONDS_OF_PROBE,
+            )
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {MOST_SECONDS_OF_PROBE:.0f} s"
+        except OSError as error:
+            return str(error.strerror)
+        if done.returncode == 0 and library.exists():
+            return None
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}, and nothing was said"]
+    return next((line for line in lines if "error" in line), lines[0]).strip()
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
@@ -58,11 +107,27 @@ def _run(compiled: Callable[..., Tensor], layer: TransformerBlock, x: Tensor, co
     """A layer's forward; in generation, whose shapes change with every token, as it is."""
     if context.cache is not None:
         return _forward(layer, x, context)
-    # The mask that layers share is made here: a first layer that made it would be a graph of its own.
-    mask = context.mask(layer.attention.spec.window, layer.attention.slopes)
-    if x.is_cuda and mask.needs_dense:
-        _ = mask.blocks
+    _make_mask(layer.attention, context, x)
     return compiled(layer, x, context)
+
+
+def _make_mask(attention: Attention, context: Context, x: Tensor) -> None:
+    """Make what a layer's graph reads of the mask that layers share: made in a graph, it would be a graph of its own.
+
+    And so would the next forward, which finds what the one before has made.
+    """
+    mask = context.mask(attention.spec.window, attention.slopes)
+    backend = attention.core.backend if isinstance(attention.core, CoreAttention) else None
+    is_explicit = backend in ("fused_softmax", "unfused")
+    if x.is_cuda and mask.needs_dense and backend in ("auto", None):
+        _ = mask.blocks
+    drops = context.attention_dropout(rate=attention.config.attention_dropout) is not None
+    if backend is None or (drops and not is_explicit) or (x.is_cuda and backend == "auto"):
+        return  # the core is between the graphs, or reads blocks alone
+    if mask.slopes:
+        _ = mask.whole_bias(accumulation_dtype(x.dtype) if is_explicit else x.dtype)
+    elif not (backend == "fused_softmax" and mask.document_ids is None):
+        _ = mask.whole
 
 
 def _keep_out(module: nn.Module) -> None:

@@ -140,6 +140,10 @@ def complaints(flags: str) -> str:
         (f"{NO_DROPOUT} --pipeline-schedule zb-h1", "use --pipeline-schedule 1f1b, not zb-h1"),
         (f"{NO_DROPOUT} --dp 2 --zero-stage 2", "but zero_stage=2 sends in every one; use --zero-stage 0 or 1"),
         ("--attention-dropout 0 --hidden-dropout 0.1", "but hidden_dropout=0.1; use --hidden-dropout 0"),
+        (
+            f"{NO_DROPOUT} --adapter-type lora --load base --finetune --lora-dropout 0.5",
+            "but lora_dropout=0.5; use --lora-dropout 0",
+        ),
         (f"{FOUR} 2 --dp 2", "of 1 a step with data_parallel_size=2 and zero_stage=0 none is left; use --global-"),
         (f"{FOUR} 4 --dp 2 --zero-stage 1", "none is left; use --global-batch-size 6 or more, or leave --cuda-graph"),
     ],

@@ -57,6 +57,12 @@ def test_bytes_by_axis_of_a_real_run_are_the_expected_ones(tmp_path: Path, flags
     assert re.search(r" forecast: .*; bytes of a step .*tp [0-9.]+ KiB.*, as expected\n", said)
 
 
+def test_one_process_has_sent_nothing(tmp_path: Path) -> None:
+    """Votes of hooks are taken off what was sent, and one process sends no votes."""
+    said = train_on_ranks(tiny(tmp_path / "run", ""), world_size=1)
+    assert " bytes of a step none, as expected\n" in said
+
+
 def test_bytes_are_not_expected_of_what_the_formulas_do_not_cover() -> None:
     config = read_config(tiny(Path("never-written"))).config
     pairs = replace(config, training=replace(config.training, objective="simpo"))

@@ -6,6 +6,7 @@ takes seconds and not minutes: what is ours, where graphs begin and end and what
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from comparison import COMPILE_SECONDS, assert_equal_to_serial, assert_near_in_half_precision
@@ -18,6 +19,7 @@ from theorem_cases import choices, problem_of, spread_of
 from torch._dynamo.utils import counters
 
 from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.training import AttentionBackend
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.launch.place import Place
@@ -98,30 +100,65 @@ def graphs(place: Place, problem: Problem, spread: Spread) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["one process", "tp, sequence parallel"])
-def test_nothing_is_compiled_after_the_first_step(name: str) -> None:
+KINDS_OF_MASK: dict[str, Any] = {
+    "one causal mask": {},
+    "ALiBi": {"position_embedding_type": "alibi"},
+    "every other layer in a window": {"window_size": 5, "window_attn_skip_freq": "2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dropout"),
+    [
+        ("one process", "one causal mask", 0.1),
+        ("tp, sequence parallel", "one causal mask", 0.1),
+        *[("one process", kind, rate) for kind in ("ALiBi", "every other layer in a window") for rate in (0.0, 0.1)],
+    ],
+)
+def test_nothing_is_compiled_after_the_first_step(name: str, kind: str, dropout: float) -> None:
     problem, spread = case(*LAYOUTS[name])
-    model = replace(problem.model, num_layers=4)
+    model = replace(problem.model, num_layers=4, attention_dropout=dropout, **KINDS_OF_MASK[kind])
     for counted in run_ranks(
         spread.layout.world_size, graphs, replace(problem, model=model), spread, timeout=COMPILE_SECONDS
     ):
         assert counted[0] > 0 and counted == counted[:1] * 8
 
 
-def compiled_without_a_compiler(_place: Place, problem: Problem, spread: Spread) -> tuple[str | None, list[str]]:
+@pytest.mark.parametrize("backend", ["unfused", "fused_softmax"])
+def test_explicit_probabilities_under_a_window_are_compiled_once(backend: AttentionBackend) -> None:
+    problem, spread = case(*LAYOUTS["one process"])
+    model = replace(problem.model, num_layers=4, **KINDS_OF_MASK["every other layer in a window"])
+    spread = replace(spread, attention_backend=backend)
+    (counted,) = run_ranks(1, graphs, replace(problem, model=model), spread, timeout=COMPILE_SECONDS)
+    assert counted[0] > 0 and counted == counted[:1] * 8
+
+
+def compiled_without_a_compiler(
+    _place: Place, problem: Problem, spread: Spread, name: str
+) -> tuple[str | None, list[str]]:
     """What is said, and which layers of an engine are compiled all the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", "no-such-compiler")
+        patch.setenv("CXX", name)
         engine = build(Mesh.start(), problem, spread, OptimizerConfig(lr=1e-3))
         layers = engine.stage.model.layers.items()
         return why_not_compiled("cpu"), [name for name, layer in layers if "forward" in vars(layer)]
 
 
-def test_without_a_compiler_one_sentence_says_so_and_layers_run_eagerly() -> None:
-    note, compiled = run_ranks(1, compiled_without_a_compiler, *case(*LAYOUTS["one process"]))[0]
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no-such-compiler", "there is no C++ compiler 'no-such-compiler'; install one, or name it in CXX"),
+        (
+            "false",
+            "the C++ compiler 'false' cannot build a library with Python's headers (exit status 1, and nothing was "
+            "said); mend it (it may need python3-dev), or name another one in CXX",
+        ),
+        ("true -O2", "CXX='true -O2' is not the name of a program; leave its options out: CXX=true"),
+        ("", "CXX is set to nothing; name a C++ compiler in it, or unset it to have g++"),
+    ],
+)
+def test_without_a_compiler_one_sentence_says_so_and_layers_run_eagerly(name: str, reason: str) -> None:
+    note, compiled = run_ranks(1, compiled_without_a_compiler, *case(*LAYOUTS["one process"]), name)[0]
     assert compiled == []
-    assert note == (
-        "--compile has no effect, the layers run eagerly: there is no C++ compiler 'no-such-compiler'; "
-        "install one, or name it in CXX"
-    )
+    assert note == f"--compile has no effect, the layers run eagerly: {reason}"
     assert why_not_compiled("cpu") is None

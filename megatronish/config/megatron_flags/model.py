@@ -168,7 +168,7 @@ FUSION: dict[str, Known] = {
         valued="cross-entropy-fusion-impl",
     ),
     **all_idle(
-        "there are no CUDA graphs here; they change speed alone",
+        "they change speed alone; --cuda-graph replays micro-batches from one graph here",
         switches="enable-cuda-graph external-cuda-graph cuda-graph-retain-backward-graph "
         "cuda-graph-use-single-mempool optimizer-cuda-graph megatron-fsdp-cuda-graph-mode",
         valued="cuda-graph-impl cuda-graph-warmup-steps",

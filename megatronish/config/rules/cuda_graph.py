@@ -34,8 +34,11 @@ def _cuda_graph(config: Config) -> str | None:
     model = config.model
     if model.num_experts is not None:
         return f"{_REPLAYED}, but experts tell the host how many rows they get; leave --cuda-graph out"
-    for name in ("hidden_dropout", "attention_dropout"):
-        if (rate := getattr(model, name)) > 0:
+    rates = {name: getattr(model, name) for name in ("hidden_dropout", "attention_dropout")}
+    if config.adapter.is_used:
+        rates["lora_dropout"] = config.adapter.lora_dropout
+    for name, rate in rates.items():
+        if rate > 0:
             return f"cuda_graph would replay one dropout mask, but {name}={rate}; use {FIELDS[name].flag} 0"
     if config.recompute.offload_saved_activations:
         return f"{_REPLAYED}, but offload_saved_activations waits for the CPU's memory; leave one of them out"
@@ -64,6 +67,7 @@ RULES = (
         (
             *MESH,
             *("cuda_graph", *_ZERO, "num_experts", "hidden_dropout", "attention_dropout"),
+            *("adapter_type", "lora_dropout"),
             *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
             "offload_saved_activations",
         ),

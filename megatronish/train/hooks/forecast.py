@@ -59,8 +59,9 @@ class Forecast(Hook):
             trainer.record.counts_bytes = False
             if record.global_batch_size == self.expected["global_batch_size"] and not record.result.skipped:
                 sent = traffic_of(trainer.record)
-                # Hooks send their votes with the sums of the step.
-                sent[TrafficKey("world", "all-reduce")] -= SCALAR * len(record.result.votes)
+                sums = TrafficKey("world", "all-reduce")
+                if sums in sent:  # hooks send their votes with the sums of the step; one process sends nothing
+                    sent[sums] -= SCALAR * len(record.result.votes)
                 self._sent = by_axis(sent)
 
     def finish(self, trainer: Trainer) -> None:
@@ -103,7 +104,7 @@ class Forecast(Hook):
             sent, wanted = (sum(of.get(axis, {}).values()) for of in (self._sent, expected))
             differs = "" if sent == wanted else f" (expected {format_bytes(wanted)})"
             texts.append(f"{axis} {format_bytes(sent)}{differs}")
-        return [f"bytes of a step {', '.join(texts)}{', as expected' if self._sent == expected else ''}"]
+        return [f"bytes of a step {', '.join(texts) or 'none'}{', as expected' if self._sent == expected else ''}"]
 
     def _write(self, content: dict[str, Any]) -> None:
         try:
