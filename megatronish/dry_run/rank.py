@@ -24,6 +24,7 @@ from megatronish.data.mock import MockSamples
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
+from megatronish.dry_run.padded_rows import rows_padded_once
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
 from megatronish.launch.place import Place
 from megatronish.mesh import Axis, Mesh, leave
@@ -103,7 +104,8 @@ def run_rank(planned: PlannedRun, rank: int) -> DryRank:
         num_run = needed_microbatches(planned.stages, mesh.pp.rank, planned.num_microbatches)
         batches = made_up_batches(planned, mesh, num_run)
         times.append(time.perf_counter())
-        with fake, recorder.watching(), attention_of_a_gpu() if device_type == "cuda" else nullcontext():
+        attention = attention_of_a_gpu() if device_type == "cuda" else nullcontext()
+        with fake, recorder.watching(), attention, rows_padded_once():
             ledger.begin("build")
             engine = build_engine(config, mesh, vocab_size=planned.vocab_size, initialises=False)
             owners, build_peak = Owners.of(engine, ledger), ledger.peak
