@@ -38,9 +38,9 @@ def test_a_trial_writes_the_whole_report_on_a_cpu(report: ModuleType, tmp_path: 
     """Both files, every contender with the same first loss, and no aim that is met or missed by a trial."""
     assert report.main(["--tiny", "--folder", str(tmp_path), "--part", "sweep tiny-llama", "--part", "tests"]) == 0
     found = json.loads((tmp_path / "report.json").read_text())
-    first, *others = [row["first_loss"] for row in found["sweep"]]
+    (first, second), *others = [row["first_losses"] for row in found["sweep"]]
     assert len(others) >= 2
-    assert all(abs(loss - first) < 0.01 * first for loss in others)
+    assert all(abs(a - first) < 1e-3 * first and abs(b - second) < 5e-4 * second for a, b in others)
     page = (tmp_path / "report.md").read_text()
     assert "its numbers mean nothing" in page
     assert "| met |" not in page and "missed" not in page
@@ -96,6 +96,15 @@ def test_lines_of_a_part_that_was_killed_are_kept(report: ModuleType, tmp_path: 
     assert report.rows_in(path) == []
     path.write_text('{"model": "124m"}\n{"model": "35')
     assert report.rows_in(path) == [{"model": "124m"}]
+
+
+def test_other_initial_weights_do_not_pass_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of the same weights, of the plain loop with them, and of two other seeds, as sweep.py measured them."""
+    monkeypatch.syspath_prepend(FOLDER)
+    same = importlib.import_module("sweep").same
+    first = (6.3, 6.24)
+    assert same((6.3 * 1.0001, 6.24 * 1.00002), first)
+    assert not same((6.3 * 1.011, 6.24 * 1.0002), first) and not same((6.3 * 1.0008, 6.24 * 1.003), first)
 
 
 def a_report(*, ours: float, plain: float, kernels: str = "", is_trial: bool = False) -> dict[str, Any]:
