@@ -17,10 +17,12 @@ from torch import Tensor
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.mesh import Axis
 from megatronish.ops.activation import bias_gelu, bias_swiglu
+from megatronish.ops.dropout import dropout_add
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatronish.ops.softmax import scaled_causal_softmax, scaled_masked_softmax
+from megatronish.streams import keep_mask
 
-EPSILON, SCALE = 1e-5, 0.125
+EPSILON, SCALE, DROPPED = 1e-5, 0.125, 0.1
 
 Run = Callable[..., Any]
 
@@ -185,11 +187,41 @@ def _swiglu(x: Tensor, bias: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def dropout_cases(sizes: Sizes) -> Iterator[Case]:
+    """Dropout and the residual addition, with the same masks: a hash of each element's place, in no memory of its own.
+
+    The backward reads one gradient and writes that of x; the residual's is the gradient itself.
+    """
+    keys = torch.tensor([1234567, -7654321], dtype=torch.int32, device=sizes.device)
+    for hidden in sizes.hidden:
+        rows = sizes.rows(hidden)
+        sample = torch.zeros(1, dtype=torch.int64, device=sizes.device)
+        places = {"positions": torch.arange(rows, device=sizes.device), "sample_ids": sample}
+        size = rows * hidden * sizes.dtype.itemsize
+        yield Case(
+            "dropout + residual",
+            f"{rows}x1x{hidden}",
+            partial(sizes.random, *[(rows, 1, hidden)] * 2),
+            partial(dropout_add, keys=keys, rate=DROPPED, **places),
+            partial(_dropout, keys=keys, **places),
+            None,
+            3 * size,
+            2 * size,
+        )
+
+
+def _dropout(x: Tensor, residual: Tensor, *, keys: Tensor, positions: Tensor, sample_ids: Tensor) -> Tensor:
+    columns = torch.arange(x.shape[-1], device=x.device)
+    keep = keep_mask(keys, places=(sample_ids, positions.unsqueeze(-1)), columns=columns, rate=DROPPED)
+    return torch.where(keep, x / (1 - DROPPED), 0.0) + residual
+
+
 FAMILIES = {
     "softmax": softmax_cases,
     "norm": norm_cases,
     "cross_entropy": cross_entropy_cases,
     "activation": activation_cases,
+    "dropout": dropout_cases,
 }
 
 

@@ -169,3 +169,17 @@ def fused_adamw(model: nn.Module) -> torch.optim.AdamW:
 def count(model: nn.Module) -> int:
     """Parameters of a model that one process holds whole."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_over_ranks(mine: Mapping[str, int]) -> int:
+    """Parameters of a model that several ranks hold, from each rank's sizes of its whole tensors by their global names.
+
+    What several ranks name counts once: a tied embedding on two stages, tensors that are cut or copied.
+    """
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, dict(mine))
+    sizes: dict[str, int] = {}
+    for each in everyone:
+        for name, size in each.items():
+            assert sizes.setdefault(name, size) == size, f"{name} has {size} and {sizes[name]} elements"
+    return sum(sizes.values())

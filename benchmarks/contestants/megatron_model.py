@@ -20,7 +20,16 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from benchmarks.contestants.case import MAX_NORM, Case, Job, State, UnavailableError, count, fused_adamw
+from benchmarks.contestants.case import (
+    MAX_NORM,
+    Case,
+    Job,
+    State,
+    UnavailableError,
+    count,
+    count_over_ranks,
+    fused_adamw,
+)
 
 NAMES = {
     "embedding.tokens.": "embedding.word_embeddings.",
@@ -79,8 +88,11 @@ def their_model(case: Case, job: Job) -> Any:
 
 
 @torch.no_grad()
-def load(model: Any, case: Case, state: State) -> None:
-    """Fill in this rank's part of the given weights. Queries, keys and values are next to each other for each head."""
+def load(model: Any, case: Case, state: State) -> dict[str, int]:
+    """Fill in this rank's part of the given weights. Queries, keys and values are next to each other for each head.
+
+    Returns the elements of every whole tensor that this rank has a part of, those included that nothing was given for.
+    """
     tp_rank, tp_size = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -88,7 +100,9 @@ def load(model: Any, case: Case, state: State) -> None:
     first = case.sizes.num_layers // parallel_state.get_pipeline_model_parallel_world_size()
     first *= parallel_state.get_pipeline_model_parallel_rank()
     theirs = dict(model.named_parameters())
-    for name, values in state.items():
+    sizes: dict[str, int] = {}
+    for given, values in state.items():
+        name = given
         for old, new in NAMES.items():
             name = name.replace(old, new)
         if name.startswith("layers."):
@@ -100,11 +114,14 @@ def load(model: Any, case: Case, state: State) -> None:
             continue
         if "linear_qkv" in name:
             values = values.unflatten(0, (3, case.sizes.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+        is_cut = any(part in name for part in (*COLUMN_PARALLEL, "output_layer", *ROW_PARALLEL))
+        sizes[given] = theirs[name].numel() * (tp_size if is_cut else 1)
         if any(part in name for part in (*COLUMN_PARALLEL, "output_layer")):
             values = values.chunk(tp_size, 0)[tp_rank]
         elif any(part in name for part in ROW_PARALLEL):
             values = values.chunk(tp_size, 1)[tp_rank]
-        theirs[name].copy_(values)
+        theirs.pop(name).copy_(values)
+    return sizes | {name: each.numel() for name, each in theirs.items()}
 
 
 class MegatronLoop:
@@ -113,13 +130,11 @@ class MegatronLoop:
     def __init__(self, job: Job, state: State) -> None:
         self.job = job
         self.model = their_model(job.case, job)
-        load(self.model, job.case, state)
-        whole = sum(each.numel() for each in state.values())
-        self.num_parameters = count(self.model) if job.world_size == 1 else whole
+        sizes = load(self.model, job.case, state)
+        self.num_parameters = count(self.model) if job.world_size == 1 else count_over_ranks(sizes)
         self.optimizer = fused_adamw(self.model)
         self.run = get_forward_backward_func()
-        sizes = job.case.sizes
-        self.positions = torch.arange(sizes.seq_length).expand(job.case.micro_batch_size, -1)
+        self.positions = torch.arange(job.case.sizes.seq_length).expand(job.case.micro_batch_size, -1)
 
     def step(self, tokens: Tensor, labels: Tensor) -> float | None:
         """One update."""

@@ -5,6 +5,7 @@
 writes these. Variants: compile, zero1, zero3, sp (sequence parallel), zb-h1 (the schedule).
 """
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.contestants.case import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Case, Job, State, UnavailableError, count
+from benchmarks.contestants.case import (
+    LEARNING_RATE,
+    MAX_NORM,
+    WEIGHT_DECAY,
+    Case,
+    Job,
+    State,
+    UnavailableError,
+    count,
+    count_over_ranks,
+)
 from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
 from megatronish.config.optimizer import OptimizerConfig
@@ -113,10 +124,8 @@ def build(job: Job, state: State) -> Ours:
     shardings = ours.engine.stage.shardings
     # A stage has a part of the names: what it has must be of the whole model's shapes.
     assert all(tuple(state[name].shape) == tuple(shardings[name].shape) for name in shardings)
-    if job.world_size == 1:
-        ours.num_parameters = count(ours.engine.stage.model)
-    else:
-        ours.num_parameters = sum(each.numel() for each in state.values())
+    mine = {name: math.prod(sharding.shape) for name, sharding in shardings.items()}
+    ours.num_parameters = count(ours.engine.stage.model) if job.world_size == 1 else count_over_ranks(mine)
     return ours
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.contestants.case import MAX_NORM, Job, State, fused_adamw, init_process_group
-from benchmarks.contestants.plain_gpt import PlainGPT, cross_entropy, mean
+from benchmarks.contestants.case import MAX_NORM, Job, State, count_over_ranks, fused_adamw, init_process_group
+from benchmarks.contestants.plain_gpt import PlainGPT, cross_entropy, mean, our_name
 
 
 class PipelinedLoop:
@@ -25,7 +25,9 @@ class PipelinedLoop:
         self.schedule = Schedule1F1B(stage, case.num_micro_batches, loss_fn=cross_entropy)
         self.optimizer = fused_adamw(self.model)
         self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.numbers == "bf16")
-        self.num_parameters = sum(each.numel() for each in state.values())
+        self.num_parameters = count_over_ranks(
+            {our_name(name): each.numel() for name, each in self.model.named_parameters()}
+        )
 
     def step(self, tokens: Tensor, labels: Tensor) -> float | None:
         """One update."""

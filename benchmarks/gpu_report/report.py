@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 def parts_of(folder: Path, *, tiny: bool) -> list[Part]:
     """All parts, in their order; each model of the sweep by itself."""
     lines, kernels = str(folder / "sweep.jsonl"), ["benchmarks/kernels.py", "--markdown"]
-    sweep = {"tiny": 60.0, "tiny-llama": 60.0} if tiny else {"1.3b": 90.0, "124m": 60.0, "8b": 90.0, "350m": 60.0}
+    sweep = {"tiny": 60.0, "tiny-llama": 60.0} if tiny else {"1.3b": 90.0, "124m": 60.0, "8b": 150.0, "350m": 60.0}
     build = ["setup.py", "--quiet", "build_ext", "--inplace"]
     return [
         Part("build of the kernels", build, 120.0),
@@ -104,6 +104,12 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+def remove_weights(folder: Path) -> None:
+    """Remove the initial weights that a killed part has left: gigabytes, and the next one would start from them."""
+    for path in folder.glob("sweep.*.pt"):
+        path.unlink()
+
+
 def rows_in(path: Path) -> list[Row]:
     """The sweep's lines, those that were written before a part was killed, too."""
     if not path.exists():
@@ -130,14 +136,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("the report is about a CUDA GPU, and torch sees none here; --tiny tries it without one", file=sys.stderr)
         return 2
     folder: Path = arguments.folder
+    parts = parts_of(folder, tiny=arguments.tiny)
+    for wanted in arguments.part or ():
+        if not any(part.name.startswith(wanted) for part in parts):
+            names = ", ".join(part.name for part in parts)
+            print(f"--part {wanted} is the beginning of no part's name; the parts are: {names}", file=sys.stderr)
+            return 2
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.jsonl").unlink(missing_ok=True)
     end, outcomes = time.monotonic() + arguments.limit, []
-    for part in parts_of(folder, tiny=arguments.tiny):
+    for part in parts:
         if arguments.part and not any(part.name.startswith(wanted) for wanted in arguments.part):
             continue
+        remove_weights(folder)
         print(f"{part.name} ...", flush=True)
         outcomes.append(run(part, left=end - time.monotonic(), has_gpu=has_gpu))
+        remove_weights(folder)
         print(f"{part.name}: {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
         # The report is written after every part: whoever interrupts it has what was measured.
         report = {

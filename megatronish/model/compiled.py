@@ -58,7 +58,7 @@ def _why_no_cpp(name: str) -> str | None:
     if (said := _failure(found)) is None:
         return None
     return (
-        f"the C++ compiler {name!r} cannot build a library with Python's headers ({said}); mend it (it may need "
+        f"the C++ compiler {name!r} cannot build a library with Python's headers ({said}); repair it (it may need "
         "python3-dev), or name another one in CXX"
     )
 

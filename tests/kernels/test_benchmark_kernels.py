@@ -18,6 +18,7 @@ OPERATIONS = (
     "bias + gelu",
     "bias + gelu by tanh",
     "bias + swiglu",
+    "dropout + residual",
 )
 
 

@@ -151,7 +151,7 @@ def compiled_without_a_compiler(
         (
             "false",
             "the C++ compiler 'false' cannot build a library with Python's headers (exit status 1, and nothing was "
-            "said); mend it (it may need python3-dev), or name another one in CXX",
+            "said); repair it (it may need python3-dev), or name another one in CXX",
         ),
         ("true -O2", "CXX='true -O2' is not the name of a program; leave its options out: CXX=true"),
         ("", "CXX is set to nothing; name a C++ compiler in it, or unset it to have g++"),
