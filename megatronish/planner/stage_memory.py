@@ -77,7 +77,9 @@ class MemoryScale:
                     peak = peaks[few]
                     held = state.total - state.temporary
                     busy = self._busy(sizes, stages, stage, state, zero, peak)
-                    most[place] = max(most[place], held + max(busy, self._of_update(candidate.mesh, stages, stage, zero)))
+                    most[place] = max(
+                        most[place], held + max(busy, self._of_update(candidate.mesh, stages, stage, zero))
+                    )
         return most
 
     def _peak(
@@ -112,7 +114,7 @@ class MemoryScale:
             end = max(end, gone + come - (0.0 if sizes.defers else chunks[of][0]))
         apart = 0.0
         if sizes.defers:
-            of_weight = sizes.gradient_width * max(sizes.matrix, sizes.table if is_last else 0)
+            of_weight: float = sizes.gradient_width * max(sizes.matrix, sizes.table if is_last else 0)
             of_weight += sizes.hidden if sizes.gathers else 0
             for live_of, deferred_of in in_flight(candidate.schedule, mesh.pp, candidate.chunks, m, stage):
                 held = (live_of[-1] + deferred_of[-1]) * is_last * (2 * sizes.residual + sizes.logits) + of_weight
