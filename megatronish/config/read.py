@@ -11,7 +11,7 @@ import tyro
 
 from megatronish.config.check import problems as broken_rules
 from megatronish.config.config import Config
-from megatronish.config.derive import derive
+from megatronish.config.derive import Derived, derive
 from megatronish.config.experts import ExpertOptions
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
@@ -61,7 +61,8 @@ def read_config(
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
     `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help. Without
-    `needs_files`, data and tokenizer may be elsewhere; `settle_layout` gives it another layout before it is checked. Prints and exits 0 on --help. ConfigError with all problems.
+    `needs_files`, data and tokenizer may be elsewhere; `settle_layout` replaces the layout before the check. Prints and
+    exits 0 on --help. ConfigError with all problems.
     """
     line = read_command_line(argv)
     if line.wants_help:
@@ -89,10 +90,7 @@ def read_config(
         raise ConfigError([start, *file.problems, *line.flags.problems, *merged.problems, *type_errors.values()])
     config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
     invalid = {*type_errors, *file.invalid}
-    derived = derive(config, path=path, world_size=world_size, invalid=invalid)
-    if settle_layout is not None:
-        derived = derived._replace(config=settle_layout(derived.config))
-
+    derived = _settled(derive(config, path=path, world_size=world_size, invalid=invalid), settle_layout)
     problems = [
         *file.problems,
         *line.flags.problems,
@@ -106,12 +104,21 @@ def read_config(
     ]
     if problems:
         raise ConfigError(problems)
-    idle = ", ".join(f"{name} (by {winner})" for name, winner in settled.idle.items())
-    idle_line = [f"idle in {path}: {idle}"] if idle else []
-    notes = [*found_plugins, *idle_line, *merged.notes, *file.notes, *line.flags.notes, *derived.notes]
+    notes = [*found_plugins, *_idle(settled.idle, path), *merged.notes, *file.notes, *line.flags.notes, *derived.notes]
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)
+
+
+def _idle(idle: Mapping[str, str], path: Path | None) -> list[str]:
+    """The note about settings of the file that others exclude."""
+    names = ", ".join(f"{name} (by {winner})" for name, winner in idle.items())
+    return [f"idle in {path}: {names}"] if names else []
+
+
+def _settled(derived: Derived, settle_layout: Callable[[Config], Config] | None) -> Derived:
+    """The same in another layout, where the caller has one."""
+    return derived if settle_layout is None else derived._replace(config=settle_layout(derived.config))
 
 
 def _of_start(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Setting]:

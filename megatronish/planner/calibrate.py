@@ -37,13 +37,13 @@ class Row(NamedTuple):
         self, values: Mapping[str, Any], key: str, *, most: float, least: float | None = None, whole: bool = False
     ) -> float:
         """A number above 0, or from `least` on; UserError for anything else."""
-        value = values.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        above = is_number and (value > 0 if least is None else value >= least)
-        if not (above and value <= most and (not whole or value == int(value))):
-            rule = f"{'a whole number' if whole else 'a number'} {'above 0' if least is None else f'from {least:g} on'}"
-            raise self.error(f"{key}={str(value)[:40]} must be {rule}, and at most {most:g}")
-        return float(value)
+        value: Any = values.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value <= most:
+            above = value > 0 if least is None else value >= least
+            if above and (not whole or value == int(value)):
+                return float(value)
+        rule = f"{'a whole number' if whole else 'a number'} {'above 0' if least is None else f'from {least:g} on'}"
+        raise self.error(f"{key}={str(value)[:40]} must be {rule}, and at most {most:g}")
 
 
 class MeasuredLink(NamedTuple):

@@ -89,7 +89,10 @@ def find_device(given: str) -> Device:
     close = difflib.get_close_matches(name.partition("-")[0], first_words, n=1, cutoff=0.5)
     nearest = begun or [first_words[each] for each in close]
     meant = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UserError(f"--device {given or repr(given)} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your own")
+    raise UserError(
+        f"--device {given or repr(given)} is not known; {meant}use one of {', '.join(table)}, or a FILE.toml of your "
+        "own"
+    )
 
 
 def read_device(path: Path) -> Device:
@@ -115,7 +118,7 @@ def _device(name: str, row: Mapping[str, Any], path: str) -> Device:
         row = {each.name: getattr(base, each.name) for each in fields(Device)} | row
     row["name"] = name
     known = {each.name: each for each in fields(Device)}
-    for key, value in row.items():
+    for key in row:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"

@@ -13,9 +13,11 @@ from megatronish.planner.device_names import device_of
 from megatronish.planner.devices import find_device
 from megatronish.planner.efficiencies import Efficiencies
 from megatronish.planner.exact import exact_step, fullest_stage
+from megatronish.planner.reservations import reservations
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.step_time import StepClock
 from megatronish.planner.workload import Workload
+
 
 def candidate_of(config: Config) -> Candidate:
     """The layout of a config."""
@@ -55,8 +57,6 @@ def forecast(
             "no_time": f"{device_name} is not calibrated; megatronish plan --probe and --calibrate measure it, and "
             "--forecast-device names the result"
         }
-    if config.adapter.is_used:
-        return found | {"no_time": "the time of adapters is not modelled"}
     if gpus_per_node is not None:
         device = replace(device, gpus_per_node=gpus_per_node)
     work = Workload.of(config, vocab_size)
@@ -68,6 +68,7 @@ def forecast(
             "high": step.high,
             "device": device.name,
             "calibrated": device.calibrated or "no: figures of data sheets",
+            **({"reservations": notes} if (notes := reservations(config)) else {}),
         }
     }
 

@@ -1,4 +1,4 @@
-"""Bytes that a micro-batch keeps and needs in each kind of layer, by the formulas of the exact peak (costs/at_work.py)."""
+"""Bytes of a micro-batch in each kind of layer, by the formulas of the exact peak (costs/at_work.py)."""
 
 from typing import NamedTuple
 

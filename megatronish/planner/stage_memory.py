@@ -9,19 +9,19 @@ exact figures judge (exact.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.names import OPTIMIZER_NAMES
-from megatronish.costs.activations import Activations, Backward, Instant
+from megatronish.costs.activations import Activations
 from megatronish.costs.at_work import NEWTON_SCHULZ
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.costs.model_state import ZeroSettings, frozen_state, model_state, temporary_bytes
 from megatronish.layer_costs import Count, sum_counts
 from megatronish.planner.candidate import Candidate, MeshSizes
+from megatronish.planner.instants import first_backwards, in_flight, later_backwards
 from megatronish.planner.kind_memory import KindBytes, bytes_of_kinds
 from megatronish.planner.layout_config import config_of
 from megatronish.planner.muon import MuonShare, matrix_sizes, rounds_of
@@ -77,7 +77,9 @@ class MemoryScale:
                     peak = peaks[few]
                     held = state.total - state.temporary
                     busy = self._busy(sizes, stages, stage, state, zero, peak)
-                    most[place] = max(most[place], held + max(busy, self._of_update(candidate.mesh, stages, stage, zero)))
+                    most[place] = max(
+                        most[place], held + max(busy, self._of_update(candidate.mesh, stages, stage, zero))
+                    )
         return most
 
     def _peak(
@@ -112,7 +114,7 @@ class MemoryScale:
             end = max(end, gone + come - (0.0 if sizes.defers else chunks[of][0]))
         apart = 0.0
         if sizes.defers:
-            of_weight = sizes.gradient_width * max(sizes.matrix, sizes.table if is_last else 0)
+            of_weight: float = sizes.gradient_width * max(sizes.matrix, sizes.table if is_last else 0)
             of_weight += sizes.hidden if sizes.gathers else 0
             for live_of, deferred_of in in_flight(candidate.schedule, mesh.pp, candidate.chunks, m, stage):
                 held = (live_of[-1] + deferred_of[-1]) * is_last * (2 * sizes.residual + sizes.logits) + of_weight
@@ -326,77 +328,3 @@ class MemoryScale:
 def _on_rank(count: Count, tp: int, experts: int | None) -> int:
     """Elements on a rank: the dense ones, or those of experts that so many ranks share out."""
     return count.without_experts.per_rank(tp) if experts is None else count.experts // experts
-
-
-@lru_cache(maxsize=100_000)
-def in_flight(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Instant, ...]:
-    """The instants of a step of which one holds most."""
-    if schedule == "1f1b":
-        return (Instant((min(stages - stage, microbatches),), (0,)),)
-    if schedule == "gpipe":
-        return (Instant((microbatches,), (0,)),)
-    return _counted(schedule, stages, chunks, min(microbatches, 3 * stages), stage)
-
-
-@lru_cache(maxsize=10_000)
-def _counted(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Instant, ...]:
-    """The same, counted from the plan; without instants that hold no more than another one in any respect."""
-    live, deferred = [0] * chunks, [0] * chunks
-    found = set()
-    plan = SCHEDULES[schedule]
-    for action in plan.row(stage=stage, num_stages=stages, num_microbatches=microbatches, num_chunks=chunks):
-        live[action.chunk] += (action.kind == "F") - (action.kind == "B")
-        if plan.has_weight_gradients:
-            deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
-        if action.kind != "W":
-            found.add(Instant(tuple(live), tuple(deferred)))
-    if chunks > 2:  # of many chunks: those with most of them all, or one less, that differ at the ends of the model
-        most = max(sum(each.live) for each in found)
-        near = [each for each in found if sum(each.live) >= most - 1]
-        return tuple({(sum(each.live), each.live[0], each.live[-1]): each for each in near}.values())
-    flat = {(*each.live, *each.deferred): each for each in found}
-    return tuple(
-        each
-        for one, each in flat.items()
-        if not any(other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in flat)
-    )
-
-
-@lru_cache(maxsize=100_000)
-def later_backwards(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Backward, ...]:
-    """Backwards of a step of which one is the fullest moment, once every chunk has had one."""
-    all_of = frozenset(range(chunks))
-    return tuple(
-        Backward(instant, chunk, all_of)
-        for instant in in_flight(schedule, stages, chunks, microbatches, stage)
-        for chunk in [next((number for number in range(chunks) if instant.live[number]), chunks)]
-        if chunk < chunks
-    )
-
-
-@lru_cache(maxsize=100_000)
-def first_backwards(schedule: str, stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Backward, ...]:
-    """The same of a step of few micro-batches, in which gradients come while activations are given back."""
-    none: frozenset[int] = frozenset()
-    if schedule in ("1f1b", "gpipe"):
-        most = stages - stage if schedule == "1f1b" else microbatches
-        first = Backward(Instant((min(most, microbatches),), (0,)), 0, none)
-        return (first, Backward(Instant((min(most, microbatches - 1),), (0,)), 0, frozenset({0})))[:microbatches]
-    live, deferred, begun = [0] * chunks, [0] * chunks, none
-    found: dict[tuple[object, ...], tuple[int, Backward]] = {}
-    plan = SCHEDULES[schedule]
-    for action in plan.row(stage=stage, num_stages=stages, num_microbatches=microbatches, num_chunks=chunks):
-        chunk = action.chunk
-        if action.kind == "B":
-            each = Backward(Instant(tuple(live), tuple(deferred)), chunk, begun)
-            for name, held in (("live", sum(live)), ("both", sum(live) + sum(deferred))):
-                key = (name, begun) if chunks > 2 else (name, begun, chunk)
-                if key not in found or held > found[key][0]:
-                    found[key] = held, each
-            begun |= {chunk}
-        live[chunk] += (action.kind == "F") - (action.kind == "B")
-        if plan.has_weight_gradients:
-            deferred[chunk] += (action.kind == "B") - (action.kind == "W")
-    kept = dict.fromkeys(each for _, each in found.values())
-    few = {0, 1, chunks // 4, chunks // 2, chunks - 1, chunks}
-    return tuple(each for each in kept if chunks <= 2 or len(each.begun) in few)

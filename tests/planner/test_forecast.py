@@ -31,6 +31,14 @@ def test_a_forecast_has_the_interval_of_a_known_device_and_none_of_an_unknown_on
     assert unknown["memory"]["bytes"] == max(each.total for each in expected)
 
 
+def test_a_forecast_of_adapters_says_what_of_its_time_is_not_confirmed() -> None:
+    config = read_config(tiny(Path("never-written"), "--pp 2 --adapter-type lora --load x")).config
+    found = forecast(config, vocab_size=VOCABULARY, device_name="NVIDIA H100 80GB HBM3", device_type="cuda")
+    assert found["step_seconds"]["low"] > 0
+    (said,) = found["step_seconds"]["reservations"]
+    assert said.startswith("adapters: ")
+
+
 def test_a_device_that_does_not_exist_is_refused_before_a_run_starts() -> None:
     with pytest.raises(UserError, match="--forecast-device h1000 is not known"):
         read_config(tiny(Path("never-written"), "--forecast-device h1000"))

@@ -14,7 +14,7 @@ from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.choose import short_list
 from megatronish.planner.devices import find_device
 from megatronish.planner.exact import fullest_stage, memory_of, plan_of
-from megatronish.planner.layout_config import complaints, config_of
+from megatronish.planner.layout_config import complaints, config_of, without_layout
 from megatronish.planner.search import NEAR, Search, SearchResult, divisors
 from megatronish.planner.workload import Workload
 
@@ -27,7 +27,8 @@ CASES = {
 
 def search_of(name: str, *flags: str, gpus: int | None = None) -> Search:
     number, device, vocab_size = CASES[name]
-    config = read_config(["--config", str(ROOT / f"configs/{name}.toml"), *flags], needs_files=False).config
+    argv = ["--config", str(ROOT / f"configs/{name}.toml"), *flags]
+    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
     return Search(config, Workload.of(config, vocab_size), find_device(device), gpus or number)
 
 
@@ -129,6 +130,26 @@ def test_the_short_list_has_different_meshes_and_a_conventional_layout() -> None
         assert complaints(each.config) == []
         assert each.fullest.memory.total <= search.limit
         assert sum(each.fullest.owners.values()) == each.fullest.memory.total
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"), [("--cuda-graph", 64), ("--rampup-batch-size 48 16 10000 --global-batch-size 512", 64)]
+)
+def test_what_is_tried_is_legal_where_rules_read_micro_batches(flags: str, gpus: int) -> None:
+    search = search_of("llama-70b", *flags.split(), gpus=gpus)
+    tried = [
+        each._replace(zero=zero) for mesh in search.meshes() for each, zeros in search.families(mesh) for zero in zeros
+    ]
+    assert tried
+    for candidate in random.Random(7).sample(tried, min(80, len(tried))):
+        assert complaints(config_of(search.config, candidate)) == [], candidate
+
+
+def test_experts_may_be_shared_where_dense_layers_are_not() -> None:
+    search = search_of("qwen3-30b-a3b", gpus=4)
+    mesh = MeshSizes(tp=4, pp=1, dp=1, cp=1, ep=2, etp=1)
+    assert mesh.edp == 2
+    assert {zero for _, zeros in search.families(mesh) for zero in zeros} == {0, 1, 2, 3}
 
 
 def test_zero3_under_a_pipeline_has_to_be_asked_for() -> None:

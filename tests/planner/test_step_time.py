@@ -31,9 +31,7 @@ def test_adapters_have_no_gradients_of_frozen_weights() -> None:
     nf4 = step_of("tp=4,sp,zero=1", "--adapter-type lora --load x --quantize-base nf4")
     assert lora.high < nf4.high
     assert step_of("tp=4,sp,zero=1", "--adapter-type ia3 --load x").high < lora.high
-    plain, lora = (
-        step_of("micro=1,recompute=full", flags, gpus=64) for flags in ("", "--adapter-type lora --load x")
-    )
+    plain, lora = (step_of("micro=1,recompute=full", flags, gpus=64) for flags in ("", "--adapter-type lora --load x"))
     assert lora.exchange < 0.05 * plain.exchange
     assert lora.optimizer < 0.05 * plain.optimizer
 
@@ -62,8 +60,7 @@ def test_a_reference_adds_a_forward_pass_and_kto_another_one(layout: str) -> Non
 def test_muon_has_products_of_its_own_that_ranks_share_out() -> None:
     layout = "tp=4,sp,zero=1"
     adam, muon, fast = (
-        step_of(layout, flags)
-        for flags in ("", "--optimizer muon", "--optimizer muon --muon-fp32-matmul-prec medium")
+        step_of(layout, flags) for flags in ("", "--optimizer muon", "--optimizer muon --muon-fp32-matmul-prec medium")
     )
     # Of each [m, n] five times 2 (2 m m n + m m m) FLOPs, over 8 ranks in fp32: some 7 s for 8B.
     assert adam.optimizer < fast.optimizer < muon.optimizer
