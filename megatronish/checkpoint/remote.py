@@ -62,11 +62,11 @@ class RemotePath:
 
     def is_dir(self) -> bool:
         """Whether it is a folder that holds an object."""
-        return bool(self._call("isdir"))
+        return self._kind() == "directory"
 
     def is_file(self) -> bool:
         """Whether it is an object."""
-        return bool(self._call("isfile"))
+        return self._kind() == "file"
 
     def exists(self) -> bool:
         """Whether it is an object or a folder that holds one."""
@@ -152,6 +152,13 @@ class RemotePath:
         fs, path = self._opened()
         with _told_as_os_error(self.url):
             fs.put_file(str(file), path)
+
+    def _kind(self) -> str | None:
+        """What it is, None if it is not there. fsspec's own questions take any error for a no."""
+        try:
+            return str(self._call("info")["type"])
+        except FileNotFoundError:
+            return None
 
     def _call(self, name: str) -> Any:
         fs, path = self._opened()
@@ -263,8 +270,15 @@ def _told_as_os_error(url: str) -> Iterator[None]:
     """Context in which every error of a store, whatever its class, is an OSError with a line of text."""
     try:
         yield
-    except (OSError, ImportError):
+    except ImportError:
         raise
+    except OSError as error:
+        if error.errno is not None and not isinstance(error, (ConnectionError, TimeoutError)):
+            raise
+        reason = error.strerror or (str(error).splitlines() or [type(error).__name__])[0][:300]
+        if isinstance(error, FileNotFoundError):
+            raise FileNotFoundError(errno.ENOENT, reason, url) from error
+        raise OSError(errno.EACCES if isinstance(error, MISTAKES) else errno.EIO, reason, url) from error
     except Exception as error:
         line, name = (str(error).splitlines() or [""])[0][:300], type(error).__name__
         is_mistake = type(error) in (ValueError, TypeError) or "Credentials" in name or "Validation" in name

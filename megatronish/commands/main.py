@@ -26,9 +26,12 @@ def ended(work: Callable[[], int]) -> int:
     """Exit status of `work`, also where it is interrupted or its output has no reader."""
     try:
         try:
-            return work()
-        finally:  # also after --help, which ends by SystemExit
-            sys.stdout.flush()
+            status = work()
+        except SystemExit:  # after --help
+            _flush()
+            raise
+        _flush()
+        return status
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -38,6 +41,11 @@ def ended(work: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of a pipe has left, as `head` does: nobody is there to be informed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is closed
+        sys.stdout.flush()
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """Pretraining of a GPT: read the config, start the ranks, train."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     """
     with importing():
         from megatronish.checkpoint.attempts import step_of
-        from megatronish.checkpoint.folder import find_checkpoint
+        from megatronish.checkpoint.folder import STATE, find_checkpoint
         from megatronish.checkpoint.remote import is_url
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
@@ -54,12 +55,23 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     run = partial(train, config, notes)
 
     def last_made() -> int:
-        """Number of the last step: one in each interval is logged, and health.json is replaced once a second."""
-        saved = None if is_url(config.save_place) else find_checkpoint(Path(config.save_place))
-        told = [last_step(config.run_dir / name) for name in (METRICS, HEALTH)]
-        return max(told if saved is None else [*told, step_of(saved.name)])
+        """Number of the last step, by what was written last: not every step is logged, or told once a second."""
+        found = {path: last_step(path) for path in (config.run_dir / METRICS, config.run_dir / HEALTH)}
+        with suppress(OSError):
+            saved = None if is_url(config.save_place) else find_checkpoint(Path(config.save_place))
+            found |= {} if saved is None else {saved / STATE: step_of(saved.name)}
+        return found[max(found, key=_time_of)]
 
-    restarts = Restarts(config.resilience.max_restarts, last_made, config.run_dir)
+    save = None if is_url(config.save_place) else Path(config.save_place)
+    restarts = Restarts(config.resilience.max_restarts, last_made, config.run_dir, save)
     logs = config.run_dir / "logs"
     status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts)
     return status or (print_sample(config) if place_from_environment() is None else 0)
+
+
+def _time_of(path: Path) -> float:
+    """Time of the last change of a file; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

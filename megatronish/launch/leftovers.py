@@ -24,9 +24,10 @@ FEWEST_SECONDS = 60.0
 @contextmanager
 def meeting_folder() -> Iterator[str]:
     """A new folder, removed at the end; leftovers of others are removed first. UserError if none can be made."""
-    temporary = tempfile.gettempdir()
-    remove_leftovers(Path(temporary))
+    temporary = os.environ.get("TMPDIR", "/tmp")
     try:
+        temporary = tempfile.gettempdir()
+        remove_leftovers(Path(temporary))
         made = tempfile.TemporaryDirectory(prefix=MEETING, ignore_cleanup_errors=True)
     except OSError as error:
         raise UserError(

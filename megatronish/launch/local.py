@@ -11,7 +11,6 @@ Ranks never outlive the launcher, and the first failure ends them all.
 
 import contextlib
 import importlib
-import itertools
 import multiprocessing
 import os
 import signal
@@ -19,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,12 +114,11 @@ def run_local_ranks(
             importlib.import_module(module)
     restarts = restarts or Restarts()
     ranks = _RanksToStart(function, world_size, log_dir, start_method, interactive)
-    begin = time.monotonic()
-    for number in itertools.count():
-        attempt = _attempt(ranks, number, begin)
+    launch, begin = uuid.uuid4().hex, time.monotonic()
+    while True:
+        attempt = _attempt(ranks, launch, begin)
         if attempt.was_asked_to_end or not restarts.again(attempt.status, attempt.sentence):
             return attempt.status
-    raise AssertionError
 
 
 class _RanksToStart(NamedTuple):
@@ -138,8 +137,8 @@ class _Attempt(NamedTuple):
     was_asked_to_end: bool = False
 
 
-def _attempt(wanted: _RanksToStart, number: int, begin: float) -> _Attempt:
-    """Start the ranks for the attempt of this number, and wait for them; the first attempt began at `begin`."""
+def _attempt(wanted: _RanksToStart, launch: str, begin: float) -> _Attempt:
+    """Start the ranks, and wait for them; the first attempt of the launch began at `begin`."""
     function, world_size, log_dir, start_method, interactive = wanted
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
@@ -149,7 +148,7 @@ def _attempt(wanted: _RanksToStart, number: int, begin: float) -> _Attempt:
             with _signals_held():
                 for rank in range(world_size):
                     sizes = rank, world_size, rank, world_size
-                    place = Place(*sizes, f"file://{folder}/meet", attempt=number, launched=begin)
+                    place = Place(*sizes, f"file://{folder}/meet", launch=launch, launched=begin)
                     report, writer = context.Pipe(duplex=False)
                     process = context.Process(target=_be_rank, args=(function, place, log_dir, writer))  # type: ignore[attr-defined]
                     process.start()

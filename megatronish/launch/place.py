@@ -16,7 +16,6 @@ from megatronish.launch.slurm import Slurm
 
 ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 # The first row that says more than one rank counts. The order resolves what looks like a contradiction: mpirun and
 # Flux run inside a job of SLURM, whose variables their ranks inherit, so they come before it; a bare PMI_RANK or
@@ -112,9 +111,9 @@ class Place:
     `env://` under torchrun, `tcp://HOST:PORT` under MPI and SLURM, None for a process that is alone.
     `may_see_own_device`: the launcher may have shown each of its ranks another GPU, as SLURM can; local ranks and
     torchrun's all see the same. `leave` ends this process at once, from any thread, with status 1 and a message about
-    the whole run, which every rank has; the second argument says whether this rank is the one to print it. `attempt`
-    counts the starts by a launcher that starts again, from zero; `launched` is when the first of them began, in seconds
-    of the machine's monotonic clock, where that is known.
+    the whole run, which every rank has; the second argument says whether this rank is the one to print it. `launch` is
+    the same in all starts by a launcher of this package that starts again, and in no others; `launched` is when the
+    first of them began, in seconds of the machine's monotonic clock. Other launchers say neither.
     """
 
     rank: int = 0
@@ -124,7 +123,7 @@ class Place:
     rendezvous: str | None = None
     may_see_own_device: bool = False
     leave: Callable[[str, bool], None] = field(default=leave_quietly, compare=False, repr=False)
-    attempt: int = 0
+    launch: str = ""
     launched: float | None = None
 
     def __post_init__(self) -> None:
@@ -183,7 +182,6 @@ def _env_place(environ: Mapping[str, str], launcher: Launcher | None) -> Place:
         rendezvous="env://",
         # Somebody else may set these variables for tasks of srun; torchrun itself names its run.
         may_see_own_device="TORCHELASTIC_RUN_ID" not in environ,
-        attempt=integer(environ, RESTARTS) if RESTARTS in environ else 0,
     )
 
 

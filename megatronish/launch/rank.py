@@ -46,8 +46,8 @@ def run_rank(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     path = log_dir / f"rank_{place.rank}.log"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a pipe that nobody reads would block
-            raise FileExistsError(errno.EEXIST, "it is no ordinary file")
+        if path.is_fifo():  # without a reader, opening it would block
+            raise FileExistsError(errno.EEXIST, "it is a pipe")
         log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         return Ending(time.monotonic(), 2, f"cannot write the log {path}: {error.strerror}; choose another run folder")

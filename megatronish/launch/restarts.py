@@ -27,12 +27,14 @@ def _no_step() -> int:
 class Restarts:
     """The restarts that are left to a run. `last_step` reads the number of the last step that was made.
 
-    A run whose `folder` is not there any more does not begin again: it would be a new one.
+    A run whose `folder`, or `save` folder after its first step, is not there any more does not begin again: it would be
+    a new one.
     """
 
     most: int = 0
     last_step: Callable[[], int] = _no_step
     folder: Path | None = None
+    save: Path | None = None
     used: int = field(default=0, init=False)
     _step: int = field(default=-1, init=False)  # that of the failure before
     _place: tuple[int, str] | None = field(default=None, init=False)
@@ -40,14 +42,13 @@ class Restarts:
 
     def again(self, status: int, sentence: str) -> bool:
         """Whether to begin again after an attempt that ended so; prints why, if there are restarts at all."""
-        if self.most == 0 or status != 1:
-            return False
-        if self.folder is not None and not self.folder.is_dir():
-            _tell(
-                f"no restart: {self.folder} was moved or removed while the run was in it; move it back, and start again"
-            )
+        if self.most == 0 or status != 1 or not sentence:  # a planned stop may have any status, and says nothing
             return False
         step = self.last_step()
+        gone = [path for path in (self.folder, self.save if step else None) if path is not None and _is_gone(path)]
+        if gone:
+            _tell(f"no restart: {gone[0]} was moved or removed while the run was in it; move it back, and start again")
+            return False
         if step >= self._step + GOOD_STEPS:
             self.used = 0
         place = step, re.sub(r"\d[\d.,]*", "#", sentence.splitlines()[0] if sentence else "")
@@ -64,6 +65,17 @@ class Restarts:
         _tell(f"restart {self.used} of {self.most}, after step {step}")
         time.sleep(pause)
         return True
+
+
+def _is_gone(folder: Path) -> bool:
+    """Whether a folder is not there; one that cannot be asked for, as on a disk that fails, may be."""
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _tell(line: str) -> None:

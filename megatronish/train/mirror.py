@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatronish.checkpoint.remote import RemotePath, error_of_start
 
 CHECKPOINTS = "checkpoints"
-LINES = ".jsonl"
+LINES = (".jsonl", ".log")
 
 
 class RunMirror:
@@ -47,7 +47,7 @@ class RunMirror:
         local, remote = self.folder / name, self.place / name
         if not local.is_file():
             return False
-        if local.suffix != LINES:
+        if local.suffix not in LINES:
             return local.stat().st_mtime > remote.stat().st_mtime
         with tempfile.TemporaryDirectory() as aside:
             if local.stat().st_size <= size:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.checkpoint.all_or_none import all_or_none, from_one, same_on_all
-from megatronish.checkpoint.folder import find_checkpoint, folder_of, remove_leftovers, saved_at, steps_in
+from megatronish.checkpoint.checksums import DamagedError
+from megatronish.checkpoint.folder import find_checkpoint, folder_of, read_state, remove_leftovers, saved_at, steps_in
 from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
@@ -55,12 +56,12 @@ def begin(
     *,
     reference: Base | None = None,
     copies: NearbyCopies | None = None,
-    is_restart: bool = False,
+    launch: str = "",
 ) -> Begun:
     """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective.
 
-    `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints. With
-    `is_restart` a launcher has started again, with flags that may have gone back to a step already.
+    `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints. What
+    `launch` has saved comes before a step that its flags go back to: it went back in an earlier attempt.
     """
     keep, own = job.config.checkpoint, location(job.config.save_place)
     axis = engine.mesh.checkpoint_axis
@@ -70,7 +71,7 @@ def begin(
         base = load_base(job, engine)
         say(f"adapters of the frozen model {base.source}")
         keep = _without_base(keep)
-    seen = _look_together(keep, own, axis, is_restart)
+    seen = _look_together(keep, own, axis, launch)
     copy = _copy(keep, own, engine, copies, seen)
     has_begun, checkpoint = seen.has_begun or copy is not None, copy or seen.checkpoint
     if keep.moe_use_upcycling and not has_begun:
@@ -183,18 +184,18 @@ class Seen(NamedTuple):
     is_back: bool
 
 
-def _look_together(keep: CheckpointConfig, own: Location, axis: Axis, is_restart: bool) -> Seen:
+def _look_together(keep: CheckpointConfig, own: Location, axis: Axis, launch: str) -> Seen:
     """What `_look` returns, on all ranks. A store shows all ranks the same: one of them asks it."""
-    look = partial(_look, keep, own, is_restart)
+    look = partial(_look, keep, own, launch)
     if isinstance(own, RemotePath) and (keep.load is None or is_url(keep.load)):
         return from_one(axis, look)
     return same_on_all(axis, look, what=f"in {own}")
 
 
-def _look(keep: CheckpointConfig, own: Location, is_restart: bool) -> Seen:
+def _look(keep: CheckpointConfig, own: Location, launch: str) -> Seen:
     """What there is to start from."""
     steps = steps_in(own)
-    is_back = is_restart and _names_step(keep, own) and _has_gone_back(keep, own)
+    is_back = bool(launch) and _names_step(keep, own) and _has_saved(launch, own)
     keep = _without_step(keep) if is_back else keep
     has_begun, saved_last = bool(steps), max(map(saved_at, steps.values()), default=0.0)
     from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
@@ -206,11 +207,13 @@ def _without_step(keep: CheckpointConfig) -> CheckpointConfig:
     return replace(keep, ckpt_step=None, load=None)
 
 
-def _has_gone_back(keep: CheckpointConfig, own: Location) -> bool:
-    """Whether the newest checkpoint was saved by a run that had gone back by the same flags."""
+def _has_saved(launch: str, own: Location) -> bool:
+    """Whether the newest checkpoint was saved by an attempt of this launch. One that is damaged says nothing."""
     newest = find_checkpoint(own)
-    saved = {} if newest is None else read_run(newest)["config"].get("checkpoint", {})
-    return newest is not None and (saved.get("ckpt_step"), saved.get("load")) == (keep.ckpt_step, keep.load)
+    try:
+        return newest is not None and read_state(newest).get("launch") == launch
+    except DamagedError:
+        return False
 
 
 def _name(folder: Location) -> str:
@@ -248,8 +251,9 @@ def _copy(
 def _names_step(keep: CheckpointConfig, own: Location) -> bool:
     """Whether the user asks for one checkpoint of the run, and not for the newest state."""
     load = None if keep.load is None else location(keep.load)
-    is_step = load is not None and folder_of(load) == load.parent and load.parent.resolve() == own.resolve()
-    return keep.ckpt_step is not None or is_step
+    is_own = load is None or _name(folder_of(load)) == _name(own)  # of another's a run takes a step once, to begin
+    is_step = load is not None and folder_of(load) == load.parent
+    return is_own and (keep.ckpt_step is not None or is_step)
 
 
 def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:

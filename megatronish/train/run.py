@@ -173,7 +173,7 @@ def _train(
     reference = begin_reference(job, engine, say)
     record.enter_phase("start", "loading")
     copies = open_copies(config, engine)
-    begun = begin(job, engine, say, reference=reference, copies=copies, is_restart=place.attempt > 0)
+    begun = begin(job, engine, say, reference=reference, copies=copies, launch=place.launch)
     progress, schedule = begun.progress, begun.schedule
     num_steps = job.num_steps(progress)
     if progress.step >= num_steps:
@@ -184,7 +184,7 @@ def _train(
             return True
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
-    save = stack.enter_context(_saving(job, stopper, begun, reference))
+    save = stack.enter_context(_saving(job, stopper, begun, reference, launch=place.launch))
     if mirror is not None:
         save.before_writing = mirror.copy
     trainer = Trainer(
@@ -232,10 +232,10 @@ def _stopper(config: Config, place: Place) -> Stopper:
     )
 
 
-def _saving(job: TrainingJob, stopper: Stopper, begun: Begun, reference: Base | None) -> Save:
+def _saving(job: TrainingJob, stopper: Stopper, begun: Begun, reference: Base | None, *, launch: str) -> Save:
     """The hook that saves, with what every checkpoint says of the run."""
     config = job.config
-    facts = job.facts | {"origin": begun.origin, "schedule": asdict(begun.schedule)}
+    facts = job.facts | {"origin": begun.origin, "schedule": asdict(begun.schedule), "launch": launch}
     models = {"base": begun.base, "reference": reference}
     facts |= {
         name: {"source": each.source, "identity": each.identity} for name, each in models.items() if each is not None

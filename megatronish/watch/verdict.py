@@ -88,7 +88,7 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
 
 def _has_newcomer(state: ThreadBeat, others: Iterable[ThreadBeat | None]) -> bool:
     """Whether a rank has entered the same collective not long ago: it may still end, or show what that rank does."""
-    if state.waiting is None:
+    if state.waiting is None or state.waiting.peer is not None:
         return False
     mine = state.waiting.line, state.waiting.number
     inside = [each for each in others if each is not None and each.waiting is not None and not each.is_overdue]

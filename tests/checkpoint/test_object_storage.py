@@ -261,6 +261,11 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: RemotePath, monkeypat
         with pytest.raises(OSError, match="Connection refused"):
             saved_at(checkpoint)
     with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "info", refuse)
+        for question in (folder.is_dir, (checkpoint / "state.json").is_file):  # no answer is not a no
+            with pytest.raises(OSError, match="Connection refused"):
+                question()
+    with monkeypatch.context() as patch:
         patch.setattr(RemotePath, "write_text", refuse)
         with pytest.raises(RunError, match=r"--save memory://.* cannot be written: Connection refused; the store"):
             refuse_unwritable(folder, flag="--save")
@@ -387,6 +392,11 @@ def test_files_of_a_run_are_copied_when_they_have_changed(
         (other / "metrics.jsonl").write_text(lines)
         RunMirror(other, place).fetch()
         assert (other / "metrics.jsonl").read_text() == kept
+    # A log that this start has just opened is younger than the store's, and does not take its place.
+    (place / "logs" / "rank_1.log").write_text("first start\n")
+    (other / "logs" / "rank_1.log").touch()
+    RunMirror(other, place).fetch()
+    assert (other / "logs" / "rank_1.log").read_text() == "first start\n"
     (other / "logs" / "rank_0.txt").write_text("later")
     RunMirror(other, place).fetch()
     assert (other / "logs" / "rank_0.txt").read_text() == "later"
@@ -400,6 +410,8 @@ def test_files_of_a_run_are_copied_when_they_have_changed(
     [
         ("--save nowhere://bucket/run", r"nowhere://bucket/run.*cannot be written: .*nowhere"),
         ("--save file:///proc/run", r"--save file:///proc/run cannot be written: .*; check its name"),
+        ("--save memory://run", "save=memory://run is in the memory of one process and ends with it"),
+        ("--save-replicated-interval 2 --local-save file:///tmp/x", "local_save=file:///tmp/x is a URL"),
         ("--load file:///nowhere/run", "--load file:///nowhere/run holds no checkpoint"),
         ("--load file:///nowhere/run --adapter-type lora", "on object storage.*copy that checkpoint to one"),
         ("--run-dir nowhere://bucket/run --save here", r"--run-dir nowhere://bucket/run cannot be written: .*nowhere"),

@@ -102,11 +102,11 @@ def test_restarts_go_back_to_a_step_once(tmp_path: Path) -> None:
         assert ended.status == 0, ended.errors
         found = re.findall(r"continuing from \S+/step_0+(\d+)", ended.output)
         assert found == [back[-1], str(kill)], ended.output
-    # Before it has saved, it goes back again.
-    ended = run_job(
-        tiny(run, f"{flags} --ckpt-step 2 --seed 1"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 1)
-    )
-    assert ended.status == 2
+    # Another launch goes back, and until it has saved each of its attempts does.
+    back = "--ckpt-step 4 --save-interval 100"
+    ended = run_job(tiny(run, f"{flags} {back}"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 6))
+    assert ended.status == 0, ended.errors
+    assert re.findall(r"continuing from \S+/step_0+(\d+)", ended.output) == ["4", "4"]
 
 
 def move_run(step: int, run: str) -> None:
@@ -169,6 +169,13 @@ def test_a_temporary_directory_that_is_gone_is_a_sentence(tmp_path: Path) -> Non
     code = code.format(gone["TMPDIR"]) + "with meeting_folder(): pass"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "none can be made in" in ended.stderr and "set TMPDIR to a folder that can be written" in ended.stderr
+
+
+def test_a_planned_stop_is_no_failure_whatever_its_status(tmp_path: Path) -> None:
+    flags = "--dp 2 --exit-interval 3 --exit-status-if-stopped 1 --max-restarts 3"
+    ended = run_job(tiny(tmp_path / "run", flags), tmp_path)
+    assert (ended.status, ended.errors) == (1, "")
+    assert max(steps_of(tmp_path / "run")) == 3
 
 
 def test_two_interrupts_end_a_run_that_has_restarts(tmp_path: Path) -> None:

@@ -83,8 +83,11 @@ class NearbyCopies:
     def newest_time(self) -> float:
         """Latest time at which a state of these copies was taken, whole or not; 0 without copies. Collective."""
         hosts, folder = self.nearby.hosts, self.nearby.folder
-        copies = steps_in(folder).values() if hosts.is_first else ()
-        return max(from_all(self.nearby.axis, lambda: max(map(taken_at, copies), default=0.0)))
+
+        def newest_here() -> float:
+            return max(map(taken_at, steps_in(folder).values()), default=0.0) if hosts.is_first else 0.0
+
+        return max(from_all(self.nearby.axis, newest_here))
 
     def write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> None:
         """Write a copy on all hosts, or RunError on all; the copy before is removed."""

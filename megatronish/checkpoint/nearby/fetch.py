@@ -6,6 +6,7 @@ the layout of the copy these are few; in another layout, after hosts were lost, 
 
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +60,8 @@ def fetch_tensors(nearby: Nearby, copy: FoundCopy, tensors: dict[str, GlobalTens
     if any(failures):
         for transfer in transfers.second:
             if transfer.target == axis.rank:  # what its sender could not read is not there either
-                (folder / transfer.name).unlink(missing_ok=True)
+                with suppress(OSError):  # else the vote after the next start finds that it is not whole
+                    (folder / transfer.name).unlink()
         return sum(transfer.length for transfer in transfers.needed)
     return sum(transfer.length for transfer in (*transfers.needed, *transfers.second))
 

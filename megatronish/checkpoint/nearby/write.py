@@ -13,6 +13,7 @@ all have renamed it they remove the copy before it. So whenever a run is killed,
 import json
 import shutil
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,8 @@ def write_copy(nearby: Nearby, *, step: int, tensors: dict[str, GlobalTensor], s
         why = error.why if isinstance(error, DamagedError) else getattr(error, "strerror", None) or error
         raise RunError(f"the state of step {step} was not copied to {folder}: {why}") from error
     if hosts.is_first:
-        remove_copies(folder, keep=target)
+        with suppress(OSError):  # all have agreed that the copy is whole: no rank may fail alone now
+            remove_copies(folder, keep=target)
     return target
 
 

@@ -122,15 +122,6 @@ def _memory_of_a_process(config: Config) -> str | None:
     return f"{name}={places[name]} is in the memory of one process and ends with it; name a folder or a store"
 
 
-def _planned_stops(config: Config) -> str | None:
-    if not config.resilience.max_restarts or config.training.exit_status_if_stopped != 1:
-        return None
-    return (
-        f"max_restarts={config.resilience.max_restarts} begins again after status 1, which "
-        "exit_status_if_stopped=1 gives to a run that stopped as it should; use another status, as 3"
-    )
-
-
 def _copies(config: Config) -> str | None:
     if config.checkpoint.local_save is None or config.checkpoint.save_replicated_interval is not None:
         return None
@@ -154,5 +145,4 @@ CHECKPOINT_RULES = (
     ConfigRule(("local_save", "save_replicated_interval"), _copies),
     ConfigRule(("local_save",), _local_folder),
     ConfigRule(("save", "run_dir"), _memory_of_a_process),
-    ConfigRule(("max_restarts", "exit_status_if_stopped"), _planned_stops),
 )

@@ -29,6 +29,8 @@ from megatronish.train.state import tensors_of
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 WHOLE = "copied_nearby"
+PATIENCE = 10.0
+"""Seconds for a copy in progress when a run fails; a peer that is lost may keep it for longer."""
 
 
 def open_copies(config: Config, engine: Engine) -> NearbyCopies | None:
@@ -95,7 +97,7 @@ class CopyNearby(Hook):
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         """Wait for the thread, unless the user wants to leave at once: what calls this run may continue after it."""
         if isinstance(error, Exception) and self._pending is not None:
-            wait([self._pending.future])
+            wait([self._pending.future], timeout=PATIENCE)
 
     def finish(self, trainer: Trainer) -> None:
         """Remove the copies of a run whose last checkpoint is written."""
