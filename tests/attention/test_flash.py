@@ -121,6 +121,16 @@ def test_flex_attention_computes_what_sdpa_does(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_sizes_that_are_symbols_in_a_graph_break_none() -> None:
+    """After another length torch.compile makes sizes symbols, and SDPA takes no symbol where it asks for a bool."""
+    compiled = torch.compile(flash_attention, backend="eager", dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for kv_heads, seq_length in ((4, 8), (2, 8), (2, 12)):
+            inputs, mask = _tensors(kv_heads=kv_heads, seq_length=seq_length), AttentionMask(seq_length)
+            found = compiled(*inputs, mask=mask, may_compile=True)
+            torch.testing.assert_close(found, _by_sdpa(*inputs, mask))
+
+
 def test_another_micro_batch_compiles_nothing() -> None:
     """A mask with new documents is a new function and new tensors; the compiled one serves it."""
     counter = CompileCounter()
