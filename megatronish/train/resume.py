@@ -61,7 +61,7 @@ def begin(
     """Fill the engine with the weights, and the optimizer states, that the run starts from. Collective.
 
     `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints. What
-    `launch` has saved comes before a step that its flags go back to: it went back in an earlier attempt.
+    `launch` has saved, or copied, comes before a step that its flags go back to: it went back in an earlier attempt.
     """
     keep, own = job.config.checkpoint, location(job.config.save_place)
     axis = engine.mesh.checkpoint_axis
@@ -72,7 +72,7 @@ def begin(
         say(f"adapters of the frozen model {base.source}")
         keep = _without_base(keep)
     seen = _look_together(keep, own, axis, launch)
-    copy = _copy(keep, own, engine, copies, seen)
+    copy = _copy(keep, own, engine, copies, seen, launch)
     has_begun, checkpoint = seen.has_begun or copy is not None, copy or seen.checkpoint
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
@@ -239,13 +239,18 @@ def _find(keep: CheckpointConfig, own: Location, *, has_begun: bool) -> Location
 
 
 def _copy(
-    keep: CheckpointConfig, own: Location, engine: Engine, copies: NearbyCopies | None, seen: Seen
+    keep: CheckpointConfig, own: Location, engine: Engine, copies: NearbyCopies | None, seen: Seen, launch: str
 ) -> Path | None:
-    """Folder of a copy nearby that is newer than a checkpoint; None if there is none, or if a step is asked for."""
-    if copies is None or (_names_step(keep, own) and not seen.is_back):
+    """Folder of a copy nearby that is newer than a checkpoint; None if there is none.
+
+    If a step is asked for, a copy counts that was made after an attempt of this launch had gone back to it.
+    """
+    goes_back = _names_step(keep, own) and not seen.is_back
+    if copies is None or (goes_back and not launch):
         return None
+    tensors = tensors_of(engine, with_optimizer=not keep.no_load_optim)
     than = seen.checkpoint if seen.has_begun else None
-    return copies.fetch_newest(tensors_of(engine, with_optimizer=not keep.no_load_optim), than=than)
+    return copies.fetch_newest(tensors, than=than, launch=launch if goes_back else None)
 
 
 def _names_step(keep: CheckpointConfig, own: Location) -> bool:

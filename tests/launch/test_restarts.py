@@ -109,6 +109,20 @@ def test_restarts_go_back_to_a_step_once(tmp_path: Path) -> None:
     assert re.findall(r"continuing from \S+/step_0+(\d+)", ended.output) == ["4", "4"]
 
 
+def test_restarts_that_went_back_resume_from_the_copies_that_they_made(tmp_path: Path) -> None:
+    """And not from one that an earlier launch has left, which knows nothing of the step that was asked for."""
+    run = tmp_path / "run"
+    train_on_ranks(tiny(run, "--train-iters 4 --save-interval 2"))
+    copies = f"--train-iters 9 --lr-decay-iters 6 --save-replicated-interval 1 --local-save {tmp_path}/local"
+    flags = f"{copies} --save-interval 100 --max-restarts 2"
+    left = run_job(tiny(run, copies), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 6))
+    assert left.status == -signal.SIGKILL, left.errors  # its last copies, of step 6 or 7, stay
+    ended = run_job(tiny(run, f"{flags} --ckpt-step 2"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 4))
+    assert ended.status == 0, ended.errors
+    back, resumed = (int(step) for step in re.findall(r"continuing from \S+/step_0+(\d+)", ended.output))
+    assert back == 2 and resumed in (4, 5)  # it was killed in the step after the fifth
+
+
 def move_run(step: int, run: str) -> None:
     """The run folder is moved away in a step, once."""
     original = Trainer.step

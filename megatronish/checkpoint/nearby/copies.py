@@ -64,13 +64,16 @@ class NearbyCopies:
         all_or_none(axis, partial(remove_partial, folder) if hosts.is_first else lambda: None)
         return cls(nearby, save_place)
 
-    def fetch_newest(self, tensors: dict[str, GlobalTensor], *, than: Location | None) -> Path | None:
+    def fetch_newest(
+        self, tensors: dict[str, GlobalTensor], *, than: Location | None, launch: str | None = None
+    ) -> Path | None:
         """Folder of the newest whole copy: a checkpoint with those files on this host in which `tensors` lie.
 
         None if there is none whose state was taken after that of the checkpoint `than`: one that is uploaded slowly is
-        there later than copies of the steps after it. What is damaged is printed.
+        there later than copies of the steps after it. With `launch` it is one that this launch has made. What is
+        damaged is printed.
         """
-        copy, damage = newest_copy(self.nearby)
+        copy, damage = newest_copy(self.nearby, launch=launch)
         axis = self.nearby.axis
         for line in damage if axis.is_first else ():
             tqdm.write(line, file=sys.stderr)

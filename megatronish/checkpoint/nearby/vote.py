@@ -37,9 +37,12 @@ class FoundCopy(NamedTuple):
     holders: Mapping[str, tuple[int, ...]]
 
 
-def newest_copy(nearby: Nearby) -> tuple[FoundCopy | None, Damage]:
-    """Newest whole copy, or None, and a sentence for each file that is damaged; the same on all ranks. Collective."""
-    lists = from_all(nearby.axis, lambda: _listed(nearby.folder) if nearby.hosts.is_first else ({}, []))
+def newest_copy(nearby: Nearby, *, launch: str | None = None) -> tuple[FoundCopy | None, Damage]:
+    """Newest whole copy, or None, and a sentence for each file that is damaged; the same on all ranks. Collective.
+
+    With `launch` only copies that an attempt of that launch has made count.
+    """
+    lists = from_all(nearby.axis, lambda: _listed(nearby.folder, launch) if nearby.hosts.is_first else ({}, []))
     told = [line for _, lines in lists for line in lines]
     of_hosts = [lists[ranks[0]][0] for ranks in nearby.hosts.ranks]
     while (copy := _newest_whole(of_hosts)) is not None:
@@ -55,7 +58,7 @@ def newest_copy(nearby: Nearby) -> tuple[FoundCopy | None, Damage]:
     return copy, told
 
 
-def _listed(folder: Path) -> tuple[dict[str, HeldCopy], Damage]:
+def _listed(folder: Path, launch: str | None) -> tuple[dict[str, HeldCopy], Damage]:
     """Copies in a host's folder, by key, and a sentence for each whose list of files cannot be read."""
     found: dict[str, HeldCopy] = {}
     told: Damage = []
@@ -66,6 +69,8 @@ def _listed(folder: Path) -> tuple[dict[str, HeldCopy], Damage]:
             here = {name for name, length in lengths.items() if _has(path / name, length)}
             key = hashlib.sha256((path / CHECKSUMS).read_bytes()).hexdigest()
             state = read_state(path, checksums)
+            if launch is not None and state.get("launch") != launch:
+                continue
             taken = float(state.get("taken_at", state["saved_at"]))
             found[key] = HeldCopy(path.name, taken, frozenset({*lengths, CHECKSUMS}), frozenset({*here, CHECKSUMS}))
         except DamagedError as error:
