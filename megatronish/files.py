@@ -27,12 +27,32 @@ NO_CONTENT = "lost+found"  # a folder that is in the root of an empty ext4 disk
 def write_durably(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new one, whenever the machine stops."""
     aside = path.with_name(path.name + ".new")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with _removed_after_an_error(aside):
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
     sync_folder(path.parent)
+
+
+def write_quickly(path: Path, text: str) -> None:
+    """Replace a file atomically, without waiting for the disk: after a power cut it may be the old one, or empty."""
+    aside = path.with_suffix(".new")
+    with _removed_after_an_error(aside):
+        aside.write_text(text)
+        aside.replace(path)
+
+
+@contextmanager
+def _removed_after_an_error(aside: Path) -> Iterator[None]:
+    """Context in which a file is written, of which nothing stays where the disk is full."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def ordinary(path: Path) -> Path:

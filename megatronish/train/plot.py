@@ -1,7 +1,6 @@
 """The loss curve of a run, drawn from its metrics.jsonl and evaluations.jsonl."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+
+from megatronish.files import AtomicFile
 
 FEW_STEPS = 50  # a curve of fewer steps is not smoothed
 MOST_BINS = 1000  # a curve of more than twice as many points is drawn by the lowest and the highest of each bin
@@ -64,10 +65,9 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def write_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG that is whole or absent; returns its path."""
-    aside = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    figure.savefig(aside, dpi=120)
-    aside.replace(path)
+    """Write a PNG that is whole or absent, also where the disk is full; returns its path."""
+    with AtomicFile(path) as picture:
+        figure.savefig(picture.file, format="png", dpi=120)
     return path
 
 

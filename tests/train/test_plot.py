@@ -1,6 +1,7 @@
 """Tests of loss.png: what is drawn of short, long, interrupted and broken runs."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,20 @@ def test_a_gap_stays_a_gap_when_points_are_left_out() -> None:
     values[4000:5000] = np.nan
     few_steps, few = thinned(steps, values)
     assert np.isnan(few[(few_steps >= 4010) & (few_steps < 4990)]).all() and np.isfinite(few[few_steps < 3990]).all()
+
+
+def test_a_picture_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    """Nor does one of a process that was killed while it drew, once the next one draws."""
+    write(tmp_path, {1: 2.0, 2: 1.0})
+    before = sorted(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            plot_run(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / f"loss.png.{'0' * 12}.tmp").write_bytes(b"half of it")
+    plot_run(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "loss.png"])

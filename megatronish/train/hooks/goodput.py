@@ -16,13 +16,14 @@ After a start that ended as it should (finished, or stopped on request) no `down
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megatronish.files import ordinary
+from megatronish.files import ordinary, write_quickly
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import PhaseName, RankRecord
 
@@ -160,12 +161,8 @@ class Goodput(Hook):
 
     def _write(self) -> None:
         self.ledger.seen = time.time()
-        aside = self.path.with_suffix(".new")
-        try:
-            aside.write_text(json.dumps(_rounded(asdict(self.ledger)), indent=1) + "\n")
-            aside.replace(self.path)
-        except OSError:  # a full disk: the next write tells
-            return
+        with suppress(OSError):  # a full disk: the next write tells
+            write_quickly(self.path, json.dumps(_rounded(asdict(self.ledger)), indent=1) + "\n")
 
 
 def _rounded(values: Any) -> Any:

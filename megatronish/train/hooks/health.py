@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+from megatronish.files import write_quickly
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 HEALTH = "health.json"
@@ -30,9 +31,7 @@ class Health(Hook):
             return
         self._next = now + FEWEST_SECONDS
         said = {"step": record.step, "time": time.time(), "phase": "step", "pid": os.getpid()}
-        aside = self.path.with_suffix(".new")
         try:
-            aside.write_text(json.dumps(said) + "\n")
-            aside.replace(self.path)
+            write_quickly(self.path, json.dumps(said) + "\n")
         except OSError:
             self._next = now + 10 * FEWEST_SECONDS
