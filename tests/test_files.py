@@ -18,7 +18,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="File too large"):
             write(path, "new" * 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

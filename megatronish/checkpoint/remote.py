@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from megatronish.checkpoint.listing import objects_below
 from megatronish.errors import RunError, UserError
 from megatronish.files import write_durably
 
@@ -70,7 +71,7 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Whether it is an object or a folder that holds one."""
-        return bool(self._call("exists"))
+        return self._kind() is not None
 
     def stat(self) -> RemoteStatus:
         """Facts of the object; FileNotFoundError if it is not there."""
@@ -84,12 +85,9 @@ class RemotePath:
         fs, path = self._opened()
         with _told_as_os_error(self.url):
             fs.invalidate_cache()
-            try:
-                found = fs.find(path, detail=True)
-            except FileNotFoundError:
-                return {}
+            found = objects_below(fs, path)
         start = len(path.rstrip("/")) + 1
-        return {name[start:]: info["size"] for name, info in found.items() if info["type"] == "file"}
+        return {name[start:]: info["size"] for name, info in found.items() if info.get("type") == "file"}
 
     def open(self, mode: str = "rb", **_options: Any) -> "RemoteFile":
         """Open for reading, or for writing an object that is there once the file is closed."""
@@ -126,7 +124,7 @@ class RemotePath:
         fs, path = self._opened()
         with _told_as_os_error(self.url):
             fs.invalidate_cache()
-            if fs.exists(path):
+            with suppress(FileNotFoundError):
                 fs.rm(path, recursive=True)
 
     def download(self, into: Path) -> Path:

@@ -9,14 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
 from planted_kills import kill_after
@@ -26,6 +28,7 @@ from saved_runs import read_whole, save_value, saved_value
 from megatronish.checkpoint.attempts import new_attempt, remove_incomplete, whole_attempts
 from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import remove_old, saved_at, steps_in
+from megatronish.checkpoint.listing import objects_below
 from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.checkpoint.save import SaveError
 from megatronish.errors import RunError, UserError
@@ -262,7 +265,8 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: RemotePath, monkeypat
             saved_at(checkpoint)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "info", refuse)
-        for question in (folder.is_dir, (checkpoint / "state.json").is_file):  # no answer is not a no
+        # No answer is not a no.
+        for question in (folder.is_dir, (checkpoint / "state.json").is_file, (folder / ".copies").exists):
             with pytest.raises(OSError, match="Connection refused"):
                 question()
     with monkeypatch.context() as patch:
@@ -284,6 +288,37 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: RemotePath, monkeypat
             with pytest.raises(UserError if is_mistake else RunError):
                 refuse_unwritable(folder, flag="--save")
     assert saved_value(folder) == 1.0
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the store's, nor one in it: a checkpoint whose files are not listed would look unfinished."""
+    inside, folder = f"{tmp_path}/run/step_00000004", RemotePath(f"{tmp_path.as_uri()}/run")
+    wrapper = DirFileSystem(f"{tmp_path}/run", LocalFileSystem())
+    assert folder.sizes() == {}
+    Path(inside).mkdir(parents=True)
+    Path(inside, "state.json").write_text("{}")
+    assert folder.sizes() == {"step_00000004/state.json": 2}
+    assert list(objects_below(wrapper, "")) == ["step_00000004/state.json"]
+    listed = LocalFileSystem.ls
+
+    def failing(unreadable: str, error: OSError) -> Callable[..., Any]:
+        def ls(self: LocalFileSystem, path: str, *args: Any, **options: Any) -> Any:
+            if str(path).rstrip("/") == unreadable:
+                raise error
+            return listed(self, path, *args, **options)
+
+        return ls
+
+    for unreadable in (f"{tmp_path}/run", inside):
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalFileSystem, "ls", failing(unreadable, OSError(5, "Input/output error")))
+            with pytest.raises(OSError, match="Input/output error"):
+                steps_in(folder)
+            with pytest.raises(OSError, match="Input/output error"):
+                objects_below(wrapper, "")
+        with monkeypatch.context() as patch:  # removed by another process meanwhile
+            patch.setattr(LocalFileSystem, "ls", failing(unreadable, FileNotFoundError(2, "gone")))
+            assert folder.sizes() == {}
 
 
 class NoCredentialsError(Exception):

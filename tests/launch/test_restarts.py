@@ -117,7 +117,9 @@ def test_restarts_that_went_back_resume_from_the_copies_that_they_made(tmp_path:
     flags = f"{copies} --save-interval 100 --max-restarts 2"
     left = run_job(tiny(run, copies), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 6))
     assert left.status == -signal.SIGKILL, left.errors  # its last copies, of step 6 or 7, stay
-    ended = run_job(tiny(run, f"{flags} --ckpt-step 2"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 4))
+    ended = run_job(
+        tiny(run, f"{flags} --ckpt-step 2"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 4)
+    )
     assert ended.status == 0, ended.errors
     back, resumed = (int(step) for step in re.findall(r"continuing from \S+/step_0+(\d+)", ended.output))
     assert back == 2 and resumed in (4, 5)  # it was killed in the step after the fifth

@@ -109,7 +109,7 @@ def test_a_picture_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="File too large"):
             plot_run(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
