@@ -12,19 +12,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hosts import killed_at, killed_in_step, train_on_hosts, without_room
+import torch
+from hosts import killed_at, killed_in_step, train_on_hosts, without_room, without_room_for_fetched
 from jobs import call_main, checkpoints_of, run_job, steps_of, tiny, train_on_ranks
+from ranks import run_ranks
 
 from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.nearby import local
 from megatronish.checkpoint.nearby.copies import _id_of
-from megatronish.checkpoint.nearby.fetch import _tried, planned
+from megatronish.checkpoint.nearby.fetch import _moved, _remove, planned
 from megatronish.checkpoint.nearby.hosts import Hosts
 from megatronish.checkpoint.nearby.transfer import Transfer
 from megatronish.checkpoint.nearby.vote import FoundCopy
+from megatronish.config.parallel import ParallelConfig
 from megatronish.errors import RunError, UserError
-from megatronish.mesh import Axis
+from megatronish.launch.place import Place
+from megatronish.mesh import Mesh
 from megatronish.train.hooks.nearby import CopyNearby
 from megatronish.watch.record import RankRecord
 
@@ -329,15 +333,62 @@ def test_a_run_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> N
         assert bool(done) is waits
 
 
-def test_a_second_host_for_a_file_is_done_without_where_there_is_no_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_host_without_room_for_the_files_of_a_lost_one_resumes_from_the_checkpoint(
+    tmp_path: Path, killed: Path, whole: Path, has_checkpoint: bool
+) -> None:
+    """With a warning; without a checkpoint it is a sentence, for the state would be lost by a start from nothing."""
+    argv = [*copy_of(killed, tmp_path), *LAYOUTS["zero-1"][0].split()]
+    shutil.rmtree(tmp_path / "local" / "host_0")
+    if not has_checkpoint:
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000002")
+    held = shards(tmp_path, "__*.distcp")
+    job = run_job(argv, tmp_path, plant=without_room_for_fetched, plant_args=(tmp_path / "local", 1, 0))
+    why = r"the copy nearby \S+/step_\d+ cannot be put together: No space left on device"
+    if has_checkpoint:
+        assert job.status == 0, job.errors
+        assert len(re.findall(rf"{why}. The run resumes from \S+/step_00000002, an older state\n", job.errors)) == 1
+        assert resumed_from(job.output) == 2
+        assert steps_of(tmp_path / "run") == steps_of(whole / "zero-1")
+        assert_nothing_is_left(tmp_path)
+    else:
+        assert job.status == 2
+        assert re.search(rf"{why}; the run has no checkpoint: make room on the host that lacks it, or", job.errors)
+        assert shards(tmp_path, "__*.distcp") == held
+
+
+def test_hosts_get_the_files_that_they_read_and_each_file_has_a_second_host() -> None:
     hosts = Hosts.of("abc", rank=1)
     names = {"__0_0.distcp": (0, 1), "__1_0.distcp": (1,), "__2_0.distcp": (1,)}
     copy = FoundCopy("key", "step_00000001", 0.0, names)
     transfers = planned(hosts, copy, [["__0_0.distcp"], ["__1_0.distcp"], ["__2_0.distcp"]], dict.fromkeys(names, 5))
     assert transfers == ([Transfer("__2_0.distcp", 5, 1, 2)], [Transfer("__1_0.distcp", 5, 1, 2)])
-    assert _tried([Transfer("missing", 0, 0, 1)], tmp_path / "none", Axis("copies", (0, 1), 0)) == (
-        "No such file or directory"
-    )
+
+
+def _move_round(place: Place, folder: Path) -> list[Transfer]:
+    """Each rank sends its file to the next one; the transfers that failed."""
+    axis = Mesh.of(ParallelConfig(data_parallel_size=3), place, device=torch.device("cpu"), backend="gloo").world
+    transfers = [Transfer(f"__{rank}_0.distcp", 10**6, rank, (rank + 1) % 3) for rank in range(3)]
+    own = folder / f"host_{place.rank}"
+    failed = _moved(transfers, own, axis)
+    _remove(failed, own, axis)
+    return list(failed)
+
+
+def test_a_second_copy_that_fails_leaves_those_of_other_hosts(tmp_path: Path) -> None:
+    """Here one host cannot write, and another one has lost what it should send."""
+    for rank in range(3):
+        (tmp_path / f"host_{rank}").mkdir()
+        (tmp_path / f"host_{rank}" / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 10**6)
+    (tmp_path / "host_1" / "__0_0.distcp").mkdir()
+    failed = [Transfer("__0_0.distcp", 10**6, 0, 1)]
+    assert run_ranks(3, _move_round, tmp_path) == [failed] * 3
+    assert (tmp_path / "host_2" / "__1_0.distcp").read_bytes() == b"\1" * 10**6
+    assert (tmp_path / "host_0" / "__2_0.distcp").read_bytes() == b"\2" * 10**6
+    (tmp_path / "host_1" / "__1_0.distcp").unlink()
+    failed.append(Transfer("__1_0.distcp", 10**6, 1, 2))
+    assert [sorted(of_rank) for of_rank in run_ranks(3, _move_round, tmp_path)] == [failed] * 3
+    assert not (tmp_path / "host_2" / "__1_0.distcp").exists()
 
 
 def test_the_neighbour_of_a_rank_is_on_the_next_host() -> None:

@@ -66,6 +66,18 @@ def without_room(folder: Path, per_host: int, step: int) -> None:
     sys.addaudithook(audit)
 
 
+def without_room_for_fetched(folder: Path, per_host: int, host: int) -> None:
+    """Planted in a job: such hosts, of which one has no room for shards that it fetches from others."""
+    on_hosts(folder, per_host)
+
+    def audit(name: str, arguments: tuple[Any, ...]) -> None:
+        is_new = name == "open" and bool(arguments[2] & os.O_CREAT)
+        if is_new and re.search(rf"host_{host}/\w+/step_\d+/__", str(arguments[0])):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sys.addaudithook(audit)
+
+
 class Said(NamedTuple):
     """What the main rank printed."""
 

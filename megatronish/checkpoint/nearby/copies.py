@@ -21,6 +21,7 @@ from megatronish.checkpoint.nearby.vote import newest_copy
 from megatronish.checkpoint.nearby.write import Nearby, remove_partial, write_copy
 from megatronish.checkpoint.remote import Location, RemotePath, RemoteStatus
 from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.errors import UserError
 from megatronish.files import write_durably
 from megatronish.mesh import Axis
 
@@ -70,8 +71,8 @@ class NearbyCopies:
         """Folder of the newest whole copy: a checkpoint with those files on this host in which `tensors` lie.
 
         None if there is none whose state was taken after that of the checkpoint `than`: one that is uploaded slowly is
-        there later than copies of the steps after it. With `launch` it is one that this launch has made. What is
-        damaged is printed.
+        there later than copies of the steps after it. With `launch` it is one that this launch has made. None, too, if
+        a host has no room for the files that it lacks; UserError then without `than`. What is wrong is printed.
         """
         copy, damage = newest_copy(self.nearby, launch=launch)
         axis = self.nearby.axis
@@ -79,8 +80,19 @@ class NearbyCopies:
             tqdm.write(line, file=sys.stderr)
         if copy is None or (than is not None and not from_one(axis, lambda: copy.taken_at > taken_at(than))):
             return None
-        folder = fetch_small(self.nearby, copy)
-        fetch_tensors(self.nearby, copy, tensors)
+        try:
+            folder = fetch_small(self.nearby, copy)
+            fetch_tensors(self.nearby, copy, tensors)
+        except OSError as error:  # on all ranks, as on a host that has no room for the files of a lost one
+            why = f"the copy nearby {self.nearby.folder / copy.name} cannot be put together: {error.strerror or error}"
+            if than is None:
+                raise UserError(
+                    f"{why}; the run has no checkpoint: make room on the host that lacks it, or remove "
+                    f"{self.nearby.folder} on every host to begin without that state"
+                ) from error
+            if axis.is_first:
+                tqdm.write(f"{why}. The run resumes from {than}, an older state", file=sys.stderr)
+            return None
         return folder
 
     def newest_time(self) -> float:

@@ -5,9 +5,8 @@ the layout of the copy these are few; in another layout, after hosts were lost, 
 """
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
 from megatronish.checkpoint.checksums import CHECKSUMS
 from megatronish.checkpoint.load import open_checked
 from megatronish.checkpoint.nearby.hosts import Hosts
-from megatronish.checkpoint.nearby.transfer import Transfer, move
+from megatronish.checkpoint.nearby.transfer import Transfer, failures_of
 from megatronish.checkpoint.nearby.vote import FoundCopy
 from megatronish.checkpoint.nearby.write import SMALL, Nearby, write_small
 from megatronish.checkpoint.tensors import GlobalTensor, files_for
@@ -44,7 +43,8 @@ def fetch_tensors(nearby: Nearby, copy: FoundCopy, tensors: dict[str, GlobalTens
     """Fetch the files in which `tensors` lie; returns the bytes that hosts got from each other. Collective.
 
     A file that one host alone has goes to the next host, too, if that has room for it: that of the lost host's
-    neighbour is lost otherwise, if it is the next to be lost, before there is a new copy.
+    neighbour is lost otherwise, if it is the next to be lost, before there is a new copy. OSError, on all ranks, if a
+    host has no room for what its ranks read; nothing that was fetched stays then.
     """
     folder, axis, hosts = nearby.folder / copy.name, nearby.axis, nearby.hosts
 
@@ -55,15 +55,12 @@ def fetch_tensors(nearby: Nearby, copy: FoundCopy, tensors: dict[str, GlobalTens
 
     needs, lengths = all_or_none(axis, read)
     transfers = planned(hosts, copy, from_all(axis, lambda: needs), lengths)
-    all_or_none(axis, partial(move, transfers.needed, folder, axis))
-    failures = from_all(axis, partial(_tried, transfers.second, folder, axis))
-    if any(failures):
-        for transfer in transfers.second:
-            if transfer.target == axis.rank:  # what its sender could not read is not there either
-                with suppress(OSError):  # else the vote after the next start finds that it is not whole
-                    (folder / transfer.name).unlink()
-        return sum(transfer.length for transfer in transfers.needed)
-    return sum(transfer.length for transfer in (*transfers.needed, *transfers.second))
+    if failed := _moved(transfers.needed, folder, axis):
+        _remove(transfers.needed, folder, axis)
+        raise next(iter(failed.values()))
+    failed = _moved(transfers.second, folder, axis)
+    _remove(failed, folder, axis)
+    return sum(transfer.length for transfer in (*transfers.needed, *transfers.second) if transfer not in failed)
 
 
 class Transfers(NamedTuple):
@@ -91,10 +88,17 @@ def planned(hosts: Hosts, copy: FoundCopy, needs: Sequence[Collection[str]], len
     return Transfers(needed, second)
 
 
-def _tried(transfers: Sequence[Transfer], folder: Path, axis: Axis) -> str | None:
-    """Why this rank's transfers failed, if they did: a start does without them."""
-    try:
-        move(transfers, folder, axis)
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+def _moved(transfers: Sequence[Transfer], folder: Path, axis: Axis) -> dict[Transfer, OSError]:
+    """Transfers that failed at one of their ends, and why; the same on all ranks. Collective."""
+    failed: dict[Transfer, OSError] = {}
+    for of_rank in from_all(axis, lambda: failures_of(transfers, folder, axis)):
+        failed |= of_rank
+    return failed
+
+
+def _remove(transfers: Iterable[Transfer], folder: Path, axis: Axis) -> None:
+    """Remove what this rank has received: half a file, or what its sender could not read."""
+    for transfer in transfers:
+        if transfer.target == axis.rank:
+            with suppress(OSError):  # else the vote after the next start finds that it is not whole
+                (folder / transfer.name).unlink()

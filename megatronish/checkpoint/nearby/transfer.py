@@ -32,25 +32,28 @@ class Transfer(NamedTuple):
 def move(transfers: Sequence[Transfer], folder: Path, axis: Axis) -> None:
     """Send and receive files of `folder`; every rank that is named by a transfer calls this with the same list.
 
-    A rank that cannot read or write its file takes part to the end, so that no peer waits for it, and then raises its
-    OSError: what was received from it is wrong, and the caller must tell all ranks.
+    OSError if this rank could not read or write a file of its own: the caller must tell all ranks.
+    """
+    for error in failures_of(transfers, folder, axis).values():
+        raise error
+
+
+def failures_of(transfers: Sequence[Transfer], folder: Path, axis: Axis) -> dict[Transfer, OSError]:
+    """Send and receive, as `move` does; errors of this rank by transfer.
+
+    A rank that cannot read or write its file takes part to the end, so that no peer waits for it. What was received
+    from it is wrong: only both ends know together whether a transfer has failed.
     """
     ends = [_End(transfer, tag, folder, axis) for tag, transfer in enumerate(transfers) if _is_mine(transfer, axis)]
-    failed: OSError | None = None
     with ExitStack() as files:
         for end in ends:
-            try:
-                end.open(files)
-            except OSError as error:
-                failed = failed or error
+            end.open(files)
         while active := [end for end in ends if end.has_more]:
             for work in [end.post() for end in active]:
                 work.wait()
             for end in active:
                 end.keep()
-        failed = failed or next((end.error for end in ends if end.error), None)
-    if failed is not None:
-        raise failed
+    return {end.transfer: end.error for end in ends if end.error is not None}
 
 
 def _is_mine(transfer: Transfer, axis: Axis) -> bool:
@@ -77,7 +80,10 @@ class _End:
         return self._buffer[: self.transfer.length - self._done]
 
     def open(self, files: ExitStack) -> None:
-        self._file = files.enter_context(self.path.open("rb" if self.sends else "wb", buffering=0))
+        try:
+            self._file = files.enter_context(self.path.open("rb" if self.sends else "wb", buffering=0))
+        except OSError as error:
+            self.error = error
 
     def post(self) -> comm.Pending:
         """Start to send or to receive the next piece."""
