@@ -1,6 +1,7 @@
 """Tests of copies nearby: runs that are killed between saves resume from memory of this host and the next."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,15 +21,18 @@ from ranks import run_ranks
 from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.nearby import local
-from megatronish.checkpoint.nearby.copies import _id_of
 from megatronish.checkpoint.nearby.fetch import _moved, _remove, planned
+from megatronish.checkpoint.nearby.folders import remove_folder
 from megatronish.checkpoint.nearby.hosts import Hosts
+from megatronish.checkpoint.nearby.identity import id_of
+from megatronish.checkpoint.nearby.orphans import LONG, OWNER, own
 from megatronish.checkpoint.nearby.transfer import Transfer
 from megatronish.checkpoint.nearby.vote import FoundCopy
+from megatronish.checkpoint.remote import RemotePath
 from megatronish.config.parallel import ParallelConfig
 from megatronish.errors import RunError, UserError
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
+from megatronish.mesh import Axis, Mesh
 from megatronish.train.hooks.nearby import CopyNearby
 from megatronish.watch.record import RankRecord
 
@@ -99,7 +103,7 @@ def copy_of(killed: Path, folder: Path) -> list[str]:
     """The killed run in a folder of its own; its command line there."""
     shutil.copytree(killed, folder, dirs_exist_ok=True)
     for copies in (folder / "local").glob("host_*/*"):  # of a folder that was copied they are not
-        copies.rename(copies.with_name(_id_of(folder / "run" / "checkpoints")))
+        copies.rename(copies.with_name(id_of(folder / "run" / "checkpoints")))
     return tiny(folder / "run", f"{COPIES} --save-interval 100")
 
 
@@ -183,15 +187,118 @@ def test_a_folder_of_copies_has_a_name_of_its_own(tmp_path: Path) -> None:
     """It is removed at the end of a run, so no content of the file leads elsewhere; a moved folder keeps its copies."""
     run, moved = tmp_path / "run", tmp_path / "moved"
     run.mkdir()
-    first = _id_of(run)
-    assert re.fullmatch("[0-9a-f]{32}", first) and _id_of(run) == first
+    first = id_of(run)
+    assert re.fullmatch("[0-9a-f]{32}", first) and id_of(run) == first
     shutil.copytree(run, tmp_path / "copied")
-    assert _id_of(tmp_path / "copied") != first
+    assert id_of(tmp_path / "copied") != first
     run.rename(moved)
-    assert _id_of(moved) == first
-    for content in (b"", b"..", b"/tmp", b"\xff\xfe"):
+    assert id_of(moved) == first
+    run.mkdir()
+    assert len({id_of(run), id_of(moved), id_of(tmp_path / "copied")}) == 3  # a new run at the old place
+    for content in (
+        b"",
+        b"..",
+        b"/tmp",
+        b"\xff\xfe",
+        b'{"name": "..", "place": "/"}',
+        b'{"name": 3}',
+        b"[[[[",
+        b"1" * 32,
+    ):
         (moved / ".copies").write_bytes(content)
-        assert re.fullmatch("[0-9a-f]{32}", _id_of(moved))
+        assert re.fullmatch("[0-9a-f]{32}", id_of(moved))
+
+
+def test_the_name_does_not_depend_on_numbers_and_times_of_files(tmp_path: Path) -> None:
+    """Which overlays and network file systems change, and hard links share."""
+    run, elsewhere, linked = tmp_path / "run", tmp_path / "else\nwhere\udcff", tmp_path / "linked"
+    run.mkdir()
+    first = id_of(run)
+    os.utime(run / ".copies", (1, 1))
+    assert id_of(run) == first
+    # Moved to another file system: a new file of a new time.
+    shutil.copytree(run, elsewhere, copy_function=shutil.copyfile)
+    shutil.rmtree(run)
+    assert id_of(elsewhere) == first
+    # A copy made of hard links is another run, and leaves the first one's name.
+    linked.mkdir()
+    os.link(elsewhere / ".copies", linked / ".copies")
+    assert id_of(linked) != first
+    assert id_of(elsewhere) == first
+    # The same folder at another place is no copy of itself.
+    (tmp_path / "mount").symlink_to(elsewhere)
+    said = json.loads((elsewhere / ".copies").read_text())
+    (elsewhere / ".copies").write_text(json.dumps(said | {"place": str(tmp_path / "mount")}))
+    assert id_of(elsewhere) == first
+    assert [path.name for path in elsewhere.iterdir()] == [".copies"]
+
+
+def test_folders_that_no_run_needs_are_removed(tmp_path: Path) -> None:
+    parent, saves = tmp_path / "local", tmp_path / "runs"
+
+    def left_by(run: str, *, days: float = 0.0, save: Path | RemotePath | None = None) -> Path:
+        """The folder of copies of a run that was killed so many days ago."""
+        (saves / run).mkdir(parents=True)
+        folder = parent / id_of(saves / run)
+        (folder / "step_00000002").mkdir(parents=True)
+        own(folder, saves / run if save is None else save).close()
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (time.time() - 86400 * days,) * 2)
+        return folder
+
+    old = LONG / 86400 + 1
+    kept = [left_by("killed", days=old), left_by("elsewhere", save=Path("/nowhere/run"))]
+    kept.append(left_by("store", save=RemotePath("s3://bucket/run")))
+    living = left_by("living", days=old)
+    with own(living, saves / "living"):
+        (saves / "living" / ".copies").unlink()
+        gone = [left_by("ended"), left_by("anew"), left_by("gone", days=old), left_by("left", days=old)]
+        (saves / "ended" / ".copies").unlink()
+        (saves / "anew" / ".copies").unlink()
+        id_of(saves / "anew")
+        shutil.rmtree(saves / "gone")
+        (gone[3] / OWNER).unlink()
+        os.utime(gone[3], (0, 0))
+        (parent / "of_somebody_else").mkdir()
+        mine = chosen(str(parent), id_of(saves / "killed"), needed=2)
+        assert sorted(parent.iterdir()) == sorted([*kept, living, parent / "of_somebody_else"])
+    assert mine == kept[0]
+    chosen(str(parent), mine.name, needed=2)
+    assert not living.exists()
+
+
+def _choose_in_container(place: Place, folder: Path) -> tuple[Path, tuple[tuple[int, ...], ...]]:
+    """Two ranks of each of two containers that have one name, one path for their memory, and not the same memory."""
+    axis = Mesh.of(ParallelConfig(data_parallel_size=4), place, device=torch.device("cpu"), backend="gloo").world
+    before = Path.cwd()
+    os.chdir(folder / f"container_{place.rank // 2}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "MEMORY", Path("/proc/self/cwd/memory"))
+        patch.setattr(tempfile, "tempdir", "/proc/self/cwd/disk")
+        patch.setattr(
+            shutil,
+            "disk_usage",
+            lambda path: SimpleNamespace(free=10**9 if "disk" in str(path) or "container_0" in os.getcwd() else 100),
+        )
+        found, hosts = local.choose_folder(None, "name", written=100, axis=axis)
+        found = found.resolve()
+    os.chdir(before)
+    return found.relative_to(folder), hosts.ranks
+
+
+def test_containers_of_one_name_choose_each_for_itself(tmp_path: Path) -> None:
+    for container in range(2):
+        for kind in ("memory", "disk"):
+            (tmp_path / f"container_{container}" / kind).mkdir(parents=True)
+    found = run_ranks(4, _choose_in_container, tmp_path)
+    assert [str(path).rpartition("/megatronish-")[0] for path, _ in found] == [
+        *["container_0/memory"] * 2,
+        *["container_1/disk"] * 2,
+    ]
+    assert {hosts for _, hosts in found} == {((0, 1), (2, 3))}
+    left = {path.name for path in tmp_path.rglob("*") if not path.name.startswith(("container_", "megatronish-"))}
+    assert left == {"memory", "disk", "name"}
+    assert len(list(tmp_path.rglob("name"))) == 2
 
 
 def test_a_copied_run_resumes_from_its_own_checkpoint(tmp_path: Path, killed: Path) -> None:
@@ -223,7 +330,7 @@ def test_a_copy_counts_whole_or_not_at_all(tmp_path: Path, whole: Path, moment: 
     flags, _, per_host = LAYOUTS["zero-1"]
     argv = tiny(tmp_path / "run", f"{STEPS} --save-replicated-interval 1 {flags}")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    text = text.replace("NAME", _id_of(tmp_path / "run" / "checkpoints"))
+    text = text.replace("NAME", id_of(tmp_path / "run" / "checkpoints"))
     job = run_job(argv, tmp_path, plant=killed_at, plant_args=(tmp_path / "local", per_host, event, text))
     assert job.status == -signal.SIGKILL, job.errors
     said = train_on_hosts(argv, tmp_path / "local", world_size=2, per_host=1)
@@ -249,13 +356,18 @@ def test_a_copy_without_room_is_a_sentence_and_training_continues(tmp_path: Path
     assert_nothing_is_left(tmp_path)
 
 
+def chosen(local_save: str | None, run: str, *, needed: int) -> Path:
+    """The folder for a run of one rank, of which a copy and the one before it need so many bytes."""
+    return local.choose_folder(local_save, run, written=needed // 2, axis=Axis("copies"))[0]
+
+
 def test_a_folder_without_room_is_refused(tmp_path: Path) -> None:
     told = "copies of the state need 8000000 MB on each host, .*; name a folder with room by --local-save"
     with pytest.raises(UserError, match=told):
-        local.choose_folder(str(tmp_path / "copies"), "name", needed=8 * 10**12)
+        chosen(str(tmp_path / "copies"), "name", needed=8 * 10**12)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file cannot be written: (Not a directory|File exists)"):
-        local.choose_folder(str(tmp_path / "file"), "name", needed=1)
+        chosen(str(tmp_path / "file"), "name", needed=2)
     ended = call_main(tiny(tmp_path / "run", "--local-save copies"))
     assert ended.status == 2
     assert "local_save names a folder for copies, and none are made; add --save-replicated-interval" in ended.errors
@@ -275,16 +387,17 @@ def test_copies_lie_in_memory_unless_they_are_elsewhere_or_it_is_full(
         "disk_usage",
         lambda path: SimpleNamespace(free=free[next(each for each in free if path.is_relative_to(each))]),
     )
-    assert local.choose_folder(None, "small", needed=100).parents[1] == memory
-    folder = local.choose_folder(None, "large", needed=101)
+    assert chosen(None, "small", needed=100).parents[1] == memory
+    folder = chosen(None, "large", needed=102)
     assert folder.parents[1] == disk
+    own(folder, tmp_path).close()
     free[memory] = 1000
-    assert local.choose_folder(None, "large", needed=101) == folder  # where it is already
+    assert chosen(None, "large", needed=102) == folder  # where it is already
     (memory / folder.parent.name / "large" / "step_00000002").mkdir(parents=True)
-    assert local.choose_folder(None, "large", needed=101).parents[1] == memory  # where its copies are
-    assert local.choose_folder(None, "large", needed=10**6).parents[1] == memory
-    local.remove_folder(memory / folder.parent.name / "large")
-    local.remove_folder(folder)
+    assert chosen(None, "large", needed=102).parents[1] == memory  # where its copies are
+    assert chosen(None, "large", needed=10**6).parents[1] == memory
+    remove_folder(memory / folder.parent.name / "large")
+    remove_folder(folder)
     assert list(disk.iterdir()) == []
 
 

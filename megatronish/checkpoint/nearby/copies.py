@@ -1,69 +1,46 @@
 """Copies of a run's state nearby: on each host, in memory, and for its neighbour (write.py, vote.py, fetch.py)."""
 
-import hashlib
-import os
 import sys
-import uuid
-from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
 from megatronish.checkpoint.folder import steps_in, taken_at
 from megatronish.checkpoint.nearby.fetch import fetch_small, fetch_tensors
-from megatronish.checkpoint.nearby.hosts import Hosts
-from megatronish.checkpoint.nearby.local import choose_folder, make_folder, remove_folder, token_of
+from megatronish.checkpoint.nearby.folders import remove_folder
+from megatronish.checkpoint.nearby.identity import ID, id_of
+from megatronish.checkpoint.nearby.local import choose_folder
+from megatronish.checkpoint.nearby.orphans import own
 from megatronish.checkpoint.nearby.vote import newest_copy
 from megatronish.checkpoint.nearby.write import Nearby, remove_partial, write_copy
-from megatronish.checkpoint.remote import Location, RemotePath, RemoteStatus
+from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.errors import UserError
-from megatronish.files import write_durably
 from megatronish.mesh import Axis
-
-ID = ".copies"
-"""File among a run's checkpoints, of which its folders of copies have their name.
-
-A run whose checkpoints are removed has none, nor has a folder that was copied: the name is made of the file's content,
-and of its number and time on the disk, which a copy does not share. A folder that is moved on a disk keeps them.
-"""
 
 
 class NearbyCopies:
     """Copies of a run on the hosts of its ranks. All ranks call each method together, a thread may call `write`."""
 
-    def __init__(self, nearby: Nearby, save_place: Location) -> None:
-        self.nearby, self.save_place = nearby, save_place
+    def __init__(self, nearby: Nearby, save_place: Location, lock: BinaryIO | None = None) -> None:
+        self.nearby, self.save_place, self._lock = nearby, save_place, lock
 
     @classmethod
     def open(
         cls, local_save: str | None, *, save_place: Location, tensors: dict[str, GlobalTensor], axis: Axis
     ) -> "NearbyCopies":
-        """Folders with room for copies of `tensors`; UserError if a host has none. `axis` is for copies alone.
-
-        The first rank of those with the same flag on a machine chooses for all: free bytes change between two looks.
-        """
-        run = from_one(axis, partial(_id_of, save_place))
-        mine = sum(tensor.local.nbytes for tensor in tensors.values() if tensor.writes)
-        machine = os.uname().nodename
-        written = from_all(axis, lambda: (machine, local_save, mine))
-        by_machine: Counter[str] = Counter()
-        for name, _, size in written:
-            by_machine[name] += size
-        # The copy before stays until a copy is whole; what is kept for others is about as much as the own.
-        needed = by_machine[machine] * 2 * (1 if len(by_machine) == 1 else 2)
-        first = [(name, flag) for name, flag, _ in written].index((machine, local_save))
-        choose = partial(choose_folder, local_save, run, needed=needed)
-        folder = from_all(axis, lambda: choose() if axis.rank == first else Path())[first]
-        all_or_none(axis, partial(make_folder, folder))
-        hosts = Hosts.of(from_all(axis, partial(token_of, folder)), rank=axis.rank)
+        """Folders with room for copies of `tensors`; UserError if a host has none. `axis` is for copies alone."""
+        run = from_one(axis, partial(id_of, save_place))
+        written = sum(tensor.local.nbytes for tensor in tensors.values() if tensor.writes)
+        folder, hosts = choose_folder(local_save, run, written=written, axis=axis)
         nearby = Nearby(folder, hosts, axis)
         all_or_none(axis, partial(remove_partial, folder) if hosts.is_first else lambda: None)
-        return cls(nearby, save_place)
+        lock = all_or_none(axis, partial(own, folder, save_place) if hosts.is_first else lambda: None)
+        return cls(nearby, save_place, lock)
 
     def fetch_newest(
         self, tensors: dict[str, GlobalTensor], *, than: Location | None, launch: str | None = None
@@ -110,21 +87,10 @@ class NearbyCopies:
 
     def remove(self) -> None:
         """Remove all copies: the run has ended, and its last checkpoint is written."""
+        if self._lock is not None:
+            self._lock.close()
         if self.nearby.hosts.is_first:
             remove_folder(self.nearby.folder)
         if self.nearby.axis.is_first:
             with suppress(OSError):
                 (self.save_place / ID).unlink()
-
-
-def _id_of(save_place: Location) -> str:
-    """Name of the run's folders of copies, 32 hexadecimal digits; another one for a new run."""
-    path = save_place / ID
-    if not path.exists():
-        if isinstance(path, RemotePath):
-            path.write_text(uuid.uuid4().hex)
-        else:
-            write_durably(path, uuid.uuid4().hex)
-    status = path.stat()
-    place = str(path) if isinstance(status, RemoteStatus) else f"{status.st_ino} {status.st_mtime_ns}"
-    return hashlib.sha256(path.read_bytes() + place.encode()).hexdigest()[:32]

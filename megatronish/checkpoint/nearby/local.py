@@ -1,81 +1,108 @@
 """The local folder of a host: in memory that outlives its processes where that has room, else on its disk.
 
-/dev/shm is such memory: a process that is started again finds there what the one before it has written. A token in the
-folder says which ranks share it, whatever host names containers have.
+/dev/shm is such memory: a process that is started again finds there what the one before it has written. The ranks that
+share a folder are a host. The first of them looks for all: free bytes change between two looks.
 """
 
-import os
 import shutil
 import tempfile
-import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+from megatronish.checkpoint.all_or_none import from_all
 from megatronish.checkpoint.folder import steps_in
+from megatronish.checkpoint.nearby.folders import folder_of_user, remove_folder
+from megatronish.checkpoint.nearby.hosts import Hosts
+from megatronish.checkpoint.nearby.orphans import OWNER, remove_orphans
+from megatronish.checkpoint.nearby.sharing import Shared, share
 from megatronish.errors import UserError
+from megatronish.mesh import Axis
 
 MEMORY = Path("/dev/shm")
-TOKEN = "host"
-PRIVATE = 0o700
 
 
-def choose_folder(local_save: str | None, run: str, *, needed: int) -> Path:
-    """Folder of the run `run` on this host, made if it is missing, for `needed` bytes.
+class Offer(NamedTuple):
+    """What a folder has: copies of the run or not, whether the run has chosen it before, bytes that may be written."""
 
-    That of --local-save, else the first of memory and temporary directory that has it already or has the room. One with
-    copies is taken without the room, too: fewer hosts need more each, and what is there must be found. UserError if
-    none has.
+    has_copies: bool
+    was_chosen: bool
+    free: int
+
+
+def choose_folder(local_save: str | None, run: str, *, written: int, axis: Axis) -> tuple[Path, Hosts]:
+    """Folder of the run `run` on this host, made if it is missing, and the hosts. Collective.
+
+    That of --local-save, else the first of memory and temporary directory that has it already or has the room: for
+    twice the bytes that its ranks write and keep, of which this rank writes `written`. One with copies is taken without
+    the room, too: fewer hosts need more each, and what is there must be found. UserError if a host has none.
     """
-    root = f"megatronish-{os.getuid()}"
-    parents = [MEMORY / root, Path(tempfile.gettempdir()) / root] if local_save is None else [Path(local_save)]
-    parents.sort(key=lambda parent: (not steps_in(parent / run), not (parent / run).is_dir()))
-    told = []
-    for parent in parents:
-        try:
-            free = _free_bytes(parent, run)
-            if free >= needed or steps_in(parent / run):
-                return make_folder(parent / run)
-            told.append(f"{parent} has {free / 1e6:.0f} MB free")
-        except OSError as error:
-            told.append(f"{parent} cannot be written: {error.strerror}")
-    raise UserError(
-        f"copies of the state need {needed / 1e6:.0f} MB on each host, twice what its ranks write and keep, and "
-        f"{'; '.join(told)}; name a folder with room by --local-save, or leave --save-replicated-interval out"
+    folders = [parent / run for parent in _parents(local_save)]
+    shared = share(folders, axis)
+    needed = _needed(from_all(axis, lambda: (shared, written)))
+    own = {each: folder for each, folder in zip(shared, folders, strict=True) if _is_first(each, axis)}
+    offers: dict[Shared | str, Offer] = {}
+    for of_rank in from_all(axis, lambda: {each: _offer(folder) for each, folder in own.items()}):
+        offers |= of_rank
+    number = from_all(axis, lambda: _chosen(folders, shared, needed, offers))[axis.rank]
+    chosen = from_all(axis, lambda: shared[number])
+    for each, folder in own.items():
+        if each not in chosen and not offers[each].has_copies:
+            remove_folder(folder)
+    return folders[number], Hosts.of([str(each) for each in chosen], rank=axis.rank)
+
+
+def _parents(local_save: str | None) -> list[Path]:
+    """Folders around those of runs, in the order in which they are preferred."""
+    if local_save is not None:
+        return [Path(local_save)]
+    found = [MEMORY / folder_of_user()]
+    with suppress(FileNotFoundError):  # no temporary directory can be written
+        found.append(Path(tempfile.gettempdir()) / folder_of_user())
+    return found
+
+
+def _needed(of_ranks: Sequence[tuple[Sequence[Shared | str], int]]) -> Counter[Shared | str]:
+    """Bytes that copies need in each folder, from what all ranks share and write."""
+    needed: Counter[Shared | str] = Counter()
+    for shared, size in of_ranks:
+        needed.update(dict.fromkeys(shared, size))
+    # The copy before stays until a copy is whole; what is kept for others is about as much as the own.
+    return Counter(
+        {each: size * (2 if all(each in shared for shared, _ in of_ranks) else 4) for each, size in needed.items()}
     )
 
 
-def token_of(folder: Path) -> str:
-    """Token of a folder, the same for every rank that sees this folder; the first rank makes it."""
-    token, mine = folder / TOKEN, folder / f".{uuid.uuid4().hex}"
-    if not token.exists():
-        mine.write_text(uuid.uuid4().hex)
-        with suppress(FileExistsError):
-            os.link(mine, token)
-        mine.unlink()
-    return token.read_text()
+def _is_first(shared: Shared | str, axis: Axis) -> bool:
+    return isinstance(shared, Shared) and shared.rank == axis.rank
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove a host's folder of a run, and that around it if it is empty now and not one that the user has named."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.parent.name == f"megatronish-{os.getuid()}":
-        with suppress(OSError):
-            folder.parent.rmdir()
+def _offer(folder: Path) -> Offer:
+    """What a folder offers, once the folders of runs that are gone are removed from the same place."""
+    remove_orphans(folder.parent, but=folder.name)
+    own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Offer(bool(steps_in(folder)), (folder / OWNER).exists(), shutil.disk_usage(folder).free + own)
 
 
-def _free_bytes(parent: Path, run: str) -> int:
-    """Bytes that the run may write in a folder: those that are free, and those of its own older copies."""
-    existing = next(path for path in (parent, *parent.parents) if path.exists())
-    own = sum(path.stat().st_size for path in (parent / run).rglob("*") if path.is_file())
-    return shutil.disk_usage(existing).free + own
-
-
-def make_folder(folder: Path) -> Path:
-    """The folder, made if it is missing; OSError if it cannot be, or if another user has made what lies around it."""
-    parent = folder.parent
-    with suppress(FileExistsError):
-        parent.mkdir(mode=PRIVATE, parents=True)
-    if parent.name == f"megatronish-{os.getuid()}" and (parent.is_symlink() or parent.stat().st_uid != os.getuid()):
-        raise OSError(None, "another user has made it")
-    folder.mkdir(mode=PRIVATE, exist_ok=True)
-    return folder
+def _chosen(
+    folders: Sequence[Path],
+    shared: Sequence[Shared | str],
+    needed: Mapping[Shared | str, int],
+    offers: Mapping[Shared | str, Offer],
+) -> int:
+    """Number of the folder that a rank takes."""
+    told, most = [], 0
+    found = {number: offers[each] for number, each in enumerate(shared) if isinstance(each, Shared)}
+    for number in sorted(found, key=lambda number: (not found[number].has_copies, not found[number].was_chosen)):
+        offer, most = found[number], max(most, needed[shared[number]])
+        if offer.has_copies or offer.free >= needed[shared[number]]:
+            return number
+        told.append(f"{folders[number].parent} has {offer.free / 1e6:.0f} MB free")
+    told += [f"{folders[n].parent} cannot be written: {why}" for n, why in enumerate(shared) if isinstance(why, str)]
+    room = f"{most / 1e6:.0f} MB" if most else "room"
+    raise UserError(
+        f"copies of the state need {room} on each host, twice what its ranks write and keep, and "
+        f"{'; '.join(told)}; name a folder with room by --local-save, or leave --save-replicated-interval out"
+    )

@@ -120,6 +120,9 @@ def remove_copies(folder: Path, *, keep: Path | None = None) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a copy that was killed has left in a host's folder."""
+    """Remove what a copy or a start that was killed has left in a host's folder."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".host_*"):
+        with suppress(OSError):
+            path.unlink()

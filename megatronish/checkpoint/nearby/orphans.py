@@ -1,0 +1,63 @@
+"""Folders of copies that no run needs any more, as of a run that was killed and then removed.
+
+A folder says which run it is of, and a rank locks it while the run lives. An orphan is one that is not locked, and whose
+run is not there: its folder of checkpoints has another name for copies, or none. Where that cannot be seen, as on
+a store or in another container, only a folder that nothing has changed for a week is an orphan.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from megatronish.checkpoint.nearby.identity import NAME, read_id
+from megatronish.checkpoint.remote import Location
+
+OWNER = "owner"
+LONG = 7 * 86400.0
+"""Seconds after which a folder is an orphan whose run cannot be asked for."""
+
+
+def own(folder: Path, save_place: Location) -> BinaryIO:
+    """Say in a folder of copies whose it is, and lock it until the file that is returned is closed."""
+    place = os.path.realpath(save_place) if isinstance(save_place, Path) else str(save_place)
+    path = folder / OWNER
+    path.write_text(json.dumps({"host": os.uname().nodename, "save": place}))
+    file = path.open("rb")
+    with suppress(OSError):  # some network file systems have no locks
+        fcntl.flock(file, fcntl.LOCK_SH)  # who looks whether it is an orphan has it for a moment
+    return file
+
+
+def remove_orphans(parent: Path, *, but: str) -> None:
+    """Remove folders of copies in `parent` that no run needs; what cannot be removed stays. `but` is the own one."""
+    with suppress(OSError):
+        for folder in list(parent.iterdir()):
+            if folder.name != but and NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
+                with suppress(OSError):
+                    if _is_orphan(folder):
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_orphan(folder: Path) -> bool:
+    owner = folder / OWNER
+    if owner.is_file():
+        with owner.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            text = file.read()
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            said = json.loads(text)
+            save = Path(str(said["save"]))
+            if read_id(save)[0] == folder.name:
+                return False
+            if save.is_absolute() and save.is_dir() and said["host"] == os.uname().nodename:
+                return True
+    changed = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+    return time.time() - max(changed) > LONG
