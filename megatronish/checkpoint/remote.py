@@ -279,5 +279,7 @@ def _told_as_os_error(url: str) -> Iterator[None]:
         raise OSError(errno.EACCES if isinstance(error, MISTAKES) else errno.EIO, reason, url) from error
     except Exception as error:
         line, name = (str(error).splitlines() or [""])[0][:300], type(error).__name__
-        is_mistake = type(error) in (ValueError, TypeError) or "Credentials" in name or "Validation" in name
+        # A store that can only be read, as https://, has no writing: another start finds the same.
+        is_mistake = type(error) in (ValueError, TypeError, NotImplementedError)
+        is_mistake = is_mistake or "Credentials" in name or "Validation" in name
         raise OSError(errno.EINVAL if is_mistake else errno.EIO, f"{name}: {line}", url) from error

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,15 @@ from typing import Any, NamedTuple
 
 from megatronish.checkpoint.all_or_none import all_or_none, from_one, same_on_all
 from megatronish.checkpoint.checksums import DamagedError
-from megatronish.checkpoint.folder import find_checkpoint, folder_of, read_state, remove_leftovers, saved_at, steps_in
+from megatronish.checkpoint.folder import (
+    by_age,
+    find_checkpoint,
+    folder_of,
+    read_state,
+    remove_leftovers,
+    saved_at,
+    steps_in,
+)
 from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
@@ -209,11 +218,10 @@ def _without_step(keep: CheckpointConfig) -> CheckpointConfig:
 
 def _has_saved(launch: str, own: Location) -> bool:
     """Whether the newest checkpoint was saved by an attempt of this launch. One that is damaged says nothing."""
-    newest = find_checkpoint(own)
-    try:
-        return newest is not None and read_state(newest).get("launch") == launch
-    except DamagedError:
-        return False
+    for checkpoint in reversed(by_age(own)):
+        with suppress(DamagedError):
+            return read_state(checkpoint).get("launch") == launch
+    return False
 
 
 def _name(folder: Location) -> str:

@@ -279,6 +279,7 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: RemotePath, monkeypat
         PermissionError(13, "Forbidden"): True,
         FileNotFoundError(2, "no such bucket"): True,
         ValueError("Protocol not known"): True,
+        NotImplementedError(""): True,
         NoCredentialsError("Unable to locate credentials"): True,
         TimeoutError(110, "timed out"): False,
         RuntimeError("503"): False,

@@ -1,5 +1,6 @@
 """Tests of --max-restarts: a failed run begins again from its newest checkpoint, unless that would not help."""
 
+import json
 import os
 import re
 import signal
@@ -12,8 +13,10 @@ import pytest
 from jobs import checkpoints_of, run_job, started, steps_of, tiny, train_on_ranks
 from ranks import wait_until
 
+from megatronish.checkpoint.checksums import Checksums
 from megatronish.launch.restarts import GOOD_STEPS, SAME_TIMES, Restarts
 from megatronish.train.folder import last_step
+from megatronish.train.resume import _has_saved
 from megatronish.train.trainer import Trainer
 
 
@@ -107,6 +110,20 @@ def test_restarts_go_back_to_a_step_once(tmp_path: Path) -> None:
     ended = run_job(tiny(run, f"{flags} {back}"), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), 6))
     assert ended.status == 0, ended.errors
     assert re.findall(r"continuing from \S+/step_0+(\d+)", ended.output) == ["4", "4"]
+
+
+def test_a_damaged_checkpoint_does_not_hide_that_a_launch_has_saved(tmp_path: Path) -> None:
+    """A restart would go back once more, and replace what is whole of this launch."""
+    train_on_ranks(tiny(tmp_path / "run", "--train-iters 4 --save-interval 2"))
+    folder = tmp_path / "run" / "checkpoints"
+    for name, launch in (("step_00000002", "first"), ("step_00000004", "second")):
+        sums, state = Checksums.read(folder / name), json.loads((folder / name / "state.json").read_text())
+        text = json.dumps(state | {"launch": launch})
+        (folder / name / "state.json").write_text(text)
+        sums.with_text("state.json", text).write()
+    assert [_has_saved(launch, folder) for launch in ("first", "second")] == [False, True]
+    (folder / "step_00000004" / "state.json").write_text("{}")
+    assert [_has_saved(launch, folder) for launch in ("first", "second")] == [True, False]
 
 
 def test_restarts_that_went_back_resume_from_the_copies_that_they_made(tmp_path: Path) -> None:
