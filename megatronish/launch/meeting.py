@@ -19,12 +19,23 @@ from megatronish.errors import RunError
 from megatronish.launch.place import Place
 
 ATTEMPT = "megatronish/attempt"
+LAUNCH = "megatronish/launch"
 SHORTEST, LONGEST = 0.01, 0.3  # seconds between two looks into the store
 
 
 def has_lasting_store(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ranks meet in a store of torchrun's agent."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launch_in(store: dist.Store) -> str:
+    """Name of the launch, which the ranks of all attempts find in the store of torchrun's agent.
+
+    It is another one for each attempt where agents have a new store for each: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
+    while isinstance(store, dist.PrefixStore):  # that of an attempt
+        store = store.underlying_store
+    return bytes(store.compare_set(LAUNCH, "", uuid.uuid4().hex)).decode()
 
 
 def store_of_attempt(store: dist.Store, place: Place, *, timeout: timedelta) -> dist.Store:

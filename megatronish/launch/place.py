@@ -113,7 +113,8 @@ class Place:
     torchrun's all see the same. `leave` ends this process at once, from any thread, with status 1 and a message about
     the whole run, which every rank has; the second argument says whether this rank is the one to print it. `launch` is
     the same in all starts by a launcher of this package that starts again, and in no others; `launched` is when the
-    first of them began, in seconds of the machine's monotonic clock. Other launchers say neither.
+    first of them began, in seconds of the machine's monotonic clock. Other launchers say neither here: under torchrun
+    the name of the launch is in the store in which ranks meet.
     """
 
     rank: int = 0

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
 from megatronish.launch.flight_recorder import switch_on_flight_recorder
 from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.meeting import has_lasting_store, launch_in
 from megatronish.launch.mishaps import mishap
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
@@ -101,7 +102,10 @@ def _train_watched(
             notes.append(f"files of the run are written to {config.run_dir} and copied to {mirror.place}")
             stack.callback(mirror.copy)
         record.enter_phase("start", "the meeting of the ranks")
-        mesh = start_mesh(config, place, on_note=notes.append, record=record, watchdog=watchdog)
+        launches = [place.launch]
+        meeting = {"on_note": notes.append, "on_launch": launches.append}
+        mesh = start_mesh(config, place, record=record, watchdog=watchdog, **meeting)
+        place = replace(place, launch=launches[-1])
         is_finished = _train(config, notes, mesh, stack, hooks, mirror, place)
     # Not on the way out of a failure: others would report a lost peer before this rank reports its failure.
     record.enter_phase("end", "leaving the process group")
@@ -117,10 +121,13 @@ def start_mesh(
     place: Place,
     *,
     on_note: Callable[[str], None] = lambda _note: None,
+    on_launch: Callable[[str], None] = lambda _launch: None,
     record: RankRecord | None = None,
     watchdog: Watchdog | None = None,
 ) -> Mesh:
     """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected.
+
+    `on_launch` hears the name that torchrun's agents have for all attempts.
 
     The `watchdog` exchanges beats with those of the other ranks as soon as there is a place for it.
     """
@@ -132,6 +139,8 @@ def start_mesh(
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
     if watchdog is not None and store is not None:
         share_by_store(watchdog, place, client_of(store))
+    if store is not None and has_lasting_store():
+        on_launch(launch_in(store))
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)

@@ -1,10 +1,12 @@
 """Tests of torchrun's restarts: workers that are killed, and ranks whose agent is killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,17 +34,25 @@ def workers(run_dir: Path) -> list[int]:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with agent_of(tmp_path, FLAGS) as process:
+        yield process
+
+
+@contextmanager
+def agent_of(tmp_path: Path, flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run of two ranks under torchrun, which begins again twice; it has no more variables than any."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
     argv = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_gpt.py")]
     with (tmp_path / "errors").open("w") as errors:
         environ = os.environ | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
-            [*argv, *tiny(tmp_path / "run", FLAGS)], env=environ, stdout=subprocess.DEVNULL, stderr=errors
+            [*argv, *tiny(tmp_path / "run", flags)], env=environ, stdout=subprocess.DEVNULL, stderr=errors
         )
-        yield process
-        process.kill()
-        process.wait()
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
@@ -58,6 +68,28 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(agent: subprocess.
     assert sorted(seen) == sorted(calm)
     for step, values in calm.items():
         assert seen[step] == pytest.approx(values, rel=1e-5)
+
+
+def starts_of_a_killed_run(tmp_path: Path, flags: str, *, last: int) -> list[int]:
+    """Steps from which the attempts continue, of a run of which a worker is killed before step `last`."""
+    log, metrics, told = (tmp_path / name for name in ("run/logs/rank_0.log", "run/metrics.jsonl", "errors"))
+    log.unlink(missing_ok=True)
+    with agent_of(tmp_path, flags) as agent:
+        assert wait_until(lambda: log.exists() and "continuing from" in log.read_text(), timeout=SECONDS)
+        assert wait_until(lambda: 6 <= last_step(metrics) < last, timeout=SECONDS), told.read_text()
+        os.kill(workers(tmp_path / "run")[1], signal.SIGKILL)
+        assert agent.wait(SECONDS) == 0, told.read_text()
+    return [int(step) for step in re.findall(r"continuing from \S+/step_0+(\d+)", log.read_text())]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_restart_goes_back_to_a_step_once(tmp_path: Path) -> None:
+    """Ranks of all attempts find one name of the launch in the store of their agent; the next torchrun has another."""
+    flags = "--save-interval 2 --lr-decay-iters 6"
+    train_on_ranks(tiny(tmp_path / "run", f"--train-iters 4 {flags}"))
+    for last in (100, 102):
+        back, resumed = starts_of_a_killed_run(tmp_path, f"--train-iters {last} {flags} --ckpt-step 2", last=last - 2)
+        assert back == 2 and resumed >= 4
 
 
 AGENT = """

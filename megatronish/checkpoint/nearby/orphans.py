@@ -1,7 +1,7 @@
 """Folders of copies that no run needs any more, as of a run that was killed and then removed.
 
-A folder says which run it is of, and a rank locks it while the run lives. An orphan is one that is not locked, and whose
-run is not there: its folder of checkpoints has another name for copies, or none. Where that cannot be seen, as on
+A folder says which run it is of, and a rank locks it while the run lives. An orphan is one that is not locked, and
+whose run is not there: its folder of checkpoints has another name for copies, or none. Where that cannot be seen, as on
 a store or in another container, only a folder that nothing has changed for a week is an orphan.
 """
 
