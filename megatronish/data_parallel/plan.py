@@ -94,8 +94,8 @@ def plan_buckets(
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
     Parameters and parts begin at multiples of `alignment` elements. Integers, which only a `Product` can read, lie in
-    buckets of their own. Large buckets serve the exchange alone. Without one, those on a CPU are smaller: gradients take
-    memory from the heap while activations are given back piece by piece, and small ones find room in their holes.
+    buckets of their own. Large buckets serve the exchange alone. Without one, those on a CPU are smaller: gradients
+    take memory from the heap while activations are given back piece by piece, and small ones find room in the holes.
     """
     order = list(domains)
 
