@@ -171,13 +171,18 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
 
 def chosen_entries(case: Case, arguments: argparse.Namespace) -> list[Entry]:
     """The contestants of a case, without the baseline; megatronish comes first."""
-    found = [each for each in ENTRIES if case.layout in each.layouts and case.numbers in each.dtypes]
+    found = entries_of(case)
     if arguments.contestants:
         patterns = arguments.contestants.split(",")
         found = [each for each in found if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
     elif case.size == "gpt2-124m" and not arguments.sizes:
         found = [each for each in found if each.module in ("plain", "ours")]
     return sorted(found, key=lambda entry: entry.name != "megatronish")
+
+
+def entries_of(case: Case) -> list[Entry]:
+    """The contestants that can run a case, without the baseline."""
+    return [each for each in ENTRIES if case.layout in each.layouts and case.numbers in each.dtypes]
 
 
 def write_state(size: str, path: Path) -> None:
@@ -218,6 +223,10 @@ def parse(told: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(told)
     if arguments.quick:
         arguments.steps, arguments.warm_up = 2, 1
+    names = dict.fromkeys([BASELINE, *(each.name for case in chosen_cases(arguments) for each in entries_of(case))])
+    for pattern in (arguments.contestants or "*").split(","):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            parser.error(f"--contestants: {pattern!r} is none of those in these cases; they are {', '.join(names)}")
     return arguments
 
 

@@ -107,6 +107,15 @@ def test_the_report_is_made_of_several_runs(tmp_path: Path) -> None:
     assert (tmp_path / "pictures" / "side_by_side.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("told", ["megatronic", "megatronish,DDP", "megatronish,"])
+def test_a_contestant_that_no_case_has_is_told(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        side_by_side.parse(["--only", "one", "--contestants", told])
+    told_back = capsys.readouterr().err
+    assert "is none of those in these cases; they are plain loop, plain loop, compiled, " in told_back
+    assert side_by_side.parse(["--only", "one,dp2", "--contestants", "mega*,DDP"]).contestants == "mega*,DDP"
+
+
 def test_contestants_that_do_not_fit_into_memory_are_measured_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     case, entries = Case("one", "gpt2-124m", "fp32"), list(ENTRIES[1:8])
     monkeypatch.setattr("benchmarks.contestants.entries.available_memory", lambda: 100 << 30)

@@ -79,7 +79,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, may
     if kernel == "sdpa, heads repeated":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     dense = mask.whole_bias(q.dtype) if mask.slopes else mask.whole
-    # Sizes may be symbols in a graph, and then a comparison is one too; a branch on it makes it a bool, which SDPA needs.
+    # Sizes may be symbols in a graph, and then a comparison is one too; a branch makes it the bool that SDPA needs.
     is_causal = True if dense is None and q.shape[2] > 1 else False  # noqa: SIM210 - a single query sees all keys
     is_grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=is_causal, enable_gqa=is_grouped)

@@ -19,6 +19,8 @@ from megatronish.sharding import Sharding
 
 Source = tuple[int, str]
 """A chunk, and the kind of its actions from which gradients come."""
+MOST_ALONE = 2_000_000
+"""Elements of a bucket that is exchanged with no other rank, on a CPU."""
 
 
 class Segment(NamedTuple):
@@ -92,7 +94,8 @@ def plan_buckets(
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
     Parameters and parts begin at multiples of `alignment` elements. Integers, which only a `Product` can read, lie in
-    buckets of their own.
+    buckets of their own. Large buckets serve the exchange alone. Without one, those on a CPU are smaller: gradients
+    take memory from the heap while activations are given back piece by piece, and small ones find room in the holes.
     """
     order = list(domains)
 
@@ -112,10 +115,12 @@ def plan_buckets(
         for name in of_kind:
             by_sources.setdefault(sources[name], []).append(name)
         for sources_of, of_sources in by_sources.items():
-            for part in cut_into_buckets([parameters[name].numel() for name in of_sources], bucket_size):
+            domain, first = domains[shardings[of_sources[0]].domain], parameters[of_sources[0]]
+            is_alone = domain.shard.size * domain.replicate.size == 1 and first.device.type == "cpu"
+            most = min(bucket_size, MOST_ALONE) if is_alone else bucket_size
+            for part in cut_into_buckets([parameters[name].numel() for name in of_sources], most):
                 names = tuple(of_sources[number] for number in part)
                 sharding = shardings[names[0]]
-                domain = domains[sharding.domain]
                 sizes = tuple(parameters[name].numel() for name in names)
                 plans.append(
                     BucketPlan(
