@@ -267,6 +267,11 @@ def test_folders_that_no_run_needs_are_removed(tmp_path: Path) -> None:
     assert not living.exists()
 
 
+def test_a_host_needs_room_for_what_it_keeps_also_if_its_ranks_write_less() -> None:
+    one, other, disk = local.Shared(0, 0), local.Shared(1, 0), local.Shared(0, 1)
+    assert local._needed([([one, disk], 100), ([other, disk], 0)]) == {one: 200, other: 200, disk: 200}
+
+
 def _choose_in_container(place: Place, folder: Path) -> tuple[Path, tuple[tuple[int, ...], ...]]:
     """Two ranks of each of two containers that have one name, one path for their memory, and not the same memory."""
     axis = Mesh.of(ParallelConfig(data_parallel_size=4), place, device=torch.device("cpu"), backend="gloo").world

@@ -64,15 +64,17 @@ def _parents(local_save: str | None) -> list[Path]:
     return found
 
 
-def _needed(of_ranks: Sequence[tuple[Sequence[Shared | str], int]]) -> Counter[Shared | str]:
+def _needed(of_ranks: Sequence[tuple[Sequence[Shared | str], int]]) -> Mapping[Shared, int]:
     """Bytes that copies need in each folder, from what all ranks share and write."""
-    needed: Counter[Shared | str] = Counter()
+    own: Counter[Shared] = Counter()
     for shared, size in of_ranks:
-        needed.update(dict.fromkeys(shared, size))
-    # The copy before stays until a copy is whole; what is kept for others is about as much as the own.
-    return Counter(
-        {each: size * (2 if all(each in shared for shared, _ in of_ranks) else 4) for each, size in needed.items()}
-    )
+        own.update(dict.fromkeys((each for each in shared if isinstance(each, Shared)), size))
+    # The copy before stays until a copy is whole. What is kept is what another host writes, at most the largest part.
+    return {
+        each: 2
+        * (size + max((own[other] for other in own if other != each and other.number == each.number), default=0))
+        for each, size in own.items()
+    }
 
 
 def _is_first(shared: Shared | str, axis: Axis) -> bool:
@@ -89,20 +91,22 @@ def _offer(folder: Path) -> Offer:
 def _chosen(
     folders: Sequence[Path],
     shared: Sequence[Shared | str],
-    needed: Mapping[Shared | str, int],
+    needed: Mapping[Shared, int],
     offers: Mapping[Shared | str, Offer],
 ) -> int:
     """Number of the folder that a rank takes."""
     told, most = [], 0
     found = {number: offers[each] for number, each in enumerate(shared) if isinstance(each, Shared)}
+    rooms = {number: needed[each] for number, each in enumerate(shared) if isinstance(each, Shared)}
     for number in sorted(found, key=lambda number: (not found[number].has_copies, not found[number].was_chosen)):
-        offer, most = found[number], max(most, needed[shared[number]])
-        if offer.has_copies or offer.free >= needed[shared[number]]:
+        offer, room = found[number], rooms[number]
+        most = max(most, room)
+        if offer.has_copies or offer.free >= room:
             return number
         told.append(f"{folders[number].parent} has {offer.free / 1e6:.0f} MB free")
     told += [f"{folders[n].parent} cannot be written: {why}" for n, why in enumerate(shared) if isinstance(why, str)]
-    room = f"{most / 1e6:.0f} MB" if most else "room"
+    wanted = f"{most / 1e6:.0f} MB" if most else "room"
     raise UserError(
-        f"copies of the state need {room} on each host, twice what its ranks write and keep, and "
+        f"copies of the state need {wanted} on each host, twice what its ranks write and keep, and "
         f"{'; '.join(told)}; name a folder with room by --local-save, or leave --save-replicated-interval out"
     )
