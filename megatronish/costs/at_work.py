@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from megatronish.costs.activations import bytes_per_score, has_fused_softmax
 from megatronish.costs.stage_sizes import StageSizes
 from megatronish.costs.state_traffic import StateTraffic
-from megatronish.costs.zero2_buffers import BufferBytes, Zero2Buffers
+from megatronish.costs.zero2_buffers import TABLE, BufferBytes, Zero2Buffers
 from megatronish.layer_specs import AttentionSpec, ExpertsSpec, LayerSpec
 
 BLOCK_BYTES = 8 * 2**20
@@ -100,6 +100,17 @@ class StageWork(StageSizes):
         """Whether the embedding is in the bucket of layers, which alone do not fill one."""
         is_apart = self.config.model.tied and self.config.layout.pp > 1
         return self.stage.is_first and self.largest_chunk < self.config.parallel.ddp_bucket_size and not is_apart
+
+    @cached_property
+    def late_gradients(self) -> float:
+        """Bytes of the embedding's bucket, if gradients of the first layer and its own alone are in it."""
+        if not self.stage.is_first or self.ties_here or not self.stage.layers[0]:
+            return 0
+        own = ("embedding.", f"layers.{self.stage.layers[0][0]}.")
+        for bucket in self._traffic.buckets():
+            if TABLE in bucket.names:
+                return 4.0 * bucket.size if all(name.startswith(own) for name in bucket.names) else 0
+        return 0
 
     def shared_work(self, chunk: int, begun: frozenset[int]) -> float:
         """What ZeRO has whole while a layer is at work, and the gradient of a tied table, which waits for its sum."""

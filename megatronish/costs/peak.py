@@ -108,7 +108,8 @@ class _StagePeak(StageWork):
             kept = sum(self.of_layer(spec) for spec in layers[len(again) :])
             later = self.deferred_of_chunk(chunk) * (len(again) - 1) / len(again) if self.defers else 0
             most = max(self.of_layer(spec) for spec in again)
-            yield Moment(activations - kept + most + later, logits - gone, work, come - missing)
+            held = come - (self.late_gradients if come and chunk == 0 else 0)
+            yield Moment(activations - kept + most + later, logits - gone, work, held - missing)
         freed = 0 if self.defers else self.of_chunk(chunk) + (2 * self.residual if ends else 0)
         yield Moment(activations - freed, logits - gone, self.in_flight + self.of_end(chunk, begun), come - missing)
 
