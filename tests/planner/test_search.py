@@ -85,12 +85,12 @@ def test_memory_of_the_search_is_near_the_exact_one(name: str) -> None:
     search = search_of(name if name in CASES else "llama-70b", *flags.split(), gpus=gpus)
     sizes = sizes_of(search, 20)
     for candidate, estimated, exact in sizes:
-        assert estimated == pytest.approx(exact, rel=0.12), candidate
+        assert estimated == pytest.approx(exact, rel=0.03), candidate
         if not exact / NEAR <= search.limit < exact * NEAR:
             assert (estimated <= search.limit) == (exact <= search.limit), candidate
     off = sorted(abs(estimated / exact - 1) for _, estimated, exact in sizes)
-    assert off[len(off) // 2] < 0.01
-    assert off[-3] < 0.05
+    assert off[len(off) // 2] < 0.002
+    assert off[-3] < 0.01
 
 
 def test_printed_memory_is_the_peak() -> None:
