@@ -16,8 +16,9 @@ dropout of attention needs gradients in fp32 and some blocks of scores, and with
 the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatronish.config.config import Config
@@ -41,13 +42,23 @@ class Moment(NamedTuple):
 
 
 def expected_peak(
-    config: Config, stages: Sequence[StageLoad], *, vocab_size: int, kernels: bool = True
+    config: Config,
+    stages: Sequence[StageLoad],
+    *,
+    vocab_size: int,
+    kernels: bool = True,
+    shard_ranks: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Memory]:
-    """Bytes on a GPU of each pipeline stage when most is held, by owner."""
+    """Bytes on a GPU of each pipeline stage when most is held, by owner.
+
+    `shard_ranks` are the rank's places among those that shard each domain. By default it is the first one, which has
+    most where ZeRO-3 has no even number of rows for each.
+    """
     usual = expected_memory(config, stages, vocab_size=vocab_size)
     found = []
     for stage, memory in zip(stages, usual, strict=True):
-        most = max(_StagePeak(config, stage, memory, vocab_size, kernels).moments(), key=sum)
+        peak = _StagePeak(config, stage, memory, vocab_size, kernels, shard_ranks)
+        memory, most = peak.state(), max(peak.moments(), key=sum)
         found.append(
             memory._replace(
                 gradients=memory.gradients + round(most.gradients),

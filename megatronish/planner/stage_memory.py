@@ -13,6 +13,7 @@ from megatronish.config.config import Config
 from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.costs.activations import Activations
 from megatronish.costs.at_work import NEWTON_SCHULZ
+from megatronish.costs.buckets import rounded_up
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.costs.model_state import ZeroSettings, frozen_state, model_state, temporary_bytes
@@ -63,13 +64,15 @@ class MemoryScale:
                         peaks[alike] = self._moments.peak(sizes, candidate, stages, stage, alike)
                     peak = peaks[alike]
                     held = state.total - state.temporary
-                    busy = self._busy(sizes, stages, stage, zero, peak)
+                    busy = self._busy(sizes, candidate.mesh, stages, stage, zero, peak)
                     most[place] = max(
                         most[place], held + max(busy, self._of_update(candidate.mesh, stages, stage, zero))
                     )
         return most
 
-    def _busy(self, sizes: KindBytes, stages: StageLayers, stage: int, zero: int, peak: StagePeak) -> int:
+    def _busy(
+        self, sizes: KindBytes, mesh: MeshSizes, stages: StageLayers, stage: int, zero: int, peak: StagePeak
+    ) -> int:
         """Bytes at the fullest moment in addition to the model state, under a stage of ZeRO."""
         is_first, is_last = stage == stages.first, stage == stages.last
         freezes, model, width = self.config.adapter.is_used, self.work.model, self.work.element_bytes
@@ -78,21 +81,41 @@ class MemoryScale:
         whole, before = (gradient if ties else 0.0), 0.0
         rest = sizes.table * (is_first + (is_last and not ties))
         if zero == 3:
-            present = [size for size, count in zip(sizes.sizes, stages.counts[stage], strict=True) if count]
+            padded = self._padded(sizes, mesh)
+            present = [size for size, count in zip(padded.sizes, stages.counts[stage], strict=True) if count]
             largest, reduced = max(present, default=0), 2 if self.config.parallel.grad_reduce_in_bf16 else 4
             before = reduced * (0 if freezes else rest)
             gathered = rest + (0 if freezes or not is_last else sizes.table) + (2 if freezes else 3) * largest
-            whole = width * gathered + max(before, reduced * (0 if freezes else sizes.largest_unit))
+            whole = width * gathered + max(before, reduced * (0 if freezes else padded.largest_unit))
         output = (0.0 if sizes.defers else gradient) + sizes.hidden
         output += sizes.hidden + sizes.residual if sizes.gathers else 0.0
         begin = before + (output if is_last else 0.0)
         if zero == 3:
-            begin = width * (rest + max(sizes.sizes)) + before + max(width * rest, output if is_last else 0.0)
+            begin = width * (rest + largest) + before + max(width * rest, output if is_last else 0.0)
         table = gradient * is_first * (3 if ties else 1) if zero != 2 else 0.0
         moments = [peak.layer + whole, peak.apart, peak.end + table]
         if is_last or zero == 3:
             moments.append(peak.begin + begin)
         return int(max(moments) + peak.in_flight)
+
+    def _padding(self, mesh: MeshSizes) -> float:
+        """Factor of experts where ZeRO-3 pads their rows, so that all ranks have as many."""
+        rows = (self.work.model.num_experts or 0) // mesh.ep
+        if not rows or self.config.adapter.is_used:
+            return 1.0
+        copies = self.config.parallel.num_distributed_optimizer_instances
+        return rounded_up(rows, max(1, mesh.edp // copies)) / rows
+
+    def _padded(self, sizes: KindBytes, mesh: MeshSizes) -> KindBytes:
+        """The same with padded experts."""
+        factor = self._padding(mesh)
+        if factor == 1:
+            return sizes
+        experts = [row.parameters.experts // (mesh.ep * mesh.etp) for row in self.work.kinds]
+        added = [round(each * (factor - 1)) for each in experts]
+        largest = max(sizes.largest_unit, *(number + more for number, more in zip(experts, added, strict=True)))
+        grown = tuple(size + more for size, more in zip(sizes.sizes, added, strict=True))
+        return sizes._replace(sizes=grown, largest_unit=largest)
 
     def _bytes_of_kinds(self, candidate: Candidate) -> KindBytes:
         mesh, defers = candidate.mesh, SCHEDULES[candidate.schedule].has_weight_gradients and candidate.mesh.pp > 1
@@ -182,6 +205,8 @@ class MemoryScale:
         state, total = Memory(0, 0, 0), 0
         for ranks, settings in ((None, zero), (mesh.ep * mesh.etp, experts)):
             count, in_matrices = (_on_rank(each, mesh.tp, ranks) for each in (learned, matrices))
+            if ranks is not None and zero_stage == 3:
+                count, in_matrices = (round(each * self._padding(mesh)) for each in (count, in_matrices))
             total += count
             moments = num_moments(count=count, in_matrices=in_matrices)
             state = state.plus(model_state(count, moments, settings, element_bytes=width))

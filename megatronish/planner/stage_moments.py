@@ -49,6 +49,7 @@ class StageMoments:
 
     def peak(self, sizes: KindBytes, candidate: Candidate, stages: StageLayers, stage: int, zero: int) -> StagePeak:
         """The most of each moment. With ZeRO 0 and 1 gradients are given back at the end of a step."""
+        sizes = sizes._replace(work=sizes.sharded_work) if zero == 3 else sizes
         chunks, mesh = self._chunks(sizes, stages.chunks[stage]), candidate.mesh
         m = candidate.num_microbatches(self.work.global_batch)
         is_few = m < 2 * mesh.pp or candidate.schedule == "gpipe"

@@ -93,6 +93,17 @@ def test_memory_of_the_search_is_near_the_exact_one(name: str) -> None:
     assert off[-3] < 0.01
 
 
+def test_rows_of_experts_that_zero3_pads_are_in_the_memory_of_the_search() -> None:
+    search, found = search_of("qwen3-30b-a3b", "--global-batch-size", "480", gpus=48), 0
+    for mesh in search.meshes():
+        if mesh.pp == 1 and 128 // mesh.ep % mesh.edp:
+            candidate = next(each for each, zeros in search.families(mesh) if 3 in zeros)._replace(zero=3)
+            estimated = search.scale.fullest(candidate, search.stages(candidate))
+            assert estimated == pytest.approx(memory_of(search, candidate), rel=0.03), candidate
+            found += 1
+    assert found > 5
+
+
 def test_printed_memory_is_the_peak() -> None:
     search, tried, _ = searched("llama-70b")
     config = config_of(search.config, tried.found[0].candidate)
