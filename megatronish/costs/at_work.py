@@ -229,7 +229,8 @@ class StageWork(StageSizes):
         if self.config.training.attention_backend in ("fused_softmax", "unfused"):
             return self.residual + unit * self.width * (sizes + heads) + self._explicit_work(attention)
         if not is_ring and model.attention_dropout == 0:
-            return self.residual + unit * self.width * (sizes + heads)
+            repeated = 2 * heads if self.masks.repeats_heads(attention) else 0  # gradients of copied keys and values
+            return self.residual + unit * self.width * (sizes + heads + repeated)
         found = self.residual + unit * (4 * sizes + self.width * (sizes + heads))
         if is_ring:
             found += unit * 3 * 4 * (sizes - heads)

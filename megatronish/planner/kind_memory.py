@@ -15,7 +15,7 @@ class KindBytes(NamedTuple):
     """Bytes of one micro-batch: for each kind of layer, and of hidden states and logits.
 
     `live` wait for the backward of a layer, `deferred` for its weight gradients; `again` are there while it is computed
-    again, `work` while its backward runs. `tables` are those of rotary embeddings, once
+    again, `work` while its backward runs. `tables` are those of rotary embeddings and of a micro-batch's masks, once
     for each chunk.
     """
 
@@ -39,6 +39,7 @@ class KindBytes(NamedTuple):
     gathers: bool
     gradient_width: int
     defers: bool
+    shared_masks: float
 
 
 def bytes_of_kinds(base: Config, work: Workload, candidate: Candidate, *, defers: bool) -> KindBytes:
@@ -70,7 +71,7 @@ def bytes_of_kinds(base: Config, work: Workload, candidate: Candidate, *, defers
         tuple(map(sizes.parameters_of, specs)),
         sizes.largest_unit,
         max(map(sizes.matrix_of, specs)),
-        tables,
+        tables + sizes.own_masks,
         sizes.hidden,
         sizes.residual,
         sizes.logits,
@@ -78,4 +79,5 @@ def bytes_of_kinds(base: Config, work: Workload, candidate: Candidate, *, defers
         sizes.cuts_sequence,
         sizes.gradient_width,
         sizes.defers,
+        sizes.shared_masks,
     )

@@ -90,7 +90,8 @@ class StageMoments:
             layer = max(layer, gone + busy)
             end = max(end, gone + last - (0.0 if sizes.defers else live))
         apart = self._apart(sizes, candidate, stages, stage, chunks) if sizes.defers else 0.0
-        return StagePeak(begin, layer, end, apart, 2 * sizes.hidden / mesh.tp if mesh.pp > 1 else 0.0)
+        always = sizes.shared_masks + (2 * sizes.hidden / mesh.tp if mesh.pp > 1 else 0.0)
+        return StagePeak(begin, layer, end, apart, always)
 
     def _apart(
         self, sizes: KindBytes, candidate: Candidate, stages: StageLayers, stage: int, chunks: Sequence[Chunk]

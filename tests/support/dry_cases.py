@@ -202,10 +202,18 @@ class SingleCase(NamedTuple):
 
 
 ALIBI = "--position-embedding-type alibi"
+SDPA = "--attention-backend flash"
 SINGLE = [
     SingleCase("a window", "llama", "--window-size 512"),
     SingleCase("documents", "llama", "--reset-attention-mask --reset-position-ids"),
     SingleCase("ALiBi", "gpt", f"{ALIBI} --micro-batch-size 2 --global-batch-size 8"),
+    SingleCase("a window by SDPA", "llama", f"--window-size 512 {SDPA}"),
+    SingleCase("documents by SDPA", "llama", f"--reset-attention-mask --reset-position-ids {SDPA}"),
+    SingleCase(
+        "documents by SDPA, recomputed", "gpt", f"--reset-attention-mask --recompute-granularity selective {SDPA}"
+    ),
+    SingleCase("ALiBi by SDPA", "gpt", f"{ALIBI} {SDPA} --micro-batch-size 2 --global-batch-size 8"),
+    SingleCase("a window by SDPA over cp", "llama", f"--window-size 512 {SDPA}", "--cp 2 --cp-comm-type a2a"),
     SingleCase("a window with dropout", "dropped", "--window-size 128"),
     SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
     SingleCase("capacity", "experts", "--moe-expert-capacity-factor 1.25 --ep 4 --etp 1"),
