@@ -12,8 +12,9 @@ and at the update, where Muon's matrices are exchanged (at_work.py has what is a
 
 Layers are counted as they are on a GPU, with fused operators or without (`kernels`): RoPE keeps what it has turned
 and what it was turned from, the router an fp32 copy of its tokens, SwiGLU without its operator the activated gate,
-dropout of attention needs gradients in fp32 and some blocks of scores, and without operators hashes. Not counted: what
-the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
+dropout of attention needs gradients in fp32 and some blocks of scores, and without operators hashes. Masks that SDPA
+gets are dense (dense_masks.py), and rows that ZeRO-3 shares are padded (padded_rows.py). Not counted: what the
+allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
