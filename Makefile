@@ -43,6 +43,9 @@ test-fast: $(READY) ## the tests that start no process: no ranks, no launcher, n
 test-all: $(READY) ## the test suite with every feature in every layout: hours, so PART=3/20 takes a twentieth of it
 	$(RUN) -m pytest --all-layouts --part $(PART) --numprocesses $(WORKERS) --dist worksteal
 
+dry-runs: $(READY) ## dry runs of 8B to 1T in less than a minute each, and of every stage of 405B; two minutes
+	$(RUN) -m pytest --all-layouts tests/commands/test_large_dry_runs.py
+
 attack: $(READY) ## kills, malformed inputs, hangs, flipped bits, slow ranks and lost hosts, with a table; about half an hour
 	PYTHONPATH=tests/attack $(RUN) tests/attack/all.py
 
@@ -81,7 +84,7 @@ clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
 	rm -rf .venv .venv-peers .venv-stores .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick finetune test test-fast test-all test-peers test-stores attack check package bench kernels gpu gpu-report venv clean
+.PHONY: help pretrain quick finetune test test-fast test-all test-peers test-stores dry-runs attack check package bench kernels gpu gpu-report venv clean
 .DELETE_ON_ERROR:
 
 # The environments.

@@ -79,7 +79,7 @@ def test_the_peak_of_memory_is_near_the_expected_one(results: Results) -> None:
     far = {}
     for case, result in results:
         error = result["peak_bytes"] / result["expected_memory"]["total"] - 1
-        if abs(error) > MEMORY and case.is_even:
+        if abs(error) > MEMORY:
             far[case.name] = f"{error:+.3f}"
     assert not far, far
 
@@ -87,8 +87,6 @@ def test_the_peak_of_memory_is_near_the_expected_one(results: Results) -> None:
 def test_model_state_is_what_is_expected_but_for_padding(results: Results) -> None:
     for case, result in results:
         owners, expected = result["owners"], result["expected_memory"]
-        if not case.is_even:
-            continue
         for owner, name in (("weights", "parameters"), ("optimizer", "optimizer")):
             assert owners[owner] == pytest.approx(expected[name], rel=2e-3), (case.name, owner)
 

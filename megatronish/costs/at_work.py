@@ -3,14 +3,18 @@
 The largest at a time: sums of what an operator reads and writes besides activations, as it is on a GPU.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 
 from megatronish.costs.activations import bytes_per_score, has_fused_softmax
+from megatronish.costs.memory_table import Memory
+from megatronish.costs.padded_rows import PaddedRows
 from megatronish.costs.stage_sizes import StageSizes
 from megatronish.costs.state_traffic import StateTraffic
-from megatronish.costs.zero2_buffers import BufferBytes, Zero2Buffers
+from megatronish.costs.zero2_buffers import TABLE, BufferBytes, Zero2Buffers
 from megatronish.layer_specs import AttentionSpec, ExpertsSpec, LayerSpec
 
 BLOCK_BYTES = 8 * 2**20
@@ -24,12 +28,36 @@ NEWTON_SCHULZ = 4
 class StageWork(StageSizes):
     """What is at work on a stage; sizes are bytes of one micro-batch."""
 
+    shard_ranks: Mapping[str, int] = field(default_factory=dict)
+    """Places of the rank among those that shard each domain, the first by default, which has most."""
     _buffers: dict[tuple[int, frozenset[int]], BufferBytes] = field(default_factory=dict)
 
     @cached_property
     def layer_sizes(self) -> list[int]:
-        """Parameters of each layer on this rank."""
+        """Parameters of each layer on this rank, as they are when ZeRO-3 has gathered them: with padding."""
+        if self.zero == 3 and not self.freezes:
+            return [sum(each.values()) for each in self._gathered.values()]
         return [self.parameters_of(spec) for chunk in self.specs for spec in chunk]
+
+    @cached_property
+    def rows(self) -> PaddedRows:
+        """Rows that ZeRO-3 shares."""
+        return PaddedRows(self._traffic.data_ranks, self.shard_ranks)
+
+    def state(self) -> Memory:
+        """Model state of memory.py, with the rows that this rank has."""
+        if self.zero < 3 or self.freezes:
+            return self.memory
+        return self.rows.state(self.memory, self._traffic.parameters)
+
+    @cached_property
+    def _gathered(self) -> dict[str, Counter[str]]:
+        """Elements of each gathered layer by domain, which are its units, with padding."""
+        found: dict[str, Counter[str]] = {f"layers.{layer}": Counter() for layer in self.stage.all_layers}
+        for each in self._traffic.parameters:
+            if each.name.startswith("layers."):
+                found[".".join(each.name.split(".")[:2])][each.domain] += self.rows.gathered(each)
+        return found
 
     @property
     def largest_chunk(self) -> int:
@@ -57,6 +85,8 @@ class StageWork(StageSizes):
         grid, found = self.config.parallel.expert_layout, 0
         if self.freezes:
             return max(map(self.learned_of, chain(*self.specs)), default=0)
+        if self.zero == 3:
+            return max((size for layer in self._gathered.values() for size in layer.values()), default=0)
         for spec in chain(*self.specs):
             count = spec.cost(self.config.model).parameters
             found = max(found, count.without_experts.per_rank(self.tp), count.experts // (grid.ep * grid.etp))
@@ -100,6 +130,17 @@ class StageWork(StageSizes):
         """Whether the embedding is in the bucket of layers, which alone do not fill one."""
         is_apart = self.config.model.tied and self.config.layout.pp > 1
         return self.stage.is_first and self.largest_chunk < self.config.parallel.ddp_bucket_size and not is_apart
+
+    @cached_property
+    def late_gradients(self) -> float:
+        """Bytes of the embedding's bucket, if gradients of the first layer and its own alone are in it."""
+        if not self.stage.is_first or self.ties_here or not self.stage.layers[0]:
+            return 0
+        own = ("embedding.", f"layers.{self.stage.layers[0][0]}.")
+        for bucket in self._traffic.buckets():
+            if TABLE in bucket.names:
+                return 4.0 * bucket.size if all(name.startswith(own) for name in bucket.names) else 0
+        return 0
 
     def shared_work(self, chunk: int, begun: frozenset[int]) -> float:
         """What ZeRO has whole while a layer is at work, and the gradient of a tied table, which waits for its sum."""
@@ -188,7 +229,8 @@ class StageWork(StageSizes):
         if self.config.training.attention_backend in ("fused_softmax", "unfused"):
             return self.residual + unit * self.width * (sizes + heads) + self._explicit_work(attention)
         if not is_ring and model.attention_dropout == 0:
-            return self.residual + unit * self.width * (sizes + heads)
+            repeated = 2 * heads if self.masks.repeats_heads(attention) else 0  # gradients of copied keys and values
+            return self.residual + unit * self.width * (sizes + heads + repeated)
         found = self.residual + unit * (4 * sizes + self.width * (sizes + heads))
         if is_ring:
             found += unit * 3 * 4 * (sizes - heads)

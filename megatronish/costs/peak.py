@@ -12,12 +12,14 @@ and at the update, where Muon's matrices are exchanged (at_work.py has what is a
 
 Layers are counted as they are on a GPU, with fused operators or without (`kernels`): RoPE keeps what it has turned
 and what it was turned from, the router an fp32 copy of its tokens, SwiGLU without its operator the activated gate,
-dropout of attention needs gradients in fp32 and some blocks of scores, and without operators hashes. Not counted: what
-the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
+dropout of attention needs gradients in fp32 and some blocks of scores, and without operators hashes. Masks that SDPA
+gets are dense (dense_masks.py), and rows that ZeRO-3 shares are padded (padded_rows.py). Not counted: what the
+allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatronish.config.config import Config
@@ -41,13 +43,23 @@ class Moment(NamedTuple):
 
 
 def expected_peak(
-    config: Config, stages: Sequence[StageLoad], *, vocab_size: int, kernels: bool = True
+    config: Config,
+    stages: Sequence[StageLoad],
+    *,
+    vocab_size: int,
+    kernels: bool = True,
+    shard_ranks: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Memory]:
-    """Bytes on a GPU of each pipeline stage when most is held, by owner."""
+    """Bytes on a GPU of each pipeline stage when most is held, by owner.
+
+    `shard_ranks` are the rank's places among those that shard each domain. By default it is the first one, which has
+    most where ZeRO-3 has no even number of rows for each.
+    """
     usual = expected_memory(config, stages, vocab_size=vocab_size)
     found = []
     for stage, memory in zip(stages, usual, strict=True):
-        most = max(_StagePeak(config, stage, memory, vocab_size, kernels).moments(), key=sum)
+        peak = _StagePeak(config, stage, memory, vocab_size, kernels, shard_ranks)
+        memory, most = peak.state(), max(peak.moments(), key=sum)
         found.append(
             memory._replace(
                 gradients=memory.gradients + round(most.gradients),
@@ -108,7 +120,8 @@ class _StagePeak(StageWork):
             kept = sum(self.of_layer(spec) for spec in layers[len(again) :])
             later = self.deferred_of_chunk(chunk) * (len(again) - 1) / len(again) if self.defers else 0
             most = max(self.of_layer(spec) for spec in again)
-            yield Moment(activations - kept + most + later, logits - gone, work, come - missing)
+            held = come - (self.late_gradients if come and chunk == 0 else 0)
+            yield Moment(activations - kept + most + later, logits - gone, work, held - missing)
         freed = 0 if self.defers else self.of_chunk(chunk) + (2 * self.residual if ends else 0)
         yield Moment(activations - freed, logits - gone, self.in_flight + self.of_end(chunk, begun), come - missing)
 

@@ -7,6 +7,7 @@ from megatronish.config.config import Config
 from megatronish.costs.activations import Instant, StageLoad
 from megatronish.costs.adapter_activations import AdapterActivations
 from megatronish.costs.adapters import adapter_parameters
+from megatronish.costs.dense_masks import DenseMasks
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.layer_specs import ExpertsSpec, LayerSpec, layer_specs
@@ -130,7 +131,7 @@ class StageSizes:
             found += live * self.of_chunk(chunk) + deferred * self.deferred_of_chunk(chunk)
         if self.stage.is_last:  # inputs of the final norm and of the head
             found += self.losses(instant) * 2 * self.residual
-        return found
+        return found + self.shared_masks + max(instant.live) * self.own_masks
 
     def of_chunk(self, chunk: int) -> float:
         """What a micro-batch keeps in a chunk."""
@@ -207,7 +208,22 @@ class StageSizes:
                 found -= unit * spec.mlp.num_chosen * spec.mlp.expert.ffn_size
         elif self.kernels and spec.mlp.activation == "swiglu" and spec.mlp.is_plain:
             found -= unit * spec.mlp.ffn_size
-        return found + self.of_adapters(spec)
+        return found + self.masks.of_layer(attention, unit=unit) + self.of_adapters(spec)
+
+    @cached_property
+    def masks(self) -> DenseMasks:
+        """Dense masks of attention."""
+        return DenseMasks(self.config, width=self.width)
+
+    @cached_property
+    def shared_masks(self) -> float:
+        """Bytes of masks that all micro-batches share."""
+        return self.masks.shared([spec.attention for specs in self.specs for spec in specs])
+
+    @cached_property
+    def own_masks(self) -> float:
+        """Bytes of the masks of a micro-batch."""
+        return self.masks.of_micro_batch([spec.attention for specs in self.specs for spec in specs])
 
     def is_flex(self, spec: LayerSpec) -> bool:
         """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""

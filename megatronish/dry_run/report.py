@@ -29,13 +29,12 @@ class Expected(NamedTuple):
 
 
 def with_expected(planned: PlannedRun, record: DryRank) -> Expected:
-    """The record, and what costs/memory.py expects of its stage."""
+    """The record, and what costs/peak.py and costs/traffic.py expect of its rank."""
     loads = planned.stages.loads(planned.num_microbatches)
     load, kernels = loads[record.stage], load_kernels() is None
-    memory = expected_peak(planned.config, [load], vocab_size=planned.vocab_size, kernels=kernels)[0]
-    sent = expected_traffic(
-        planned.config, load, record.stage, vocab_size=planned.vocab_size, shard_ranks=record.shard_ranks
-    )
+    config, vocab_size = planned.config, planned.vocab_size
+    memory = expected_peak(config, [load], vocab_size=vocab_size, kernels=kernels, shard_ranks=record.shard_ranks)[0]
+    sent = expected_traffic(config, load, record.stage, vocab_size=vocab_size, shard_ranks=record.shard_ranks)
     return Expected(record, memory, sent)
 
 

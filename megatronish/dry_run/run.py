@@ -20,9 +20,8 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
     start, notes = time.perf_counter(), list(notes)
     torch.set_num_threads(1)  # there is nothing to compute
     training = config.training
-    if training.compile or training.cuda_graph:
-        notes.append("--compile and --cuda-graph are left out: each operator runs by itself")
-        config = replace(config, training=replace(training, compile=False, cuda_graph=False))
+    notes += notes_of_left_out(config)
+    config = replace(config, training=replace(training, compile=False, cuda_graph=False))
     vocab_size = config.data.vocab_size or build_tokenizer(config.data).vocab_size
     planned = PlannedRun(config, vocab_size, device_type)
     if device_type == "cuda":
@@ -44,6 +43,22 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
     if config.log.dry_run_report is not None:
         write_json(Path(config.log.dry_run_report), json_of(planned, found, notes=notes))
     return 0
+
+
+def notes_of_left_out(config: Config) -> list[str]:
+    """What the config asks for and a dry run leaves out, and what is not that of the run because of it."""
+    notes = []
+    if config.training.compile:
+        notes.append(
+            "the config asks for --compile, which is left out: each operator runs by itself, so activations, temporary "
+            "bytes and the number of operators are those of a run that is not compiled"
+        )
+    if config.training.cuda_graph:
+        notes.append(
+            "the config asks for --cuda-graph, which is left out: gradients are given back between steps, and the "
+            "host's waits are those of a run without a graph"
+        )
+    return notes
 
 
 def mask_notes(config: Config) -> list[str]:

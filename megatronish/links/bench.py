@@ -116,7 +116,8 @@ def _finish(arguments: LinkArguments, rows: list[LinkTimes]) -> None:
     if arguments.json is not None:
         lines: list[dict[str, Any]] = [row.as_json() for row in rows]
         for row, fit in found:
-            lines.append(fit.as_json(collective=row.collective, axis=row.axis, ranks=row.ranks, nodes=row.nodes))
+            names = {"collective": row.collective, "axis": row.axis, "ranks": row.ranks, "nodes": row.nodes}
+            lines.append(fit.as_json(**names, device=row.device))
         _write(arguments.json, "".join(f"{json.dumps(line)}\n" for line in lines))
         print(f"\nwritten into {arguments.json}")
     if arguments.png is not None:

@@ -42,6 +42,7 @@ class LinkTimes:
     ranks: int
     nodes: int
     axis: str
+    device: str
     seconds_min: float
     seconds_median: float
     seconds_max: float
@@ -83,6 +84,7 @@ def measure(collective: str, num_bytes: int, *, axis: Axis, world: Axis, num_nod
         ranks=axis.size,
         nodes=num_nodes,
         axis=axis.name,
+        device=torch.cuda.get_device_name(runs.device) if runs.device.type == "cuda" else "cpu",
         seconds_min=min(seconds),
         seconds_median=median,
         seconds_max=max(seconds),

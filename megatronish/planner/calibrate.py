@@ -1,7 +1,8 @@
 """Calibration of a device by the user's own measurements: of `megatronish plan --probe`, and of collectives.
 
 Files have one JSON object a line. A probe has the key "probe"; a collective has "collective", "bytes", "ranks",
-"nodes" and a "fit" with "alpha_s", "bandwidth_bytes_per_s", "mean_error" and "accepted".
+"nodes", "device" and a "fit" with "alpha_s", "bandwidth_bytes_per_s", "mean_error" and "accepted". What was measured on
+another device than the one that is calibrated is refused: by its name, and where links are faster than they can be.
 """
 
 import json
@@ -21,6 +22,8 @@ STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 MOST_RANKS, SLOWEST = 1e6, 1e3
+ABOVE_SHEET = 1.3
+"""Bus bandwidth over that of the data sheet that can be: switches that add up send less than a ring (H200: 1.05)."""
 
 
 class Row(NamedTuple):
@@ -53,6 +56,12 @@ class MeasuredLink(NamedTuple):
     latency: float
     ranks: int
     nodes: int
+    row: Row
+
+    @property
+    def per_card(self) -> float:
+        """Bytes a second of each network card, one a rank of a node."""
+        return self.bandwidth / max(1, self.ranks // self.nodes)
 
 
 def calibrated(device: Device, paths: Sequence[Path]) -> Device:
@@ -68,6 +77,8 @@ def calibrated(device: Device, paths: Sequence[Path]) -> Device:
     if probes:
         device, name = _probed(device, probes[-1])
         said.append(f"matrix products and host of {name}")
+    for link in links:
+        _refuse_other_links(device, link)
     inside, across = [link for link in links if link.nodes == 1], [link for link in links if link.nodes > 1]
     if inside:
         device = replace(
@@ -77,7 +88,7 @@ def calibrated(device: Device, paths: Sequence[Path]) -> Device:
         )
         said.append(f"{len(inside)} collectives in a node")
     if across:
-        per_card = median(link.bandwidth / max(1, link.ranks // link.nodes) for link in across)
+        per_card = median(link.per_card for link in across)
         device = replace(device, network_all_reduce_gb_s=per_card / 1e9)
         said.append(f"{len(across)} collectives over nodes")
     return replace(device, calibrated=", ".join(said))
@@ -89,11 +100,7 @@ def _probed(device: Device, row: Row) -> tuple[Device, str]:
     if not isinstance(probe, dict):
         raise row.error(f"probe={probe!r} is no object")
     name = str(probe.get("device", "a device"))
-    if (found := device_of(name)) is not None and found.name != device.name and device.name in device_table():
-        raise UserError(
-            f"--calibrate {row.where} measured {name}, which is {found.name}, and --device is {device.name}; name that "
-            "device, or measure on this one"
-        )
+    _refuse_other(device, row, name)
     if "tflops" in probe:
         rate = row.number(probe, "tflops", most=LARGEST)
         if probe.get("precision") == "fp32":  # the device keeps the rate of 16 bits; both have one fraction
@@ -106,6 +113,32 @@ def _probed(device: Device, row: Row) -> tuple[Device, str]:
     if "tflops" not in probe and "host_seconds_a_layer" not in probe:
         raise row.error("the probe has neither tflops nor host_seconds_a_layer")
     return device, name
+
+
+def _refuse_other(device: Device, row: Row, name: str) -> None:
+    """UserError if a device with this name is not the row of the table that is calibrated."""
+    found = device_table()[WITHOUT_SHEET] if name == WITHOUT_SHEET else device_of(name)
+    if found is not None and found.name != device.name and device.name in device_table():
+        raise UserError(
+            f"--calibrate {row.where} measured {name}, which is {found.name}, and --device is {device.name}; name that "
+            "device, or measure on this one"
+        )
+
+
+def _refuse_other_links(device: Device, link: MeasuredLink) -> None:
+    """UserError if links are not those of the device: of another one, or faster than its own can be."""
+    _refuse_other(device, link.row, str(link.row.values.get("device", "")))
+    if device.name == WITHOUT_SHEET:
+        return
+    inside = link.nodes == 1
+    reached, sheet = (link.bandwidth, device.node_gb_s) if inside else (link.per_card, device.network_gb_s)
+    if reached > ABOVE_SHEET * 1e9 * sheet:
+        where = "in its node" if inside else "to other nodes"
+        remedy = "write its node_gb_s into a TOML file" if inside else f"say --network {reached / 1e9:.0f}GB/s"
+        raise UserError(
+            f"--calibrate {link.row.where} measured {reached / 1e9:.3g} GB/s, and a device of {device.name} has "
+            f"{sheet:g} GB/s {where}; name the device that was measured, or {remedy}"
+        )
 
 
 def to_toml(device: Device) -> str:
@@ -143,7 +176,9 @@ def _links(rows: Iterable[Row]) -> Iterator[MeasuredLink]:
         fit = row.values.get("fit")
         if not isinstance(fit, dict) or fit.get("accepted") is not True:
             continue
-        fit = {name: row.values[name] for name in ("collective", "ranks", "nodes", "axis") if name in row.values} | fit
+        fit = {
+            name: row.values[name] for name in ("collective", "ranks", "nodes", "axis", "device") if name in row.values
+        } | fit
         name = fit.get("collective")
         if not isinstance(name, str):
             raise row.error(f"collective={name!r} is no name")
@@ -156,4 +191,5 @@ def _links(rows: Iterable[Row]) -> Iterator[MeasuredLink]:
         times = STEPS[name]
         bus = row.number(fit, "bandwidth_bytes_per_s", most=1e9 * LARGEST) * times * (ranks - 1) / ranks
         alpha = row.number(fit, "alpha_s", most=SLOWEST, least=0.0)
-        yield MeasuredLink(bus, max(0.1e-6, alpha / (times * log2(ranks))), ranks, nodes)
+        measured = Row(fit, row.where)
+        yield MeasuredLink(bus, max(0.1e-6, alpha / (times * log2(ranks))), ranks, nodes, measured)

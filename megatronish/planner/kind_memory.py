@@ -15,13 +15,16 @@ class KindBytes(NamedTuple):
     """Bytes of one micro-batch: for each kind of layer, and of hidden states and logits.
 
     `live` wait for the backward of a layer, `deferred` for its weight gradients; `again` are there while it is computed
-    again, `work` while its backward runs. `tables` are those of rotary embeddings, once for each chunk.
+    again, `work` while its backward runs. `tables` are those of rotary embeddings and of a micro-batch's masks, once
+    for each chunk.
     """
 
     live: tuple[float, ...]
     deferred: tuple[float, ...]
     again: tuple[float, ...]
     work: tuple[float, ...]
+    sharded_work: tuple[float, ...]
+    """The same with ZeRO-3, which adds no gradient to a sum."""
     sizes: tuple[int, ...]
     """Parameters of a layer on this rank."""
     largest_unit: int
@@ -36,6 +39,7 @@ class KindBytes(NamedTuple):
     gathers: bool
     gradient_width: int
     defers: bool
+    shared_masks: float
 
 
 def bytes_of_kinds(base: Config, work: Workload, candidate: Candidate, *, defers: bool) -> KindBytes:
@@ -50,7 +54,10 @@ def bytes_of_kinds(base: Config, work: Workload, candidate: Candidate, *, defers
     first = [range(layer, layer + 1) for layer in map(work.layers.index, range(number))]
     instant = Instant((1,) * number, (int(defers),) * number)
     stage = StageLoad(tuple(first), frozenset({instant}), is_first=True, is_last=True)
-    sizes = StageWork(config_of(base, alone), stage, Memory(0, 0, 0), work.vocab_size, kernels=True)
+    sizes, sharded = (
+        StageWork(config_of(base, alone._replace(zero=zero)), stage, Memory(0, 0, 0), work.vocab_size, kernels=True)
+        for zero in (0, 3)
+    )
     specs = [chunk[0] for chunk in sizes.specs]
     recomputes = candidate.recompute == "full"
     model = work.model
@@ -60,10 +67,11 @@ def bytes_of_kinds(base: Config, work: Workload, candidate: Candidate, *, defers
         tuple(sizes.deferred_of_chunk(kind) for kind in range(number)),
         tuple(sizes.of_layer(spec) if recomputes else 0.0 for spec in specs),
         tuple(sizes.of_layers(kind) for kind in range(number)),
+        tuple(sharded.of_layers(kind) for kind in range(number)),
         tuple(map(sizes.parameters_of, specs)),
         sizes.largest_unit,
         max(map(sizes.matrix_of, specs)),
-        tables,
+        tables + sizes.own_masks,
         sizes.hidden,
         sizes.residual,
         sizes.logits,
@@ -71,4 +79,5 @@ def bytes_of_kinds(base: Config, work: Workload, candidate: Candidate, *, defers
         sizes.cuts_sequence,
         sizes.gradient_width,
         sizes.defers,
+        sizes.shared_masks,
     )

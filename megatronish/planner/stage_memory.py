@@ -1,46 +1,32 @@
 """Memory of the fullest stage of a candidate, fast enough for a search.
 
 Model state is put together from the functions of `expected_memory` (costs/memory.py), and activations from the sizes of
-the exact peak (costs/peak.py) at the moments that are usually the fullest: what of it is the same in many layouts is
-computed once, and the activations in flight are counted in closed form. Buckets of ZeRO-2 and gradients that have not
-come yet are estimated, so a layout is judged here where its size is not near the limit alone (search.py): near it the
-exact figures judge (exact.py).
+the exact peak (costs/peak.py) at the moments that are usually the fullest (stage_moments.py): what of it is the same in
+many layouts is computed once. Of moments some are left out, and gradients that have not come yet are estimated, so a
+layout is judged here where its size is far from the limit alone (search.py): near it the exact figures do (exact.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
-from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.costs.activations import Activations
 from megatronish.costs.at_work import NEWTON_SCHULZ
+from megatronish.costs.buckets import rounded_up
 from megatronish.costs.memory import activations_of
 from megatronish.costs.memory_table import Memory
 from megatronish.costs.model_state import ZeroSettings, frozen_state, model_state, temporary_bytes
 from megatronish.layer_costs import Count, sum_counts
 from megatronish.planner.candidate import Candidate, MeshSizes
-from megatronish.planner.instants import first_backwards, in_flight, later_backwards
+from megatronish.planner.instants import in_flight
 from megatronish.planner.kind_memory import KindBytes, bytes_of_kinds
 from megatronish.planner.layout_config import config_of
 from megatronish.planner.muon import MuonShare, matrix_sizes, rounds_of
 from megatronish.planner.stage_layers import StageLayers
+from megatronish.planner.stage_moments import StageMoments, StagePeak
 from megatronish.planner.workload import Workload
 from megatronish.schedule.schedules import SCHEDULES
-
-
-class StagePeak(NamedTuple):
-    """Bytes of activations and logits as a backward begins, with a layer at work, and at its end; and in transfer.
-
-    `apart` are those while a weight gradient is computed by itself.
-    """
-
-    begin: float
-    layer: float
-    end: float
-    apart: float
-    in_flight: float
 
 
 @dataclass
@@ -51,9 +37,11 @@ class MemoryScale:
     work: Workload
     _layers: dict[tuple[object, ...], tuple[Activations, list[tuple[int, int, int]]]] = field(default_factory=dict)
     _kinds: dict[tuple[object, ...], KindBytes] = field(default_factory=dict)
-    _of_chunks: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], int] = field(default_factory=dict)
     _states: dict[tuple[object, ...], Memory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._moments = StageMoments(self.config, self.work)
 
     def fullest(self, candidate: Candidate, stages: StageLayers) -> int:
         """Bytes on a device of the stage that needs most."""
@@ -66,107 +54,24 @@ class MemoryScale:
         sizes = self._bytes_of_kinds(candidate)
         for stage in stages.ends:
             waiting = sum(self._waiting(candidate, stages, stage)) if sums else 0
-            peaks: dict[bool, StagePeak] = {}
+            peaks: dict[int, StagePeak] = {}
             for place, zero in enumerate(zeros):
-                state, few = self._state(candidate, stages, stage, zero), zero < 2
+                state, alike = self._state(candidate, stages, stage, zero), max(zero, 1)
                 if sums:
                     most[place] = max(most[place], waiting + state.total)
                 else:
-                    if few not in peaks:
-                        peaks[few] = self._peak(sizes, candidate, stages, stage, given_back=few)
-                    peak = peaks[few]
+                    if alike not in peaks:
+                        peaks[alike] = self._moments.peak(sizes, candidate, stages, stage, alike)
+                    peak = peaks[alike]
                     held = state.total - state.temporary
-                    busy = self._busy(sizes, stages, stage, state, zero, peak)
+                    busy = self._busy(sizes, candidate.mesh, stages, stage, zero, peak)
                     most[place] = max(
                         most[place], held + max(busy, self._of_update(candidate.mesh, stages, stage, zero))
                     )
         return most
 
-    def _peak(
-        self, sizes: KindBytes, candidate: Candidate, stages: StageLayers, stage: int, *, given_back: bool
-    ) -> StagePeak:
-        """Moments of a stage: where gradients are `given_back` at the end of a step, those of ZeRO 0 and 1."""
-        is_last = stage == stages.last
-        chunks = self._chunks(sizes, stages.chunks[stage])
-        mesh, final = candidate.mesh, len(chunks) - 1
-        m = candidate.num_microbatches(self.work.global_batch)
-        gradients = self._gradients(mesh, stages, stage) if given_back and m < 2 * mesh.pp else []
-        begin = layer = end = -inf
-        moments = first_backwards if gradients else later_backwards
-        busy, again = max(chunk[2] for chunk in chunks), chunks[0][3]
-        logits = sizes.logits if is_last else 0.0
-        of_loss, bucket = is_last * (2 * sizes.residual + sizes.logits), self._bucket_bytes
-        for (live_of, deferred_of), of, begun in moments(candidate.schedule, mesh.pp, candidate.chunks, m, stage):
-            held, come = live_of[-1] * of_loss, 0.0
-            for place, number in enumerate(live_of):
-                held += number * chunks[place][0]
-            if sizes.defers:
-                held += deferred_of[-1] * of_loss
-                for place, number in enumerate(deferred_of):
-                    held += number * chunks[place][1]
-            if gradients:
-                for place, size in enumerate(gradients):
-                    held -= 0.0 if place in begun else size
-                come = 0.0 if of in begun else gradients[of]
-            gone = held - logits if of == final and not sizes.defers else held
-            begin = held if held > begin else begin
-            layer = max(layer, gone + busy + (come if again or come < bucket else bucket))
-            end = max(end, gone + come - (0.0 if sizes.defers else chunks[of][0]))
-        apart = 0.0
-        if sizes.defers:
-            of_weight: float = sizes.gradient_width * max(sizes.matrix, sizes.table if is_last else 0)
-            of_weight += sizes.hidden if sizes.gathers else 0
-            for live_of, deferred_of in in_flight(candidate.schedule, mesh.pp, candidate.chunks, m, stage):
-                held = (live_of[-1] + deferred_of[-1]) * is_last * (2 * sizes.residual + sizes.logits) + of_weight
-                for (live, deferred, _, _), number, later in zip(chunks, live_of, deferred_of, strict=True):
-                    held += number * live + later * deferred
-                apart = max(apart, held if any(deferred_of) else 0.0)
-        return StagePeak(begin, layer, end, apart, 2 * sizes.hidden / mesh.tp if mesh.pp > 1 else 0.0)
-
-    @staticmethod
-    def _chunks(sizes: KindBytes, chunks: Sequence[tuple[int, ...]]) -> list[tuple[float, float, float, float]]:
-        """Of each chunk what waits for its backward, what for weight gradients, and what is at work; computed again."""
-        found: list[tuple[float, float, float, float]] = []
-        for place, counts in enumerate(chunks):
-            if place and counts == chunks[place - 1]:
-                found.append(found[-1])
-                continue
-            live, deferred, busy, again = sizes.tables, 0.0, 0.0, 0.0
-            for kind, count in enumerate(counts):
-                if count:
-                    live += count * sizes.live[kind]
-                    deferred += count * sizes.deferred[kind]
-                    busy, again = max(busy, sizes.work[kind]), max(again, sizes.again[kind])
-            if again and sizes.defers:
-                busy += deferred * (1 - 1 / sum(counts))
-            found.append((live, deferred, busy + again, again))
-        return found
-
-    @property
-    def _bucket_bytes(self) -> float:
-        return 4.0 * self.config.parallel.ddp_bucket_size
-
-    def _gradients(self, mesh: MeshSizes, stages: StageLayers, stage: int) -> list[float]:
-        """Bytes of the gradients of each chunk of a stage, which have no memory before the first backward."""
-        if self.config.training.cuda_graph:
-            return []
-        key = mesh, stages, stage
-        if key not in self._of_chunks:
-            learned = stages.learned(stage, mesh.tp).per_rank(mesh.tp, experts=mesh.ep * mesh.etp)
-            of_layers = [sum(counts) for counts in stages.chunks[stage]]
-            padded = self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp)
-            table = 0 if self.config.adapter.is_used else padded * self.work.model.hidden_size // mesh.tp
-            tables = [0] * len(of_layers)
-            if stage == stages.first:
-                tables[0] += table
-            if stage == stages.last and not (stage == stages.first and self.work.model.tied):
-                tables[-1] += table
-            each = (learned - sum(tables)) / max(1, sum(of_layers))
-            self._of_chunks[key] = [4.0 * (each * n + size) for n, size in zip(of_layers, tables, strict=True)]
-        return self._of_chunks[key]
-
     def _busy(
-        self, sizes: KindBytes, stages: StageLayers, stage: int, state: Memory, zero: int, peak: StagePeak
+        self, sizes: KindBytes, mesh: MeshSizes, stages: StageLayers, stage: int, zero: int, peak: StagePeak
     ) -> int:
         """Bytes at the fullest moment in addition to the model state, under a stage of ZeRO."""
         is_first, is_last = stage == stages.first, stage == stages.last
@@ -175,25 +80,42 @@ class MemoryScale:
         gradient = sizes.gradient_width * sizes.table
         whole, before = (gradient if ties else 0.0), 0.0
         rest = sizes.table * (is_first + (is_last and not ties))
-        if zero == 2:
-            buffers = state.temporary
-            whole, before = whole + buffers, buffers * 2 / 3
-        elif zero == 3:
-            present = [size for size, count in zip(sizes.sizes, stages.counts[stage], strict=True) if count]
+        if zero == 3:
+            padded = self._padded(sizes, mesh)
+            present = [size for size, count in zip(padded.sizes, stages.counts[stage], strict=True) if count]
             largest, reduced = max(present, default=0), 2 if self.config.parallel.grad_reduce_in_bf16 else 4
             before = reduced * (0 if freezes else rest)
             gathered = rest + (0 if freezes or not is_last else sizes.table) + (2 if freezes else 3) * largest
-            whole = width * gathered + max(before, reduced * (0 if freezes else sizes.largest_unit))
+            whole = width * gathered + max(before, reduced * (0 if freezes else padded.largest_unit))
         output = (0.0 if sizes.defers else gradient) + sizes.hidden
         output += sizes.hidden + sizes.residual if sizes.gathers else 0.0
         begin = before + (output if is_last else 0.0)
         if zero == 3:
-            begin = width * (rest + max(sizes.sizes)) + before + max(width * rest, output if is_last else 0.0)
-        table = gradient * is_first * (3 if ties else 1)
-        moments = [peak.layer + whole, peak.apart, peak.end + table + (before if zero == 2 else 0.0)]
+            begin = width * (rest + largest) + before + max(width * rest, output if is_last else 0.0)
+        table = gradient * is_first * (3 if ties else 1) if zero != 2 else 0.0
+        moments = [peak.layer + whole, peak.apart, peak.end + table]
         if is_last or zero == 3:
             moments.append(peak.begin + begin)
         return int(max(moments) + peak.in_flight)
+
+    def _padding(self, mesh: MeshSizes) -> float:
+        """Factor of experts where ZeRO-3 pads their rows, so that all ranks have as many."""
+        rows = (self.work.model.num_experts or 0) // mesh.ep
+        if not rows or self.config.adapter.is_used:
+            return 1.0
+        copies = self.config.parallel.num_distributed_optimizer_instances
+        return rounded_up(rows, max(1, mesh.edp // copies)) / rows
+
+    def _padded(self, sizes: KindBytes, mesh: MeshSizes) -> KindBytes:
+        """The same with padded experts."""
+        factor = self._padding(mesh)
+        if factor == 1:
+            return sizes
+        experts = [row.parameters.experts // (mesh.ep * mesh.etp) for row in self.work.kinds]
+        added = [round(each * (factor - 1)) for each in experts]
+        largest = max(sizes.largest_unit, *(number + more for number, more in zip(experts, added, strict=True)))
+        grown = tuple(size + more for size, more in zip(sizes.sizes, added, strict=True))
+        return sizes._replace(sizes=grown, largest_unit=largest)
 
     def _bytes_of_kinds(self, candidate: Candidate) -> KindBytes:
         mesh, defers = candidate.mesh, SCHEDULES[candidate.schedule].has_weight_gradients and candidate.mesh.pp > 1
@@ -283,6 +205,8 @@ class MemoryScale:
         state, total = Memory(0, 0, 0), 0
         for ranks, settings in ((None, zero), (mesh.ep * mesh.etp, experts)):
             count, in_matrices = (_on_rank(each, mesh.tp, ranks) for each in (learned, matrices))
+            if ranks is not None and zero_stage == 3:
+                count, in_matrices = (round(each * self._padding(mesh)) for each in (count, in_matrices))
             total += count
             moments = num_moments(count=count, in_matrices=in_matrices)
             state = state.plus(model_state(count, moments, settings, element_bytes=width))

@@ -50,7 +50,7 @@ FILES = (
     "metrics.jsonl",
     "evaluations.jsonl",
     "experts.jsonl",
-    *("goodput.json", "goodput.new", "health.json", "health.new", "forecast.json"),
+    *("goodput.json", "goodput.new", "health.json", "health.new", "forecast.json", "report.md"),
     "loss.png",
     "latest",
     ".copies",

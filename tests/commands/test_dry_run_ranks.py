@@ -60,6 +60,20 @@ def test_one_rank_of_each_stage_is_reported_as_text_and_as_json(tmp_path: Path) 
     assert "the host waits for the device 1 times a step" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("flag", "layout"),
+    [("--compile", ""), ("--cuda-graph", "--tp 1 --pp 1 --hidden-dropout 0 --attention-dropout 0")],
+)
+def test_what_is_left_out_is_said_where_the_config_asks_for_it(flag: str, layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = dry_run(flag, *layout.split(), "--world-size", "4", "--rank", "0", "--dry-run-report", str(path))
+    assert done.returncode == 0, done.stderr
+    said = f"the config asks for {flag}, which is left out: "
+    assert f"note: {said}" in done.stdout
+    assert [note for note in json.loads(path.read_text())["notes"] if note.startswith(said)]
+    assert done.stdout.count("which is left out") == 1
+
+
 def test_a_rank_outside_of_the_world_ends_with_status_2() -> None:
     done = dry_run("--world-size", "16", "--rank", "16")
     assert done.returncode == 2

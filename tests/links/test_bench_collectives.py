@@ -163,7 +163,7 @@ def test_times_that_do_not_grow_have_no_bandwidth() -> None:
 # ---- the command
 
 
-ROW = "collective hccl dtype bytes ranks nodes axis seconds_min seconds_median seconds_max algbw busbw checked"
+ROW = "collective hccl dtype bytes ranks nodes axis device seconds_min seconds_median seconds_max algbw busbw checked"
 
 
 def bench_on(place: Place, arguments: LinkArguments, layout: Layout) -> tuple[int, str]:
@@ -186,8 +186,9 @@ def test_a_layout_is_measured_into_a_table_json_lines_and_a_picture(tmp_path: Pa
     assert {(fit["fit"]["axis"], fit["fit"]["collective"]) for fit in fits} == {
         (r["axis"], r["collective"]) for r in rows
     }
+    assert {fit["fit"]["device"] for fit in fits} == {"cpu"}
     for row in rows:
-        assert row["checked"] and (row["ranks"], row["nodes"], row["dtype"]) == (2, 1, "fp32")
+        assert row["checked"] and (row["ranks"], row["nodes"], row["dtype"], row["device"]) == (2, 1, "fp32", "cpu")
         assert 0 < row["seconds_min"] <= row["seconds_median"] <= row["seconds_max"]
         assert row["algbw"] == pytest.approx(row["bytes"] / row["seconds_median"])
         assert row["busbw"] == pytest.approx(row["algbw"] * bus_factor(row["collective"], 2))

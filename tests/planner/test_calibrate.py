@@ -40,6 +40,10 @@ def probed(**values: Any) -> str:
         (probed(host_seconds_a_layer=-1), "host_seconds_a_layer=-1 must be a number above 0"),
         (probed(device="NVIDIA A100-SXM4-80GB", tflops=200), "which is a100-sxm, and --device is h100-sxm"),
         ('{"collective": "all_reduce", "fit": {"accepted": true}}', "ranks=None must be a whole number above 0"),
+        (link(device="NVIDIA A100-SXM4-80GB"), "which is a100-sxm, and --device is h100-sxm"),
+        (link(device="cpu"), "measured cpu, which is cpu, and --device is h100-sxm"),
+        (link(bandwidth_bytes_per_s=400e9), "measured 700 GB/s, and a device of h100-sxm has 450 GB/s in its node"),
+        (link(nodes=4, bandwidth_bytes_per_s=160e9), "140 GB/s.*50 GB/s to other nodes; .*--network 140GB/s"),
         (link(ranks="8"), "ranks=8 must be a whole number above 0"),
         (link(collective=["x"]), "is no name"),
         (link(nodes=0), "nodes=0 must be a whole number above 0"),
@@ -58,6 +62,15 @@ def test_a_line_that_no_machine_would_give_is_refused(tmp_path: Path, line: str,
     with pytest.raises(UserError, match=sentence) as refused:
         calibrated(find_device("h100-sxm"), [path])
     assert ";" in str(refused.value)
+
+
+def test_links_of_the_device_itself_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "measured.jsonl"
+    named = {"collective": "all_reduce", "axis": "tp", "ranks": 8, "nodes": 1, "device": "NVIDIA H100 80GB HBM3"}
+    path.write_text(json.dumps({"fit": named | FIT}) + "\n")  # as bench-collectives writes it
+    assert calibrated(find_device("h100-sxm"), [path]).all_reduce_gb_s == pytest.approx(280)
+    with pytest.raises(UserError, match="which is h100-sxm, and --device is a100-sxm"):
+        calibrated(find_device("a100-sxm"), [path])
 
 
 def test_a_probe_of_a_machine_without_a_sheet_may_be_above_its_row(tmp_path: Path) -> None:

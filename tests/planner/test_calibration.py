@@ -5,7 +5,7 @@ import pytest
 from megatronish.costs.flops import model_flops_per_token
 from megatronish.planner.efficiencies import FITTED, Efficiencies
 from megatronish.planner.fit import fitted, loss
-from megatronish.planner.published import PublishedStep, errors, published_steps
+from megatronish.planner.published import Errors, PublishedStep, errors, published_steps
 
 
 def flops_a_device(step: PublishedStep) -> float:
@@ -14,20 +14,38 @@ def flops_a_device(step: PublishedStep) -> float:
     return work.tokens * flops / step.candidate.mesh.world_size
 
 
-def test_published_steps_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def errors_of(name: str, seconds: list[float]) -> Errors:
+    """Errors of these seconds of all published steps, and a line about them."""
     steps = published_steps()
-    predicted = [step.predicted(Efficiencies()).expected for step in steps]
-    found = errors(predicted, [step.seconds for step in steps], [flops_a_device(step) for step in steps])
+    found = errors(seconds, [step.seconds for step in steps], [flops_a_device(step) for step in steps])
+    print(
+        f"\n{len(steps)} published steps, {name}: MAPE {found.mean:.2%}, p90 {found.p90:.2%}, worst {found.worst:.2%}, "
+        f"bias {found.bias:+.2%}, rank correlation of MFU {found.rank_correlation:.3f}"
+    )
+    return found
+
+
+def test_published_steps_are_predicted_as_a_plan_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = published_steps()
     with capsys.disabled():
-        print(
-            f"\n{len(steps)} published steps: MAPE {found.mean:.2%}, p90 {found.p90:.2%}, worst {found.worst:.2%}, "
-            f"bias {found.bias:+.2%}, rank correlation of MFU {found.rank_correlation:.3f}"
-        )
+        printed = errors_of("as printed", [step.printed(Efficiencies()).expected for step in steps])
+        closed = errors_of("closed form", [step.predicted(Efficiencies()).expected for step in steps])
     assert len(steps) == 31
-    assert found.mean <= 0.045
-    assert found.p90 <= 0.08
-    assert found.worst <= 0.10
-    assert found.rank_correlation >= 0.95
+    assert closed.worst <= 0.10
+    assert printed.worst <= 0.105
+    for found in (printed, closed):
+        assert found.mean <= 0.045
+        assert found.p90 <= 0.08
+        assert found.rank_correlation >= 0.95
+
+
+def test_all_published_steps_are_simulated_but_those_of_a_schedule_that_is_not_there() -> None:
+    alike = {
+        step.name
+        for step in published_steps()
+        if step.candidate.mesh.pp > 1 and step.printed(Efficiencies()) == step.predicted(Efficiencies())
+    }
+    assert alike == {"zero_bubble ZB-2p 24", "zero_bubble ZB-2p 32", "zero_bubble ZB-2p 64"}
 
 
 def test_constants_lie_inside_their_physical_bounds_and_near_their_priors() -> None:

@@ -13,6 +13,7 @@ from megatronish.costs.peak import expected_peak
 from megatronish.errors import UserError
 from megatronish.pipeline.stages import Stages
 from megatronish.planner.forecast import forecast
+from megatronish.planner.forecast_page import page
 
 VOCABULARY = 101
 
@@ -54,6 +55,26 @@ def test_a_run_ends_with_what_was_expected_and_measured(tmp_path: Path) -> None:
     assert 0 < measured["step_seconds"] < 60
     assert measured["peak_memory_bytes"] > expected["memory"]["bytes"]
     assert " forecast: a step took " in said
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert report == page(expected, measured)
+    low, high = expected["step_seconds"]["low"], expected["step_seconds"]["high"]
+    assert f"| seconds a step | {low:.4g} to {high:.4g} | {measured['step_seconds']:.4g} (" in report
+    assert "| weights |" in report
+    assert "| F up | send | " in report and " | equal |" in report
+
+
+def test_a_page_says_what_was_not_expected_and_what_differs() -> None:
+    memory = {"stage": 1, "bytes": 2048, "by_owner": {"weights": 2048}}
+    expected = {"layout": "tp 2", "global_batch_size": 4, "memory": memory, "no_time": "cpu is not calibrated"}
+    measured = {"steps": 6, "step_seconds": 0.5, "peak_memory_bytes": 4096, "memory_of": "the main rank's device"}
+    text = page(expected | {"no_traffic": "completions differ in length"}, measured)
+    assert "| seconds a step | not known | 0.5 |" in text
+    assert "| peak memory | 2.0 KiB | 4.0 KiB |" in text
+    assert "No time was expected: cpu is not calibrated." in text
+    assert "None were expected: completions differ in length." in text
+    sent = {"tp": {"all-reduce": 8}}
+    text = page(expected | {"traffic": sent}, measured | {"traffic": {"tp": {"all-reduce": 9}}})
+    assert "| tp | all-reduce | 8 | 9 | differs |" in text
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 1 --sequence-parallel", "--zero-stage 3", "--optimizer muon"])

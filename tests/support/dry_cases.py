@@ -107,11 +107,6 @@ class Case(NamedTuple):
         return {file: number for file, number in found.items() if number}
 
     @property
-    def is_even(self) -> bool:
-        """Whether ranks have as much of the model's state as one another."""
-        return True
-
-    @property
     def kernels(self) -> str:
         """Value of MEGATRONISH_KERNELS."""
         found: str = self.chosen["kernels"]
@@ -190,7 +185,6 @@ class SingleCase(NamedTuple):
     rank: int = 3
     kernels: str = "assumed"
     num_layers: int = 4
-    is_even: bool = True  # ranks have as much of the model's state as one another, for which the formulas are
 
     @property
     def argv(self) -> list[str]:
@@ -208,10 +202,18 @@ class SingleCase(NamedTuple):
 
 
 ALIBI = "--position-embedding-type alibi"
+SDPA = "--attention-backend flash"
 SINGLE = [
     SingleCase("a window", "llama", "--window-size 512"),
     SingleCase("documents", "llama", "--reset-attention-mask --reset-position-ids"),
     SingleCase("ALiBi", "gpt", f"{ALIBI} --micro-batch-size 2 --global-batch-size 8"),
+    SingleCase("a window by SDPA", "llama", f"--window-size 512 {SDPA}"),
+    SingleCase("documents by SDPA", "llama", f"--reset-attention-mask --reset-position-ids {SDPA}"),
+    SingleCase(
+        "documents by SDPA, recomputed", "gpt", f"--reset-attention-mask --recompute-granularity selective {SDPA}"
+    ),
+    SingleCase("ALiBi by SDPA", "gpt", f"{ALIBI} {SDPA} --micro-batch-size 2 --global-batch-size 8"),
+    SingleCase("a window by SDPA over cp", "llama", f"--window-size 512 {SDPA}", "--cp 2 --cp-comm-type a2a"),
     SingleCase("a window with dropout", "dropped", "--window-size 128"),
     SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
     SingleCase("capacity", "experts", "--moe-expert-capacity-factor 1.25 --ep 4 --etp 1"),
@@ -235,9 +237,8 @@ SINGLE = [
         "--tp 2 --zero-stage 1",
     ),
     SingleCase("ZeRO-3 of few layers with experts", "experts", "", "--zero-stage 3 --ep 4 --etp 1", dp=4),
-    SingleCase(
-        "ZeRO-3 with rows to pad", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3", rank=11, dp=6, is_even=False
-    ),
+    SingleCase("ZeRO-3 with rows to pad", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3", rank=11, dp=6),
+    SingleCase("ZeRO-3 with rows for some", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3", rank=1, dp=6),
     SingleCase(
         *("ZeRO-3 in chunks", "llama", ""),
         "--pp 2 --zero-stage 3 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",

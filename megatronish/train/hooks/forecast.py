@@ -1,4 +1,7 @@
-"""The Forecast hook: forecast.json, what was expected when a run started and, at its end, what was measured."""
+"""The Forecast hook: forecast.json, what was expected when a run started and, at its end, what was measured.
+
+Next to it report.md has both as tables.
+"""
 
 import json
 import statistics
@@ -13,6 +16,7 @@ from tqdm import tqdm
 from megatronish.costs.memory_table import format_bytes
 from megatronish.costs.step_traffic import SCALAR, TrafficKey
 from megatronish.costs.traffic import by_axis
+from megatronish.planner.forecast_page import page
 from megatronish.train.hooks.log import peak_memory_bytes
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
@@ -65,7 +69,7 @@ class Forecast(Hook):
                 self._sent = by_axis(sent)
 
     def finish(self, trainer: Trainer) -> None:
-        """Write what was measured next to it, and print both."""
+        """Write what was measured next to it, as JSON and as a page, and print both."""
         if not self._seconds:
             return
         seconds = statistics.median(self._seconds[WARM_UP:] or self._seconds)
@@ -79,6 +83,7 @@ class Forecast(Hook):
             **({} if self._sent is None else {"traffic": self._sent}),
         }
         self._write({"expected": self.expected, "measured": measured})
+        self._write_text(self.path.with_name("report.md"), page(self.expected, measured))
         texts = [self._time(seconds), self._memory(memory), *self._traffic()]
         tqdm.write(f" forecast: {'; '.join(texts)}")
 
@@ -107,10 +112,14 @@ class Forecast(Hook):
         return [f"bytes of a step {', '.join(texts) or 'none'}{', as expected' if self._sent == expected else ''}"]
 
     def _write(self, content: dict[str, Any]) -> None:
+        self._write_text(self.path, json.dumps(content, indent=2) + "\n")
+
+    @staticmethod
+    def _write_text(path: Path, text: str) -> None:
         try:
-            self.path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
         except OSError as error:  # no reason to end a run, which may still save
-            tqdm.write(f"{self.path} was not written: {error.strerror}", file=sys.stderr)
+            tqdm.write(f"{path} was not written: {error.strerror}", file=sys.stderr)
 
 
 def traffic_of(record: RankRecord) -> Counter[TrafficKey]:
