@@ -44,7 +44,8 @@ def served(folder: Path, flags: str = "") -> Iterator[Any]:
     words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--load", str(folder / "base"), "--port", "0"]
     words += ["--adapter", str(folder / "a"), "--adapter", f"b={folder / 'b'}", "--device", "cpu"]
     words += ["--seq-length", str(CONTEXT), *flags.split()]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # megatronish is not installed where its peers are
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
