@@ -29,8 +29,7 @@ class DenseMasks:
 
     def is_dense(self, spec: AttentionSpec) -> bool:
         """Whether SDPA gets a dense mask."""
-        is_windowed = spec.window is not None and spec.window < self._config.training.seq_length
-        return self._may_be_dense and (is_windowed or self._has_alibi or self._config.data.packs_documents)
+        return self._may_be_dense and self._is_masked(spec)
 
     def repeats_heads(self, spec: AttentionSpec) -> bool:
         """Whether keys and values are copied, one of each for every query head."""
@@ -38,9 +37,12 @@ class DenseMasks:
         return spec.num_kv_heads < spec.num_heads and (self.is_dense(spec) or is_fp32)
 
     def _is_flex(self, spec: AttentionSpec) -> bool:
+        return self._is_masked(spec) and self._config.training.attention_backend == "auto"
+
+    def _is_masked(self, spec: AttentionSpec) -> bool:
+        """Whether more is masked than what comes later."""
         is_windowed = spec.window is not None and spec.window < self._config.training.seq_length
-        is_masked = is_windowed or self._has_alibi or self._config.data.packs_documents
-        return is_masked and self._config.training.attention_backend == "auto"
+        return is_windowed or self._has_alibi or self._config.data.packs_documents
 
     def of_layer(self, spec: AttentionSpec, *, unit: float) -> float:
         """Bytes that a layer keeps more than with flash attention; `unit` are those of a channel of all tokens."""
@@ -60,8 +62,9 @@ class DenseMasks:
 
     def shared(self, specs: list[AttentionSpec]) -> float:
         """Bytes that are there once for all micro-batches: the mask of bools, and ALiBi's biases."""
-        dense = self._config.data.packs_documents or not any(map(self.is_dense, specs))
-        return 0.0 if dense else self._square * self._of_pair
+        if self._config.data.packs_documents or not any(map(self.is_dense, specs)):
+            return 0.0
+        return self._square * self._of_pair
 
     def of_micro_batch(self, specs: list[AttentionSpec]) -> float:
         """Bytes of each micro-batch that waits, whose documents have a mask of their own."""

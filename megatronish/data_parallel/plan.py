@@ -20,7 +20,7 @@ from megatronish.sharding import Sharding
 Source = tuple[int, str]
 """A chunk, and the kind of its actions from which gradients come."""
 MOST_ALONE = 2_000_000
-"""Elements of a bucket that is exchanged with no other rank, on a CPU."""
+"""Elements of a bucket that no data ranks share, on a CPU."""
 
 
 class Segment(NamedTuple):
@@ -94,8 +94,8 @@ def plan_buckets(
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
     Parameters and parts begin at multiples of `alignment` elements. Integers, which only a `Product` can read, lie in
-    buckets of their own. Large buckets serve the exchange alone. Without one, those on a CPU are smaller: gradients
-    take memory from the heap while activations are given back piece by piece, and small ones find room in the holes.
+    buckets of their own. Large buckets serve the exchange of data ranks. Without it, those on a CPU are smaller:
+    gradients take memory from the heap while activations are given back piece by piece, and small ones fit into holes.
     """
     order = list(domains)
 
