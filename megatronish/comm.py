@@ -73,7 +73,8 @@ class _Waiting:
     def __exit__(self, *_: object) -> None:
         record = self._entry.line.record
         record.waiting[self._thread] = None
-        if self._thread == record.main_thread:
+        # On GPUs a backward has a thread of autograd's own, while the main thread waits for its end.
+        if self._thread == record.main_thread or torch._C._current_graph_task_id() != -1:
             record.waits(self._start, record.clock())
 
 

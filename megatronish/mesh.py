@@ -73,8 +73,8 @@ class Domain:
 
     @property
     def unsharded(self) -> "Domain":
-        """The domain as it concerns what lies sharded already: each rank by itself."""
-        return replace(self, shard=Axis("shard"), replicate=Axis("replicate"))
+        """The domain as it concerns what lies sharded already: each rank, and those that hold copies of its shard."""
+        return replace(self, shard=Axis("shard"))
 
 
 def dense_domain(tp: Axis) -> dict[str, Domain]:

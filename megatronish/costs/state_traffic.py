@@ -94,7 +94,10 @@ class StateTraffic(StepTraffic):
                 self.add(axis, "all-reduce", 4 * bucket.size // shard)
 
     def buckets(self) -> Iterator[GradientBucket]:
-        """Buckets of the parameters that learn: of one domain, summed over the same axes, from the same actions."""
+        """Buckets of the parameters that learn: of one domain, summed over the same axes, from the same actions.
+
+        Those of a GPU. On a CPU ranks that share nothing cut smaller ones (`plan_buckets`), in as many bytes.
+        """
         alike: dict[tuple[object, ...], list[StageParameter]] = {}
         for each in reversed(self.parameters):
             if each.learns:

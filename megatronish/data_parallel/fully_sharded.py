@@ -53,7 +53,7 @@ class FullySharded:
         device: torch.device,
         seed: int | None,
     ) -> None:
-        self.domains, self.reduce_dtype = domains, settings.reduce_dtype
+        self.domains, self.reduce_dtype, self._device = domains, settings.reduce_dtype, device
         for parameter in stage.parameters():
             if parameter.is_floating_point() and not parameter.requires_grad:  # it needs no master
                 parameter.data = parameter.data.to(settings.dtype)
@@ -149,17 +149,25 @@ class FullySharded:
 
     def finish_reduction(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
-        # The plans have domains that nobody shards or replicates any more: the replicas are those of the mesh's.
-        under_way = [
-            (total, comm.start_all_reduce(total.to(self.reduce_dtype), replicate))
-            for plan, total in zip(self._plans, self._sums, strict=True)
-            if (replicate := self.domains[plan.domain.name].replicate).size > 1
-        ]
+        # What is offloaded goes to the device and back, a bucket at a time: NCCL sends nothing from the CPU's memory.
+        under_way = []
+        for plan, total in zip(self._plans, self._sums, strict=True):
+            if plan.domain.replicate.size > 1:
+                on_device = total.to(self._device, self.reduce_dtype)
+                pending = comm.start_all_reduce(on_device, plan.domain.replicate)
+                if total.device == self._device:
+                    under_way.append((total, pending))
+                else:
+                    total.copy_(pending.wait())
         for total, pending in under_way:
             total.copy_(pending.wait())
         for plan, total in zip(self._plans, self._sums, strict=True):
-            for axis in plan.sums_over:
-                comm.all_reduce(total, axis)
+            if plan.sums_over:
+                on_device = total.to(self._device)
+                for axis in plan.sums_over:
+                    comm.all_reduce(on_device, axis)
+                if on_device is not total:
+                    total.copy_(on_device)
         self._offloaded.start()
 
     def scale(self, factor: float) -> None:

@@ -26,6 +26,7 @@ from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
 from megatronish.dry_run.padded_rows import rows_padded_once
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
+from megatronish.dry_run.tables import own_tables
 from megatronish.launch.place import Place
 from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
@@ -105,7 +106,7 @@ def run_rank(planned: PlannedRun, rank: int) -> DryRank:
         batches = made_up_batches(planned, mesh, num_run)
         times.append(time.perf_counter())
         attention = attention_of_a_gpu() if device_type == "cuda" else nullcontext()
-        with fake, recorder.watching(), attention, rows_padded_once():
+        with fake, recorder.watching(), attention, rows_padded_once(), own_tables():
             ledger.begin("build")
             engine = build_engine(config, mesh, vocab_size=planned.vocab_size, initialises=False)
             owners, build_peak = Owners.of(engine, ledger), ledger.peak

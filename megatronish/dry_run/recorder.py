@@ -37,6 +37,7 @@ COLLECTIVES = {
     "send": "send",
     "recv_": "receive",
 }
+FROM_HOST = {"world", "dp", "checkpoint"}  # axes of the mesh that move what is not on a GPU
 
 
 @dataclass
@@ -156,6 +157,12 @@ class StepRecorder(TorchDispatchMode):
         )
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         traffic = TrafficKey(axis, COLLECTIVES.get(name, name))
+        strange = {each.device.type for each in tensors} - {self.ledger.device_type}
+        if strange and axis not in FROM_HOST:
+            raise RuntimeError(
+                f"{_call_site()}: {traffic.collective} over {axis} of a tensor on {strange.pop()}, where this axis "
+                f"only moves tensors on {self.ledger.device_type}"
+            )
         self._counts.calls[traffic] += 1
         self._counts.sent[traffic] += max((each.numel() * each.element_size() for each in tensors), default=0)
 

@@ -12,7 +12,8 @@ neither device nor number of threads. The 8-bit codes are the nearest values, as
 it rounds to 16 bits before, and one code in 600 is the neighbour.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,10 @@ def _dynamic_values() -> Tensor:
 DYNAMIC = _dynamic_values()
 """Values of the 8-bit codes of absmax."""
 
-_PAIRS = torch.stack((NF4.repeat_interleave(16), NF4.repeat(16)), dim=1)  # [256, 2]: the two values of a byte
+_TABLES = {
+    "pairs": torch.stack((NF4.repeat_interleave(16), NF4.repeat(16)), dim=1),  # [256, 2]: the two values of a byte
+    "dynamic": DYNAMIC.unsqueeze(1),  # [256, 1]
+}
 
 
 class QuantisedScales(NamedTuple):
@@ -77,7 +81,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, absmax: Tensor, into: Tensor) -> None:
     """uint8 [n, in / 64, 32] and fp32 [n, in / 64] -> [n, in], written in its own dtype."""
-    values = F.embedding(codes.int(), _there(_PAIRS, codes.device)).flatten(-2)  # [n, in / 64, 64]
+    values = F.embedding(codes.int(), table_on("pairs", codes.device)).flatten(-2)  # [n, in / 64, 64]
     into.unflatten(-1, (-1, BLOCK)).copy_(values * absmax.unsqueeze(-1))
 
 
@@ -92,12 +96,13 @@ def quantise_scales(absmax: Tensor) -> QuantisedScales:
 
 def dequantise_scales(codes: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
     """uint8 [...], fp32 [...] (the scale of each block) and fp32 [] -> absmax fp32 [...]."""
-    return F.embedding(codes.int(), _there(DYNAMIC.unsqueeze(1), codes.device)).squeeze(-1) * scales + offset
+    return F.embedding(codes.int(), table_on("dynamic", codes.device)).squeeze(-1) * scales + offset
 
 
-def _there(table: Tensor, device: torch.device) -> Tensor:
-    """A table on a device. Its values never change, so nothing has to wait until it has been read."""
-    return table.to(device, non_blocking=True)
+@cache
+def table_on(name: Literal["pairs", "dynamic"], device: torch.device) -> Tensor:
+    """A table on a device, copied once: a copy from the CPU's memory cannot be part of a CUDA graph."""
+    return _TABLES[name].to(device, non_blocking=device.type != "cpu")
 
 
 def _nearest(x: Tensor, table: Tensor) -> Tensor:

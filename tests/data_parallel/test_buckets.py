@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -207,6 +208,21 @@ def test_a_bucket_without_exchange_is_small_on_a_cpu() -> None:
 
     assert found("cpu", ALONE) == [2_300_000, 1_200_000]
     assert found("cpu", Axis("data", 2, 0)) == found("meta", ALONE) == [3_500_000]
+
+
+def test_what_replicas_of_shards_exchange_is_in_large_buckets() -> None:
+    """The sums of ZeRO-3's rows, which nobody shards further."""
+    shared = Domain(shard=Axis("shard", 2), replicate=Axis("replicate", 2), model={"tp": ALONE}, embedding=ALONE)
+    for domain, number in ((shared, 1), (replace(shared, replicate=ALONE), 2)):
+        plans = plan_buckets(
+            parameters := zeros(a=2_000_000, b=2_000_000),
+            {name: Sharding((2_000_000,)) for name in parameters},
+            {"dense": domain.unsharded},
+            bucket_size=8_000_000,
+            alignment=1,
+            sources=dict.fromkeys(parameters, WHOLE_BACKWARD),
+        )
+        assert len(plans) == number
 
 
 def kinds(tp: Axis, embedding_axis: Axis) -> dict[str, tuple[tuple[str, ...], bool]]:

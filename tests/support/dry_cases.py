@@ -1,6 +1,6 @@
 """Cases of dry runs: features of a training run dealt pairwise, each as the command line of a middling model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -185,6 +185,7 @@ class SingleCase(NamedTuple):
     rank: int = 3
     kernels: str = "assumed"
     num_layers: int = 4
+    more_waits: Mapping[str, int] = {}
 
     @property
     def argv(self) -> list[str]:
@@ -198,7 +199,7 @@ class SingleCase(NamedTuple):
     def waits(self) -> dict[str, int]:
         """Waits of the host in a step, by file."""
         of_experts = {"layers/dispatch.py": 2 * self.num_layers} if self.model == "experts" else {}
-        return {"train/reduction.py": 1} | of_experts
+        return {"train/reduction.py": 1, **of_experts, **self.more_waits}
 
 
 ALIBI = "--position-embedding-type alibi"
@@ -216,6 +217,11 @@ SINGLE = [
     SingleCase("a window by SDPA over cp", "llama", f"--window-size 512 {SDPA}", "--cp 2 --cp-comm-type a2a"),
     SingleCase("a window with dropout", "dropped", "--window-size 128"),
     SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
+    SingleCase("4 bits", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
+    SingleCase(
+        *("4 bits, replayed", "llama", "--load never-read --adapter-type lora --quantize-base nf4 --cuda-graph"),
+        *("", 1, 0),
+    ),
     SingleCase("capacity", "experts", "--moe-expert-capacity-factor 1.25 --ep 4 --etp 1"),
     SingleCase(
         *("expert bias", "experts"),
@@ -242,6 +248,20 @@ SINGLE = [
     SingleCase(
         *("ZeRO-3 in chunks", "llama", ""),
         "--pp 2 --zero-stage 3 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    # torch waits for each gradient of a micro-batch; what is summed over other axes goes to the device and back.
+    SingleCase(
+        *("parameters on the host", "llama", "--param-cpu-offload", "--tp 2 --sequence-parallel --zero-stage 3"),
+        more_waits={"torch": 2 * (4 * 6 + 3), "data_parallel/fully_sharded.py": 2, "optim/global_norm.py": 6},
+    ),
+    SingleCase(
+        *("parameters on the host, with copies", "gpt", "--param-cpu-offload --dp-replicate 2"),
+        *("--pp 2 --zero-stage 3", 4),
+        more_waits={
+            "torch": 2 * (2 * 12 + 2),
+            "data_parallel/fully_sharded.py": 2 * (4 + 1),
+            "optim/global_norm.py": 4,
+        },
     ),
 ]
 """What a pairwise deal has no room for."""

@@ -1,13 +1,17 @@
 """Tests of the record: what ranks of a sound run have noted agrees, and outlives them."""
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from jobs import be_rank, tiny
 from ranks import run_ranks
 
+from megatronish import comm
 from megatronish.launch.place import Place
+from megatronish.layout import Layout
+from megatronish.mesh import Mesh
 from megatronish.watch.beat import Collective, bare_beat
 from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import RING, SharedRing, read_ring
@@ -60,6 +64,26 @@ def test_a_backward_names_the_layer_of_its_forward() -> None:
     assert line.enter("all_reduce", torch.zeros(2)).layer == 3
     record.layer = None
     assert line.enter("all_reduce", torch.zeros(2), 3).layer == 3
+
+
+def wait_in_backward(place: Place) -> tuple[float, float, float]:
+    """Seconds that this rank has waited for: after a forward, a backward of another thread, and its plain wait."""
+    mesh = Mesh.start(Layout(tp=2), rank=place.rank, init_method=place.rendezvous)
+    record, x = mesh.record, torch.ones(2, requires_grad=True)
+    y = comm.copy_to(x, mesh.tp).sum()
+    seen = [record.seconds_waited]
+    for work in (y.backward, lambda: comm.all_reduce(torch.ones(2), mesh.tp)):
+        thread = Thread(target=work)
+        thread.start()
+        thread.join()
+        seen.append(record.seconds_waited)
+    return seen[0], seen[1], seen[2]
+
+
+def test_waits_of_a_backward_count_in_whichever_thread_it_runs() -> None:
+    """On GPUs autograd has a thread of its own; those of loaders and checkpoints are not the step's."""
+    for forward, backward, apart in run_ranks(2, wait_in_backward):
+        assert forward == 0.0 < backward == apart
 
 
 def test_lines_of_one_name_have_keys_of_their_own() -> None:
