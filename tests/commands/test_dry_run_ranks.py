@@ -7,8 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command_lines import problems, small
 from paths import ROOT
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatronish import comm
+from megatronish.config.parallel import ParallelConfig
+from megatronish.dry_run.recorder import StepRecorder
+from megatronish.launch.place import Place
+from megatronish.mesh import Mesh, leave
 
 SIZES = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --tp 2 --pp 2"
 STEP = "--micro-batch-size 1 --global-batch-size 16 --train-iters 10 --lr 1e-3 --bf16 --mock-data --dry-run"
@@ -84,6 +92,20 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path: Pat
     done = dry_run("--world-size", "4", "--rank", "0", "--dry-run-report", str(tmp_path))
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == f"--dry-run-report {tmp_path} cannot be written: Is a directory; choose another\n"
+
+
+def test_a_tensor_of_the_cpu_is_not_sent_over_an_axis_of_gpus() -> None:
+    """NCCL would refuse it; a group that sends nothing has to be asked."""
+    parallel, place = ParallelConfig(tensor_model_parallel_size=2), Place(0, 2, 0, 1)
+    mesh = Mesh.of(parallel, place, device=torch.device("meta"), backend="fake", store=FakeStore())
+    try:
+        with StepRecorder("meta", number=1, references={}).watching():
+            comm.all_reduce(torch.ones(2, device="meta"), mesh.tp)
+            comm.all_reduce(torch.ones(2), mesh.world)
+            with pytest.raises(RuntimeError, match="all-reduce over tp of a tensor on cpu, where this axis only moves"):
+                comm.all_reduce(torch.ones(2), mesh.tp)
+    finally:
+        leave()
 
 
 def test_a_reader_that_leaves_ends_a_dry_run_without_a_message() -> None:
