@@ -65,17 +65,18 @@ class PairPreparation:
         return [_with(each, of_step=numbers) for each in found]
 
     def _numbers(self, batches: Sequence[MicroBatch]) -> StepNumbers:
-        """Means over the pairs of all data ranks; cp and tp ranks have the same pairs."""
+        """Means over the pairs of all data ranks; cp and tp ranks have the same pairs. The host waits once."""
         pairs = [_pairs(each) for each in batches]
-        sums = torch.zeros(4, dtype=torch.float64)  # pairs, lengths of chosen, with their prompts, log-ratios
+        # Lengths of chosen, the same with their prompts, log-ratios; at last how many pairs there are.
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         scores = self.policy(batches) if self.needs_kl else []
         for each in pairs:
-            lengths = torch.stack((each.lengths[:, 0], each.text_lengths[:, 0])).sum(1).double()
-            sums[:3] += torch.cat((lengths.new_tensor([len(each.labels)]), lengths)).cpu()
+            sums[:2] += torch.stack((each.lengths[:, 0], each.text_lengths[:, 0])).sum(1)
         for each, score in zip(pairs, scores, strict=False):
             if each.reference is not None:
-                sums[3] += (score[:, 1] - each.reference[:, 1]).sum().double().cpu()
-        number, lengths, texts, ratios = comm.all_reduce(sums, self.mesh.dp).tolist()
+                sums[2] += (score[:, 1] - each.reference[:, 1]).sum()
+        found = torch.cat((sums.cpu(), torch.tensor([sum(len(each.labels) for each in pairs)], dtype=torch.float64)))
+        lengths, texts, ratios, number = comm.all_reduce(found, self.mesh.dp).tolist()
         return StepNumbers(lengths / number, texts / number, max(ratios / number, 0.0))
 
 

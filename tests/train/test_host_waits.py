@@ -4,15 +4,19 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import open_job, take_step, world_size_of
+from preference_runs import LORA, Case, Spread, config_of, write_preferences
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatronish.launch.place import Place
+from megatronish.mesh import Mesh
+from megatronish.train.job import TrainingJob
 
 # On a GPU each waits for the device. Of a tensor that is on the CPU they are free: what `cpu` has read is read as often
 # as wanted.
@@ -112,6 +116,17 @@ def test_a_layer_of_experts_waits_once_for_the_sizes_of_its_exchange() -> None:
         layers, micro_batches = 2, 2
         assert found.pop("dispatch._exchange_counts") == layers * micro_batches
         assert found == SUMS
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_pairs_wait_once_more_for_their_numbers_however_many_micro_batches(size: int, tmp_path: Path) -> None:
+    config = config_of(Case("kto", {}, LORA), Spread(), str(write_preferences(tmp_path)))
+    job = TrainingJob.open(config, Mesh.of(config.parallel))
+    engine, batches = job.build_engine(), job.batches_of(job.datasets.train)(0, size)
+    assert len(batches) == size
+    with counted_reads() as found:
+        engine.step(batches, num_steps_done=0, learning_rate=1e-3, weight_decay=0.1)
+    assert {name: number for name, number in found.items() if name not in FREE} == SUMS | {"preparation._numbers": 2}
 
 
 def test_every_way_to_read_a_tensor_is_counted() -> None:
