@@ -152,7 +152,7 @@ class Router(nn.Module):
         return margins.minimum(_last_margin(scores, settings.num_chosen))
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
-        """[E] of the state, on the device of the tokens from its first use on; the host does not wait for the copy."""
+        """[E] of the state, on the device of the tokens from its first use on."""
         self.state[name] = self.state[name].to(device, non_blocking=device.type != "cpu")
         return self.state[name]
 
@@ -165,12 +165,15 @@ class Router(nn.Module):
         if "bias" in self.state:
             # The mean may be no integer: num_experts * count is compared with the sum, exactly.
             bias, difference = self.state["bias"], counts.sum() - counts.numel() * counts
-            bias += self.settings.bias_rate * difference.sign().to(bias.dtype).to(
-                bias.device, non_blocking=bias.is_cuda
-            )
+            bias += self.settings.bias_rate * _sent(difference.sign().to(bias.dtype), bias.device)
         if "load" in self.state:
             load = self.state["load"]
-            load.copy_(counts, non_blocking=load.is_cuda)
+            load.copy_(_sent(counts, load.device))
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, from pinned memory: from other memory CUDA may have the host wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _in_best_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
