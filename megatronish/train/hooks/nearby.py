@@ -120,8 +120,8 @@ class CopyNearby(Hook):
         if self._failures == 1:
             return "The copy before it stays, training continues, and it is tried again soon"
         return (
-            f"{self._failures} copies have failed since the one of step {self._last}, from which a start would resume: "
-            "make room there, or start again with another --local-save"
+            f"{self._failures} copies in a row have failed, and none is newer than step {self._last}: make room there, "
+            "or start again with another --local-save"
         )
 
     def _begin(self, trainer: Trainer) -> None:
