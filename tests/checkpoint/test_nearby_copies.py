@@ -496,8 +496,8 @@ def test_a_copy_that_fails_is_tried_again_ever_later(
     assert capsys.readouterr().err.splitlines() == [
         "full. The copy before it stays, training continues, and it is tried again soon",
         *(
-            f"full. {number} copies in a row have failed, and none is newer than step 0: make room there, or start again "
-            "with another --local-save"
+            f"full. {number} copies in a row have failed, and none is newer than step 0: make room there, or start "
+            "again with another --local-save"
             for number in (2, 4)
         ),
         "the copy nearby of step 23 is whole again, after 4 that failed",
