@@ -16,7 +16,9 @@ PACKAGE = ROOT / "megatronish"
 # own folder (comm, sharding, ...) may import each other within a row.
 ROWS = (
     ("errors",),
-    ("files", "layout", "schedule"),
+    ("files",),
+    ("figures", "layout"),
+    ("schedule",),
     ("config",),
     ("launch",),
     ("watch",),

@@ -72,7 +72,7 @@ class ParallelConfig:
     """The parameters too: a layer's share is brought to the device when the layer is gathered (ZeRO-3)."""
     distributed_backend: str = "auto"
     """auto: nccl on CUDA, gloo on CPU; or any that torch.distributed knows, a plug-in's too."""
-    distributed_timeout_minutes: Annotated[float, greater_than(0)] = 10.0
+    distributed_timeout_minutes: Annotated[float, greater_than(0), at_most(525_600)] = 10.0
     """A collective that waits longer than this ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megatronish.figures import write_figure
 from megatronish.links.fit import LinkFit
 from megatronish.links.measure import LinkTimes
 
@@ -40,7 +41,7 @@ def draw_links(rows: Sequence[LinkTimes], fits: Sequence[tuple[LinkTimes, LinkFi
         bandwidths.legend(frameon=False, fontsize="small")
         for panel in (times, bandwidths):
             panel.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
+    write_figure(figure, path, dpi=100)
 
 
 def _draw_times(axes: Axes, line: Sequence[LinkTimes], *, colour: str) -> None:

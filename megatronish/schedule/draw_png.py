@@ -7,6 +7,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from megatronish.figures import write_figure
 from megatronish.schedule.draw import tick_of
 from megatronish.schedule.timeline import Timed, TimedPlan, chunk_letter, chunks_of
 
@@ -35,7 +36,7 @@ def draw_png(timed_plan: TimedPlan, path: Path, *, title: str, time: str = "time
     axes.set_xlabel(time)
     axes.set_xlim(0, timed_plan.makespan or 1)
     axes.set_ylim(len(stages), 0)
-    figure.savefig(path, dpi=100)
+    write_figure(figure, path, dpi=100)
 
 
 def _legend(timed_plan: TimedPlan) -> list[Patch]:

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from megatronish.errors import UserError
+from megatronish.files import write_quickly
 from megatronish.schedule.plan import Action, Kind
 from megatronish.schedule.schedules import SCHEDULES
 from megatronish.schedule.simulate import simulate
@@ -73,7 +74,7 @@ class Recorded:
         """Write the JSON file, with a line for each stage."""
         stages = ",\n".join(json.dumps(list(row)) for row in self.rows)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{"schedule": {json.dumps(self.schedule)}, "stages": [\n{stages}\n]}}\n', encoding="utf-8")
+        write_quickly(path, f'{{"schedule": {json.dumps(self.schedule)}, "stages": [\n{stages}\n]}}\n')
 
     @classmethod
     def read(cls, path: Path) -> "Recorded":
@@ -100,7 +101,7 @@ class Recorded:
     def write_chrome_trace(self, path: Path) -> None:
         """Write a trace for chrome://tracing or ui.perfetto.dev, with a row for each stage."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(chrome_trace(self.timed(), title=self.schedule)), encoding="utf-8")
+        write_quickly(path, json.dumps(chrome_trace(self.timed(), title=self.schedule)))
 
 
 def chrome_trace(timed_plan: TimedPlan, *, title: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-from megatronish.files import AtomicFile
+from megatronish.figures import write_figure
 
 FEW_STEPS = 50  # a curve of fewer steps is not smoothed
 MOST_BINS = 1000  # a curve of more than twice as many points is drawn by the lowest and the highest of each bin
@@ -62,13 +62,6 @@ def plot_run(run_dir: Path) -> Path:
     axes.set_zorder(1)
     axes.patch.set_visible(False)
     return write_figure(figure, run_dir / "loss.png")
-
-
-def write_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG that is whole or absent, also where the disk is full; returns its path."""
-    with AtomicFile(path) as picture:
-        figure.savefig(picture.file, format="png", dpi=120)
-    return path
 
 
 def _draw_rate(axes: Axes, steps: np.ndarray, rate: np.ndarray) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from megatronish.figures import write_figure
 from megatronish.train.breakdown import Breakdown
-from megatronish.train.plot import write_figure
 from megatronish.train.timeline import COMMUNICATION, ROWS
 
 MOST_BARS = 20  # the first steps

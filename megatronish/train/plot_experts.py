@@ -11,8 +11,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
+from megatronish.figures import write_figure
 from megatronish.train.hooks.experts import FILE
-from megatronish.train.plot import each_line, thinned, write_figure
+from megatronish.train.plot import each_line, thinned
 
 MOST_LINES = 100  # of which the map shows the sum: a single step is noise
 IDLE = "gold"  # on neither side of the scale: an expert with few tokens is dark blue

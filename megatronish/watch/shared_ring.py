@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -25,18 +26,24 @@ PIECES_DIFFER = ("all_to_all_rows", "all_gather_object")
 
 
 class SharedRing:
-    """Writer of a ring."""
+    """Writer of a ring. OSError if there is no room for it.
+
+    All of the file is written first: a page without room on the disk would end the process by SIGBUS when it is used.
+    """
 
     __slots__ = ("_end", "_kinds", "_memory")
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(file, _SIZE)
-            self._memory = mmap.mmap(file, _SIZE)
-        finally:
-            os.close(file)
+            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb+") as file:
+                file.write(bytes(_SIZE))
+                file.flush()
+                self._memory = mmap.mmap(file.fileno(), _SIZE)
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            raise
         self._end = _TABLE
         self._kinds: dict[tuple[Any, ...], int] = {}
 

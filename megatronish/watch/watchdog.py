@@ -83,9 +83,10 @@ class Watchdog:
         self._board, self._kept_by = board, kept_by
 
     def share_ring(self, folder: Path) -> None:
-        """Keep the last collectives of this rank in a folder that the ranks of this machine share."""
-        self._rings = folder
-        self.record.shared = SharedRing(folder / f"ring_{self.rank}")
+        """Keep the last collectives of this rank in a folder that the ranks of this machine share, if that has room."""
+        with contextlib.suppress(OSError):  # a run that does not fail never needs it
+            self.record.shared = SharedRing(folder / f"ring_{self.rank}")
+            self._rings = folder
 
     def end_if_different(self) -> None:
         """After a failure: end this rank with a report if the ranks of this machine made different collectives."""
@@ -103,10 +104,12 @@ class Watchdog:
         return min(LONGEST, max(SHORTEST, (self.limits.step or LONGEST * 10) / 10))
 
     def _watch(self) -> None:
-        wait = self._interval
+        wait = SHORTEST
         while not self._stop.wait(wait):
             try:
-                wait = SHORTEST if self._look() else self._interval
+                # The first beat follows at once when there is a board: a rank without one seems not to have come.
+                has_others = self.layout.world_size > 1 and self._board is None
+                wait = SHORTEST if self._look() or has_others else self._interval
             except Exception:  # a board that fails must not end a run that does not hang
                 self._alone()
 

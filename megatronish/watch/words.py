@@ -52,7 +52,9 @@ class RankWords:
         if culprit.kind == "different":
             return self._different(culprit, seen)
         if culprit.kind == "missing" or beat is None:
-            return f"{who} has not come to the run at all{self._waited(lacks)}; look for its process and its log"
+            # Others that are in a collective have met it before, so it was stopped, or lost, before its first beat.
+            came = "has not come to the run at all" if lacks is None else "has been silent since its first moment"
+            return f"{who} {came}{self._waited(lacks)}; look for its process and its log"
         if culprit.kind == "ended":
             return f"{who} has {beat.ended}{self._waited(lacks)}"
         for_seconds = f"for {culprit.seconds:.0f} s"

@@ -1,6 +1,7 @@
 """Tests of copies nearby: runs that are killed between saves resume from memory of this host and the next."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from megatronish.checkpoint.nearby.fetch import _moved, _remove, planned
 from megatronish.checkpoint.nearby.folders import remove_folder
 from megatronish.checkpoint.nearby.hosts import Hosts
 from megatronish.checkpoint.nearby.identity import id_of
+from megatronish.checkpoint.nearby.memory_limit import bytes_within_limits
 from megatronish.checkpoint.nearby.orphans import LONG, OWNER, own
 from megatronish.checkpoint.nearby.transfer import Transfer
 from megatronish.checkpoint.nearby.vote import FoundCopy
@@ -252,7 +254,7 @@ def test_folders_that_no_run_needs_are_removed(tmp_path: Path) -> None:
     living = left_by("living", days=old)
     with own(living, saves / "living"):
         (saves / "living" / ".copies").unlink()
-        gone = [left_by("ended"), left_by("anew"), left_by("gone", days=old), left_by("left", days=old)]
+        gone = [left_by("ended", days=2), left_by("anew", days=2), left_by("gone", days=old), left_by("left", days=old)]
         (saves / "ended" / ".copies").unlink()
         (saves / "anew" / ".copies").unlink()
         id_of(saves / "anew")
@@ -263,8 +265,62 @@ def test_folders_that_no_run_needs_are_removed(tmp_path: Path) -> None:
         mine = chosen(str(parent), id_of(saves / "killed"), needed=2)
         assert sorted(parent.iterdir()) == sorted([*kept, living, parent / "of_somebody_else"])
     assert mine == kept[0]
+    for path in (living / OWNER, living):
+        os.utime(path, (time.time() - 2 * 86400,) * 2)
     chosen(str(parent), mine.name, needed=2)
     assert not living.exists()
+
+
+@pytest.mark.parametrize("there_now", ["another run", "nothing, as where a disk is not mounted"])
+def test_copies_of_a_run_that_may_have_moved_stay_for_a_day(
+    there_now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, save = tmp_path / "local", tmp_path / "run"
+    save.mkdir()
+    folder = parent / id_of(save)
+    (folder / "step_00000002").mkdir(parents=True)
+    own(folder, save).close()
+    save.rename(tmp_path / "moved")
+    save.mkdir()
+    if there_now == "another run":
+        assert id_of(save) != folder.name
+    chosen(str(parent), "other", needed=2)
+    assert id_of(tmp_path / "moved") == folder.name
+    assert folder.exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10 if folder.exists() else 100))
+    chosen(str(parent), "large", needed=50)
+    assert not folder.exists()
+
+
+def test_a_memory_limit_counts_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_groups, groups = tmp_path / "own", tmp_path / "groups"
+    assert bytes_within_limits(groups, own_groups) == math.inf
+    inner = groups / "memory" / "job" / "step"
+    inner.mkdir(parents=True)
+    own_groups.write_text("3:cpu,memory:/job/step\n2:freezer:/\n0::/pod\n")
+    (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (inner / "memory.usage_in_bytes").write_text("10\n")
+    (inner / "memory.stat").write_text("total_inactive_file 5\n")
+    for name, text in (("limit_in_bytes", "300"), ("usage_in_bytes", "120"), ("stat", "total_inactive_file 20")):
+        (inner.parent / f"memory.{name}").write_text(text)
+    assert bytes_within_limits(groups, own_groups) == 200
+    (groups / "pod").mkdir()
+    for name, text in (("max", "max"), ("current", "120"), ("stat", "inactive_file 20\nfile 90")):
+        (groups / "pod" / f"memory.{name}").write_text(text)
+    assert bytes_within_limits(groups, own_groups) == 200
+    (groups / "pod" / "memory.max").write_text("150\n")
+    assert bytes_within_limits(groups, own_groups) == 50
+    (groups / "pod" / "memory.max").write_text("60\n")
+    assert bytes_within_limits(groups, own_groups) == 0
+
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    monkeypatch.setattr(local, "MEMORY", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    monkeypatch.setattr(local, "bytes_within_limits", lambda: 100)
+    assert chosen(None, "small", needed=100).parents[1] == memory
+    assert chosen(None, "large", needed=102).parents[1] == disk
 
 
 def test_a_host_needs_room_for_what_it_keeps_also_if_its_ranks_write_less() -> None:
@@ -376,6 +432,8 @@ def test_a_folder_without_room_is_refused(tmp_path: Path) -> None:
     ended = call_main(tiny(tmp_path / "run", "--local-save copies"))
     assert ended.status == 2
     assert "local_save names a folder for copies, and none are made; add --save-replicated-interval" in ended.errors
+    ended = call_main([*tiny(tmp_path / "run", "--save-replicated-interval 2"), "--local-save", ""])
+    assert (ended.status, "local_save is empty; name a folder" in ended.errors) == (2, True), ended
 
 
 def test_copies_lie_in_memory_unless_they_are_elsewhere_or_it_is_full(
@@ -414,7 +472,9 @@ def copying(write: Callable[[int], None], *, interval: int) -> CopyNearby:
     return CopyNearby(copies, interval=interval, save=save, check=None)  # type: ignore[arg-type]
 
 
-def test_a_copy_that_fails_is_tried_again_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_tried_again_ever_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tried: list[int] = []
 
     def write(step: int) -> None:
@@ -432,6 +492,16 @@ def test_a_copy_that_fails_is_tried_again_ever_later(monkeypatch: pytest.MonkeyP
             wait([hook._pending.future])
     # Waited for at the step of which it had to be whole, and from then on in the step in which it starts.
     assert tried == [7, 9, 11, 15, 23, 29]
+    # Not a line for each: for the first, the second, the fourth, and so on.
+    assert capsys.readouterr().err.splitlines() == [
+        "full. The copy before it stays, training continues, and it is tried again soon",
+        *(
+            f"full. {number} copies in a row have failed, and none is newer than step 0: make room there, or start "
+            "again with another --local-save"
+            for number in (2, 4)
+        ),
+        "the copy nearby of step 23 is whole again, after 4 that failed",
+    ]
 
 
 def test_a_run_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

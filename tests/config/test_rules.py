@@ -129,6 +129,10 @@ from megatronish.config.fields import FIELDS
         ("--yaml-cfg x", r"is refused: use --config FILE.toml"),
         (f"--num-layers {10**11} --pp 7", r"^num_layers=10+ must be at most 100000; change --num-layers"),
         (f"--hidden-size {10**400}", r"^hidden_size=10+ must be at most 2147483647; change --hidden-size"),
+        (
+            "--distributed-timeout-minutes 1e20",
+            r"^distributed_timeout_minutes=1e\+20 must be at most 525600; the default",
+        ),
         (f"--seed {10**19}", r"^seed=10+ must be at most 9223372036854775807; the default is 1234"),
         ("--sample-prompt a\udcff", r"^'a\\udcff' is not UTF-8 text, as a config must be; type it again"),
         ("--run-dir=x\udcff", r"^'--run-dir=x\\udcff' is not UTF-8 text"),

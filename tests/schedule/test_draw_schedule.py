@@ -1,11 +1,15 @@
 """Tests of schedule drawings: text, pictures and tools/draw_schedule.py."""
 
+import errno
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from paths import ROOT
 
 from megatronish.commands.draw import main
@@ -47,6 +51,32 @@ def test_every_schedule_is_drawn_into_a_png(name: str, tmp_path: Path) -> None:
     simulation = simulate(plan, costs=Costs(transfer=0.1), placement=schedule.place(num_stages=2))
     draw_png(simulation, tmp_path / "plan.png", title="a plan")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = simulate(SCHEDULES["1f1b"].plan(num_stages=2, num_microbatches=2))
+    path = tmp_path / "plan.png"
+    draw_png(plan, path, title="a plan")
+    before = path.read_bytes()
+    (tmp_path / "link.png").symlink_to(path)
+
+    def fill_the_disk(_figure: Figure, target: Any, **_options: Any) -> None:
+        with target.open("wb") if isinstance(target, Path) else nullcontext(target) as file:
+            file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            draw_png(plan, path, title="another")
+    assert path.read_bytes() == before
+    draw_png(plan, tmp_path / "link.png", title="through a link")
+    assert (tmp_path / "link.png").is_symlink() and path.read_bytes() != before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.png", "plan.png"]
+    draw_png(plan, Path("/dev/null"), title="nowhere")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_the_tool_draws_and_counts() -> None:

@@ -1,5 +1,6 @@
 """Tests of the record: what ranks of a sound run have noted agrees, and outlives them."""
 
+import resource
 from pathlib import Path
 from threading import Thread
 
@@ -13,9 +14,11 @@ from megatronish.launch.place import Place
 from megatronish.layout import Layout
 from megatronish.mesh import Mesh
 from megatronish.watch.beat import Collective, bare_beat
+from megatronish.watch.limits import HangLimits
 from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import RING, SharedRing, read_ring
 from megatronish.watch.verdict import RanksSeen, different
+from megatronish.watch.watchdog import Watchdog
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --ep 2"
 LAYOUTS = [
@@ -55,6 +58,23 @@ def test_a_ring_keeps_the_newest_collectives_and_what_they_were(tmp_path: Path) 
     assert (found[0].name, found[0].kind) == ("all_reduce 12 of tp", ("all_reduce", (3, 4), "float32"))
     assert found[-1].kind == ("all_gather_object",)
     assert read_ring(tmp_path / "none", 0) == {}
+
+
+def test_a_ring_has_all_its_room_from_the_start_or_is_not_there(tmp_path: Path) -> None:
+    SharedRing(tmp_path / "ring")
+    file = (tmp_path / "ring").stat()
+    assert 512 * file.st_blocks >= file.st_size  # a full disk under a page that is not there yet would be SIGBUS
+    record, layout = RankRecord(), Layout(dp=2)
+    limits = HangLimits.of(step=1.0, start=None, evaluation=None, save=None, timeout=600.0)
+    watchdog = Watchdog(record, limits, layout, rank=0, leave=lambda _report, _prints: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        watchdog.share_ring(tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert record.shared is None
+    assert list((tmp_path / "full").iterdir()) == []
 
 
 def test_a_backward_names_the_layer_of_its_forward() -> None:

@@ -85,7 +85,12 @@ def test_a_rank_that_has_ended_is_named_if_others_wait_for_it() -> None:
 
 def test_a_rank_that_never_came_is_named() -> None:
     found = seen(*(beat(rank, entry(WORLD, 11)) for rank in (0, 1, 3)))
-    assert "rank 2 (tp 0, dp 1) has not come to the run at all" in WORDS.report(verdict(found), found)
+    (culprit,) = verdict(found)
+    assert WORDS.report([culprit], found) == (
+        "rank 2 (tp 0, dp 1) has been silent since its first moment and has not entered all_reduce 11 of world; the "
+        "others wait there for 41 s; look for its process and its log"
+    )
+    assert "rank 2 (tp 0, dp 1) has not come to the run at all;" in WORDS.report([replace(culprit, lacks=None)], found)
 
 
 def test_ranks_that_wait_for_each_other_are_all_named() -> None:

@@ -16,6 +16,7 @@ from megatronish.checkpoint.all_or_none import from_all
 from megatronish.checkpoint.folder import steps_in
 from megatronish.checkpoint.nearby.folders import folder_of_user, remove_folder
 from megatronish.checkpoint.nearby.hosts import Hosts
+from megatronish.checkpoint.nearby.memory_limit import bytes_within_limits
 from megatronish.checkpoint.nearby.orphans import OWNER, remove_orphans
 from megatronish.checkpoint.nearby.sharing import Shared, share
 from megatronish.errors import UserError
@@ -42,9 +43,13 @@ def choose_folder(local_save: str | None, run: str, *, written: int, axis: Axis)
     folders = [parent / run for parent in _parents(local_save)]
     shared = share(folders, axis)
     needed = _needed(from_all(axis, lambda: (shared, written)))
-    own = {each: folder for each, folder in zip(shared, folders, strict=True) if _is_first(each, axis)}
-    offers: dict[Shared | str, Offer] = {}
-    for of_rank in from_all(axis, lambda: {each: _offer(folder) for each, folder in own.items()}):
+    own = {
+        each: folder
+        for each, folder in zip(shared, folders, strict=True)
+        if isinstance(each, Shared) and each.rank == axis.rank
+    }
+    offers: dict[Shared, Offer] = {}
+    for of_rank in from_all(axis, lambda: {each: _offer(folder, needed[each]) for each, folder in own.items()}):
         offers |= of_rank
     number = from_all(axis, lambda: _chosen(folders, shared, needed, offers))[axis.rank]
     chosen = from_all(axis, lambda: shared[number])
@@ -77,22 +82,32 @@ def _needed(of_ranks: Sequence[tuple[Sequence[Shared | str], int]]) -> Mapping[S
     }
 
 
-def _is_first(shared: Shared | str, axis: Axis) -> bool:
-    return isinstance(shared, Shared) and shared.rank == axis.rank
+def _offer(folder: Path, needed: int) -> Offer:
+    """What a folder offers, once the folders of runs that are gone are removed next to it.
 
-
-def _offer(folder: Path) -> Offer:
-    """What a folder offers, once the folders of runs that are gone are removed from the same place."""
+    Those of runs that may have moved are removed, too, where there is no room for `needed` bytes with them.
+    """
     remove_orphans(folder.parent, but=folder.name)
+    offer = _measured(folder)
+    if offer.free < needed and not offer.has_copies:
+        remove_orphans(folder.parent, but=folder.name, moved_for=0.0)
+        offer = _measured(folder)
+    return offer
+
+
+def _measured(folder: Path) -> Offer:
     own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Offer(bool(steps_in(folder)), (folder / OWNER).exists(), shutil.disk_usage(folder).free + own)
+    free = shutil.disk_usage(folder).free
+    if folder.is_relative_to(MEMORY):
+        free = int(min(free, bytes_within_limits()))
+    return Offer(bool(steps_in(folder)), (folder / OWNER).exists(), free + own)
 
 
 def _chosen(
     folders: Sequence[Path],
     shared: Sequence[Shared | str],
     needed: Mapping[Shared, int],
-    offers: Mapping[Shared | str, Offer],
+    offers: Mapping[Shared, Offer],
 ) -> int:
     """Number of the folder that a rank takes."""
     told, most = [], 0

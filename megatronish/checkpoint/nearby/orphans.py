@@ -1,8 +1,9 @@
 """Folders of copies that no run needs any more, as of a run that was killed and then removed.
 
 A folder says which run it is of, and a rank locks it while the run lives. An orphan is one that is not locked, and
-whose run is not there: its folder of checkpoints has another name for copies, or none. Where that cannot be seen, as on
-a store or in another container, only a folder that nothing has changed for a week is an orphan.
+whose run is not there: its folder of checkpoints has another name for copies, or none. That run may have been removed,
+but may also have been moved, or lie on a disk that is not mounted now. So its copies stay for a day, unless the room is
+needed. Where the folder of checkpoints cannot be seen, as on a store or in another container, they stay for a week.
 """
 
 import fcntl
@@ -18,7 +19,9 @@ from megatronish.checkpoint.nearby.identity import NAME, read_id
 from megatronish.checkpoint.remote import Location
 
 OWNER = "owner"
-LONG = 7 * 86400.0
+DAY = 86400.0
+"""Seconds after which a folder is an orphan whose run is not where it was."""
+LONG = 7 * DAY
 """Seconds after which a folder is an orphan whose run cannot be asked for."""
 
 
@@ -33,18 +36,21 @@ def own(folder: Path, save_place: Location) -> BinaryIO:
     return file
 
 
-def remove_orphans(parent: Path, *, but: str) -> None:
-    """Remove folders of copies in `parent` that no run needs; what cannot be removed stays. `but` is the own one."""
+def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> None:
+    """Remove folders of copies in `parent` that no run needs; what cannot be removed stays. `but` is the own one.
+
+    A run that is not where it was may have moved: its folder stays for `moved_for` seconds after the last change.
+    """
     with suppress(OSError):
         for folder in list(parent.iterdir()):
             if folder.name != but and NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
                 with suppress(OSError):
-                    if _is_orphan(folder):
+                    if _is_orphan(folder, moved_for):
                         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_orphan(folder: Path) -> bool:
-    owner = folder / OWNER
+def _is_orphan(folder: Path, moved_for: float) -> bool:
+    owner, limit = folder / OWNER, LONG
     if owner.is_file():
         with owner.open("rb") as file:
             try:
@@ -58,6 +64,6 @@ def _is_orphan(folder: Path) -> bool:
             if read_id(save)[0] == folder.name:
                 return False
             if save.is_absolute() and save.is_dir() and said["host"] == os.uname().nodename:
-                return True
+                limit = moved_for
     changed = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
-    return time.time() - max(changed) > LONG
+    return time.time() - max(changed) >= limit

@@ -109,6 +109,8 @@ def _kept_steps(config: Config) -> str | None:
 
 def _local_folder(config: Config) -> str | None:
     local = config.checkpoint.local_save
+    if local == "":
+        return "local_save is empty; name a folder, or leave --local-save out"
     if local is None or "://" not in local:
         return None
     return f"local_save={local} is a URL, and copies lie on the disk or in the memory of each host; name a folder"

@@ -114,6 +114,16 @@ class CopyNearby(Hook):
             return self._tried + min(self.interval, 2 ** (self._failures - 1))
         return self._last + self.interval - self._lead
 
+    @property
+    def _after_failure(self) -> str:
+        """What a copy that failed means, and what to do if others fail, too."""
+        if self._failures == 1:
+            return "The copy before it stays, training continues, and it is tried again soon"
+        return (
+            f"{self._failures} copies in a row have failed, and none is newer than step {self._last}: make room there, "
+            "or start again with another --local-save"
+        )
+
     def _begin(self, trainer: Trainer) -> None:
         if self.check is not None:
             self.check(trainer)
@@ -140,11 +150,16 @@ class CopyNearby(Hook):
             if is_lost_rank(error):
                 self._tell(f"the copy nearby of step {step} is not whole: another rank has ended. The one before stays")
                 return
-            self._tell(f"{error}. The copy before it stays, training continues, and it is tried again soon")
+            if (
+                self._failures & (self._failures - 1) == 0
+            ):  # the first, second, fourth, ...: not a line at each interval
+                self._tell(f"{error}. {self._after_failure}")
         else:
+            if self._failures > 1:
+                self._tell(f"the copy nearby of step {step} is whole again, after {self._failures} that failed")
             self._last, self._failures = step, 0
             self._number += 1
 
-    def _tell(self, line: str, file: TextIO = sys.stderr) -> None:
+    def _tell(self, line: str, file: TextIO | None = None) -> None:
         if self.save.mesh.is_main:
-            tqdm.write(line, file=file)
+            tqdm.write(line, file=sys.stderr if file is None else file)
