@@ -74,6 +74,23 @@ class PlanArguments:
 MOST = 1_000_000  # devices, and rows of a list
 
 
+PARTS = {
+    name: part
+    for part, names in {
+        "tp=": ("tp", "tensor-model-parallel-size"),
+        "pp=": ("pp", "pipeline-model-parallel-size"),
+        "cp=": ("cp", "context-parallel-size"),
+        "ep=": ("ep", "expert-model-parallel-size"),
+        "etp=": ("etp", "expert-tensor-parallel-size"),
+        "micro=": ("micro-batch-size",),
+        "zero=": ("zero-stage",),
+        "schedule=": ("pipeline-schedule",),
+        "recompute=": ("recompute-granularity",),
+        "sp": ("sequence-parallel",),
+    }.items()
+    for name in names
+}
+"""Flags of a layout, and what --explain calls each part."""
 OWN = {flag for field in fields_of(PlanArguments).values() for flag in (field.flag, *field.aliases)}
 
 
@@ -114,6 +131,8 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
     config = found.config
     vocab_size = _vocab_size(config)
     work = Workload.of(config, vocab_size)
+    if arguments.probe is None:
+        _refuse_layouts(flags)
     if arguments.estimator is not None:
         return _estimates(arguments, device, work)
     if arguments.probe is not None:
@@ -144,6 +163,17 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
     if arguments.write is not None:
         texts.append(_written(planned.config, arguments.write))
     return "\n\n".join(texts)
+
+
+def _refuse_layouts(flags: Sequence[str]) -> None:
+    """UserError for a flag of a layout: a plan tries all of them, and would not look at it."""
+    for flag, values in flags_of(flags):
+        if (part := PARTS.get(flag.removeprefix("--").replace("_", "-"))) is not None:
+            typed = " ".join([flag, *values])
+            raise UserError(
+                f"{typed} is a part of a layout, and a plan tries all layouts; leave it out, or name one with "
+                f"--explain {part}{values[0] if values and part.endswith('=') else ''}"
+            )
 
 
 def _positive(flag: str, number: int) -> int:

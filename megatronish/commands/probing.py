@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatronish.commands.configuration import read_config
+from megatronish.errors import UserError
 from megatronish.launch.place import Place
 from megatronish.planner.candidate import Candidate
 from megatronish.planner.devices import Device
@@ -32,10 +33,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def probe(work: Workload, device: Device, candidate: Candidate, out: Path) -> str:
     """Measure this machine, append a JSON line to `out`, and say what was found."""
+    _refuse_unwritable(out)  # before minutes of measuring
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if where.type == "cuda" else platform.processor() or platform.machine()
     found: dict[str, Any] = {
         "device": name,
+        "type": where.type,
         "precision": work.precision,
         "tflops": achievable_tflops(work, device, candidate, where),
         "host_seconds_a_layer": host_seconds_a_layer(where.type),
@@ -46,6 +49,14 @@ def probe(work: Workload, device: Device, candidate: Candidate, out: Path) -> st
         f"{name}: {found['tflops']:.4g} TFLOP/s achievable in {work.precision} at the shapes of this model, "
         f"{1e6 * found['host_seconds_a_layer']:.0f} us of the host a layer and pass; added to {out}"
     )
+
+
+def _refuse_unwritable(out: Path) -> None:
+    try:
+        with out.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(f"--probe {out} cannot be written: {error.strerror}; name another file") from error
 
 
 def achievable_tflops(work: Workload, device: Device, candidate: Candidate, where: torch.device) -> float:

@@ -162,8 +162,9 @@ class StageWork(StageSizes):
         if self.zero == 3:
             # What was gathered is freed before the gradients are copied to where they are reduced.
             return self.learned_rest * self.width + max(self.rest * self.width, self.learned_rest * self.reduced_width)
-        one = self.gradient_width * self.table if self.stage.is_first else 0
-        table = one * (3 if self.ties_here else 1)
+        # The embedding's gradient is an operator's output also where products add theirs to the sum at once.
+        one = 0 if self.freezes or not self.stage.is_first else self.width * self.table
+        table = one * (3 if self.ties_here and self.gradient_width else 1)
         if self.zero == 2:
             buffers = self.buffers(chunk, begun)
             # Unless the table's bucket is there already, it comes once the two gradients have become one.

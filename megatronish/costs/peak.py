@@ -5,8 +5,9 @@ schedule is looked at as a backward begins in it, at two moments of that:
 
     its begin         all activations and the logits are there; gradients of the output layer's weight and input are
                       added; with ZeRO-3 embedding and head are gathered
-    a layer           the logits of the micro-batch are gone; of full recomputation its activations are there once more,
-                      and the gradients of its weights, inputs and outputs are added, the largest at a time
+    a layer           the logits of the micro-batch are gone; of full recomputation the activations of a group of layers
+                      are there once more, and the gradients of its weights, inputs and outputs are added, the largest
+                      at a time
 
 and at the update, where Muon's matrices are exchanged (at_work.py has what is added).
 
@@ -118,8 +119,9 @@ class _StagePeak(StageWork):
             yield Moment(activations, logits - gone, work - self.later_buffers(chunk, begun), few - missing)
         if again:
             kept = sum(self.of_layer(spec) for spec in layers[len(again) :])
-            later = self.deferred_of_chunk(chunk) * (len(again) - 1) / len(again) if self.defers else 0
-            most = max(self.of_layer(spec) for spec in again)
+            groups = self.groups(again)
+            later = self.deferred_of_chunk(chunk) * (len(again) - len(groups[0])) / len(again) if self.defers else 0
+            most = max(sum(map(self.of_layer, group)) for group in groups)
             held = come - (self.late_gradients if come and chunk == 0 else 0)
             yield Moment(activations - kept + most + later, logits - gone, work, held - missing)
         freed = 0 if self.defers else self.of_chunk(chunk) + (2 * self.residual if ends else 0)

@@ -1,5 +1,6 @@
 """Sizes on a rank of a pipeline stage, and what waits there for a backward, for the peak of its memory (peak.py)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -163,6 +164,12 @@ class StageSizes:
         if recompute.recompute_granularity != "full":
             return []
         return specs[: recompute.recompute_num_layers] if recompute.recompute_method == "block" else specs
+
+    def groups(self, again: Sequence[LayerSpec]) -> list[Sequence[LayerSpec]]:
+        """Those layers by what is computed again together: the method `block` takes each by itself."""
+        recompute = self.config.recompute
+        size = 1 if recompute.recompute_method == "block" else recompute.recompute_num_layers
+        return [again[start : start + size] for start in range(0, len(again), size)]
 
     def deferred_of_chunk(self, chunk: int) -> float:
         """What a micro-batch keeps for its weight gradients alone."""

@@ -227,7 +227,10 @@ def needed_microbatches(stages: Stages, stage: int, planned: int) -> int:
 
 
 def whole_step(parts: Mapping[str, StepCounts], num_run: int, planned: int) -> StepCounts:
-    """Counts of a step of `planned` micro-batches, of which `num_run` ran. What stages send each other is linear."""
+    """Counts of a step of `planned` micro-batches, of which `num_run` ran. What stages send each other is linear.
+
+    So is what ZeRO-3 gathers.
+    """
     whole, first = StepCounts(), parts.get(FIRST, StepCounts())
     of_step = [counts for name, counts in parts.items() if name != "build"]
     more = planned - num_run
@@ -238,6 +241,10 @@ def whole_step(parts: Mapping[str, StepCounts], num_run: int, planned: int) -> S
         for key, value in list(total.items()):
             if isinstance(key, TrafficKey) and key.axis.startswith(("F ", "B ")):
                 total[key] = value * planned // num_run
+            elif isinstance(key, TrafficKey) and key[:2] == ("shard", "all-gather"):
+                # ZeRO-3 gathers a layer for the action that comes next, which may be another micro-batch's.
+                once = sum(getattr(part, name)[key] for number, part in parts.items() if number not in (FIRST, OTHERS))
+                total[key] = once + (value - once) * planned // num_run
             else:
                 total[key] = value + more * getattr(first, name)[key]
     return whole

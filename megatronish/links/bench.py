@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -107,7 +108,9 @@ def _finish(arguments: LinkArguments, rows: list[LinkTimes]) -> None:
         print(f"\n{FIT_HEADER}")
     for row, fit in found:
         print(fit_line(row, fit))
-    sizes = len({row.bytes for row in rows})
+    # The same size is another number of bytes where a collective rounds it down to its parts.
+    of_each = Counter(key for key, _ in {((row.axis, row.collective), row.bytes) for row in rows})
+    sizes = max(of_each.values(), default=0)
     if not found and rows:
         print(
             f"\nno fit: {sizes} size{'s' if sizes > 1 else ''} of {FEWEST_SIZES} that a line needs; give a larger "

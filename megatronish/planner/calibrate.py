@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 
 from megatronish.errors import UserError
 from megatronish.planner.device_names import device_of
-from megatronish.planner.devices import LARGEST, WITHOUT_SHEET, Device, device_table
+from megatronish.planner.devices import ABOVE_SHEET, LARGEST, WITHOUT_SHEET, Device, device_table
 
 STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """Collectives that the model has links from, with how often each byte passes a link, and each rank's latency."""
 
 
 MOST_RANKS, SLOWEST = 1e6, 1e3
-ABOVE_SHEET = 1.3
-"""Bus bandwidth over that of the data sheet that can be: switches that add up send less than a ring (H200: 1.05)."""
 
 
 class Row(NamedTuple):
@@ -100,7 +98,7 @@ def _probed(device: Device, row: Row) -> tuple[Device, str]:
     if not isinstance(probe, dict):
         raise row.error(f"probe={probe!r} is no object")
     name = str(probe.get("device", "a device"))
-    _refuse_other(device, row, name)
+    _refuse_other(device, row, WITHOUT_SHEET if probe.get("type") == "cpu" else name)
     if "tflops" in probe:
         rate = row.number(probe, "tflops", most=LARGEST)
         if probe.get("precision") == "fp32":  # the device keeps the rate of 16 bits; both have one fraction

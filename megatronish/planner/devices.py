@@ -18,6 +18,14 @@ ACHIEVABLE, RING = 0.8, 0.77
 TEXTS = ("name", "calibrated", "source")
 WHOLE = ("sms", "gpus_per_node")
 LARGEST = 1e9
+ABOVE_SHEET = 1.3
+"""Bus bandwidth over that of the data sheet that can be: switches that add up send less than a ring (H200: 1.05)."""
+MEASURED = {
+    "achievable_tflops": "bf16_tflops",
+    "all_reduce_gb_s": "node_gb_s",
+    "network_all_reduce_gb_s": "network_gb_s",
+}
+"""What was measured of a device, and the figure of its sheet that it belongs to."""
 WITHOUT_SHEET = "cpu"
 """The row whose peak is no maker's, so a measurement may be above it."""
 
@@ -111,11 +119,15 @@ def read_device(path: Path) -> Device:
 
 
 def _device(name: str, row: Mapping[str, Any], path: str) -> Device:
-    """Device of a row. A row that names another one with `like` takes what it lacks from it."""
+    """Device of a row. A row that names another one with `like` takes what it lacks from it.
+
+    What was measured of the other one is not taken where the row has its own figure of the sheet.
+    """
     row = dict(row)
     if "like" in row:
         base = _base(name, row.pop("like"), path)
-        row = {each.name: getattr(base, each.name) for each in fields(Device)} | row
+        others = {key: None for key, sheet in MEASURED.items() if sheet in row}  # of another link, or another chip
+        row = {each.name: getattr(base, each.name) for each in fields(Device)} | others | row
     row["name"] = name
     known = {each.name: each for each in fields(Device)}
     for key in row:
@@ -164,6 +176,13 @@ def complaint_about(values: Mapping[str, Any]) -> str | None:
             f"achievable_tflops={rate:g} of {name} is above bf16_tflops={peak:g}, its peak; correct one of them, or "
             "name the device that was measured"
         )
+    for measured, sheet in (("all_reduce_gb_s", "node_gb_s"), ("network_all_reduce_gb_s", "network_gb_s")):
+        bus, link = values.get(measured), values.get(sheet)
+        if bus is not None and link is not None and bus > ABOVE_SHEET * link and name != WITHOUT_SHEET:
+            return (
+                f"{measured}={bus:g} of {name} is over {ABOVE_SHEET:g} times {sheet}={link:g}, which no collective "
+                "reaches; correct one of them"
+            )
     return None
 
 

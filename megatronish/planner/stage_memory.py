@@ -92,7 +92,8 @@ class MemoryScale:
         begin = before + (output if is_last else 0.0)
         if zero == 3:
             begin = width * (rest + largest) + before + max(width * rest, output if is_last else 0.0)
-        table = gradient * is_first * (3 if ties else 1) if zero != 2 else 0.0
+        one = 0.0 if freezes or not is_first or zero == 2 else float(width * sizes.table)  # as in at_work.of_end
+        table = one * (3 if ties and gradient else 1)
         moments = [peak.layer + whole, peak.apart, peak.end + table]
         if is_last or zero == 3:
             moments.append(peak.begin + begin)

@@ -220,7 +220,7 @@ def bench_in_a_shell(flags: str, *, then: str = "") -> subprocess.CompletedProce
 
 
 def test_fewer_sizes_than_a_line_needs_are_said_in_place_of_the_fits() -> None:
-    done = bench_in_a_shell("--dp 2 --collectives broadcast --max-bytes 4K --runs 2")
+    done = bench_in_a_shell("--dp 2 --collectives broadcast all_to_all_v --max-bytes 4K --runs 2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(
         "\nno fit: 2 sizes of 3 that a line needs; give a larger --max-bytes, or a smaller --min-bytes or --factor\n"

@@ -39,6 +39,7 @@ def probed(**values: Any) -> str:
         (probed(tflops=2000), "tflops=2000 is above the peak of h100-sxm, 989"),
         (probed(host_seconds_a_layer=-1), "host_seconds_a_layer=-1 must be a number above 0"),
         (probed(device="NVIDIA A100-SXM4-80GB", tflops=200), "which is a100-sxm, and --device is h100-sxm"),
+        (probed(device="x86_64", type="cpu", tflops=0.1), "measured cpu, which is cpu, and --device is h100-sxm"),
         ('{"collective": "all_reduce", "fit": {"accepted": true}}', "ranks=None must be a whole number above 0"),
         (link(device="NVIDIA A100-SXM4-80GB"), "which is a100-sxm, and --device is h100-sxm"),
         (link(device="cpu"), "measured cpu, which is cpu, and --device is h100-sxm"),

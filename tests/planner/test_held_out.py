@@ -29,6 +29,10 @@ OF_405B = (
     "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 )
 OF_175B = f"{UNTIED} --num-layers 96 --hidden-size 12288 --num-attention-heads 96"
+OF_2021 = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --fp16 --attention-backend fused_softmax "
+    "--hidden-dropout 0.1 --attention-dropout 0.1"
+)
 QWEN3 = (
     f"{LLAMA} {UNTIED} --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --qk-layernorm "
     "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"
@@ -48,6 +52,7 @@ class Published(NamedTuple):
     rate: float
 
 
+WITHOUT_CHUNKS = "tp=8,pp=12,micro=1,zero=0,recompute=full"
 INTERLEAVED = "tp=8,pp=16,micro=1,zero=1,sp,schedule=interleaved,chunks=8"
 ROWS = {
     # torchtitan, docs/performance.md of 2024: FSDP2 on 64 A100; 8B recomputes every second product, too
@@ -65,6 +70,9 @@ ROWS = {
     # Grattafiori et al. 2024, arXiv:2407.21783, table 4
     "Llama 3 405B, 8,192 devices": Published(OF_405B, 128256, 8192, 2048, 8192, "h100-sxm", INTERLEAVED, 43),
     "Llama 3 405B, 16,384 devices": Published(OF_405B, 128256, 8192, 2048, 16384, "h100-sxm", INTERLEAVED, 41),
+    # Narayanan et al. 2021, arXiv:2104.04473, table 2 (not table 1): 153 and 149 TFLOP/s, recomputation counted
+    "GPT 175B, 384 devices of 2021": Published(OF_2021, 51200, 2048, 1536, 384, "a100-sxm", WITHOUT_CHUNKS, 106.7),
+    "GPT 175B, 768 devices of 2021": Published(OF_2021, 51200, 2048, 1536, 768, "a100-sxm", WITHOUT_CHUNKS, 103.9),
     # Megatron-Core's README of 2024: the layout is a guess
     "GPT 175B, 768 devices": Published(
         OF_175B, 131072, 4096, 1152, 768, "h100-sxm", "tp=4,pp=8,zero=1,sp,schedule=interleaved,chunks=6", 47

@@ -86,6 +86,9 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
         (["--calibrate", "nowhere.json"], "--calibrate nowhere.json cannot be read"),
         (["--hiden-size", "64"], "--hiden-size is not a flag; did you mean --hidden-size?"),
         (["--write", "/nowhere/plan.toml"], "--write /nowhere/plan.toml cannot be written"),
+        (["--probe", "/nowhere/probe.jsonl"], "--probe /nowhere/probe.jsonl cannot be written: No such file"),
+        (["--tp", "8"], "--tp 8 is a part of a layout, and a plan tries all layouts; leave it out, or name one with"),
+        (["--zero_stage", "3"], "--zero_stage 3 is a part of a layout"),
     ],
     ids=lambda each: " ".join(each)[:40] if isinstance(each, list) else "",
 )

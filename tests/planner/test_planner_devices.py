@@ -52,6 +52,14 @@ def test_a_device_of_ones_own_takes_the_rest_from_another(tmp_path: Path) -> Non
     assert (device.name, device.memory_gib, device.bf16_tflops) == ("mine", 94, 989)
 
 
+def test_a_figure_of_ones_own_is_not_overruled_by_what_was_measured_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[mine]\nlike = "h100-sxm"\nnode_gb_s = 100\nbf16_tflops = 500\n')
+    device, other = find_device(str(path)), find_device("h100-sxm")
+    assert device.ring_bytes_per_second < 0.3 * other.ring_bytes_per_second
+    assert 0.4 < device.flops("bf16") / other.flops("bf16") < 0.6
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -76,6 +84,11 @@ def test_a_device_of_ones_own_takes_the_rest_from_another(tmp_path: Path) -> Non
             '[mine]\nlike = "h100-sxm"\nachievable_tflops = 2000\n',
             "achievable_tflops=2000 of mine is above bf16_tflops=989",
         ),
+        (
+            '[mine]\nlike = "h100-sxm"\nall_reduce_gb_s = 600\n',
+            "all_reduce_gb_s=600 of mine is over 1.3 times node_gb_s=450",
+        ),
+        ('[mine]\nlike = "h100-sxm"\nnetwork_all_reduce_gb_s = 400\n', "over 1.3 times network_gb_s=50, which no coll"),
         ('[mine]\nlike = "h100-sxm"\ncalibrated = 7\n', "calibrated=7 of mine must be a text"),
     ],
 )

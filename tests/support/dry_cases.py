@@ -186,12 +186,13 @@ class SingleCase(NamedTuple):
     kernels: str = "assumed"
     num_layers: int = 4
     more_waits: Mapping[str, int] = {}
+    precision: str = "--bf16"
 
     @property
     def argv(self) -> list[str]:
         """Its command line: two micro-batches."""
         sizes = f"--vocab-size 32000 --num-attention-heads 16 --hidden-size 1024 --num-layers {self.num_layers}"
-        step = "--seq-length 2048 --train-iters 10 --lr 1e-3 --bf16 --micro-batch-size 1"
+        step = f"--seq-length 2048 --train-iters 10 --lr 1e-3 --micro-batch-size 1 {self.precision}"
         ranks = f"--dp {self.dp} --global-batch-size {2 * self.dp} {self.layout}"
         return f"--mock-data {sizes} {step} {ranks} {MODELS[self.model]} {self.flags}".split()
 
@@ -245,6 +246,27 @@ SINGLE = [
     SingleCase("ZeRO-3 of few layers with experts", "experts", "", "--zero-stage 3 --ep 4 --etp 1", dp=4),
     SingleCase("ZeRO-3 with rows to pad", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3", rank=11, dp=6),
     SingleCase("ZeRO-3 with rows for some", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3", rank=1, dp=6),
+    SingleCase(
+        *("layers computed again by fours", "llama"),
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4 --vocab-size 2000",
+    ),
+    SingleCase(
+        *("a large embedding in fp32", "gpt", "--vocab-size 128000 --seq-length 512", "--pp 2"),
+        rank=0,
+        precision="",
+    ),
+    SingleCase(
+        *("a large tied table in fp32", "gpt", "--vocab-size 128000 --seq-length 128", ""),
+        rank=1,
+        precision="",
+    ),
+    SingleCase(
+        *("ZeRO-3 of a middle stage", "llama"),
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --global-batch-size 48",
+        *("--pp 4 --zero-stage 3", 4),
+        rank=7,
+        num_layers=8,
+    ),
     SingleCase(
         *("ZeRO-3 in chunks", "llama", ""),
         "--pp 2 --zero-stage 3 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
