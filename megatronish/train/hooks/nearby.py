@@ -150,9 +150,7 @@ class CopyNearby(Hook):
             if is_lost_rank(error):
                 self._tell(f"the copy nearby of step {step} is not whole: another rank has ended. The one before stays")
                 return
-            if (
-                self._failures & (self._failures - 1) == 0
-            ):  # the first, second, fourth, ...: not a line at each interval
+            if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...: not a line at each interval
                 self._tell(f"{error}. {self._after_failure}")
         else:
             if self._failures > 1:
