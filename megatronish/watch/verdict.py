@@ -55,7 +55,7 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
         return odd
     states = {rank: seen.state(rank, thread) for rank in range(seen.size)}
     edges = {rank: list(_waits_for(seen, rank, state)) for rank, state in states.items() if _can_wait(seen, rank)}
-    if not any(edges.values()):
+    if thread == MAIN and not any(edges.values()):  # what a main thread has entered says nothing of another thread
         edges = {rank: list(_behind(seen, rank)) for rank in edges}
     lacks = {rank: _lacking(rank, edges) for rank in range(seen.size)}
     gone = [_gone(seen, rank, lacks[rank], states[rank]) for rank in range(seen.size)]

@@ -160,6 +160,17 @@ def test_a_main_thread_that_waits_for_a_save_points_to_the_thread_that_saves() -
     assert [each.rank for each in verdict(found)] == [3]
 
 
+def test_a_save_in_the_background_is_judged_by_itself_while_its_run_goes_on() -> None:
+    """The main threads are not at the same collective: one that is ahead does not wait for a rank that hangs."""
+    recent, work = {TP: [entry(TP, 19), entry(TP, 20)]}, {"idle": 0.1}
+    waits = ThreadBeat("save", "save", "step 4, in the background", 41.0, 30.0, entry(WORLD, 3))
+    writes = replace(waits, waiting=None, stack=["disk.py:5 write"])
+    others = [beat(rank, more=[waits], lines={TP: 19, WORLD: 3}, **work) for rank in (0, 2, 3)]
+    ahead = beat(1, recent=recent, more=[writes], lines={TP: 20, WORLD: 3}, **work)
+    (culprit,) = verdict(seen(*others, ahead), thread="save")
+    assert (culprit.rank, culprit.kind) == (1, "outside")
+
+
 def test_on_a_gpu_the_rank_is_named_whose_numbers_are_behind() -> None:
     recent = {WORLD: [entry(WORLD, number) for number in (9, 10, 11)]}
     ahead = [beat(rank, None, recent=recent, lines={WORLD: 11}) for rank in (0, 1, 2)]
