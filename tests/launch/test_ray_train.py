@@ -24,7 +24,7 @@ def test_workers_of_ray_train_go_on_where_a_killed_one_left(tmp_path: Path) -> N
         trainer = subprocess.Popen([*command, *argv], cwd=tmp_path, env=os.environ | own, stdout=output, stderr=output)
     told = (tmp_path / "output").read_text
     try:
-        assert wait_until(lambda: (save / "step_00000010" / "state.json").exists(), timeout=SECONDS), told()
+        assert wait_until(lambda: any(save.glob("step_*/state.json")), timeout=SECONDS), told()
         (holder,) = re.findall(r"process (\d+) on", (run_dir / ".lock").read_text())
         os.kill(int(holder), signal.SIGKILL)
         assert trainer.wait(2 * SECONDS) == 0, told()
