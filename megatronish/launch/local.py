@@ -53,7 +53,10 @@ FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
 REASONS: dict[int, str] = {
     signal.SIGKILL: " (by hand, or because memory ran out)",
-    signal.SIGBUS: " (a file that it reads was cut short, of --data-path or its cache, or a disk failed)",
+    signal.SIGBUS: (
+        " (a file that it reads was cut short, of --data-path or its cache; or /dev/shm or the temporary directory is "
+        "full: look at df; or a disk failed)"
+    ),
 }
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 

@@ -122,7 +122,8 @@ def test_a_rank_that_is_killed_is_the_culprit_and_not_its_victims(start: Starter
 def test_a_rank_that_read_beyond_a_file_is_told_with_the_probable_cause(start: Starter) -> None:
     launcher = start(2, rank_one_meets_a_bus_error)
     assert launcher.wait() == 1
-    assert re.match(r"rank 1 failed: killed by SIGBUS \(.* cut short, of --data-path or its cache,", launcher.errors)
+    told = r"rank 1 failed: killed by SIGBUS \(.* cut short, of --data-path or its cache; or /dev/shm .* is full:"
+    assert re.match(told, launcher.errors)
 
 
 def test_a_rank_that_exits_ends_the_run_with_its_status(start: Starter) -> None:

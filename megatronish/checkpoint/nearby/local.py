@@ -5,12 +5,15 @@ share a folder are a host. The first of them looks for all: free bytes change be
 """
 
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from tqdm import tqdm
 
 from megatronish.checkpoint.all_or_none import from_all
 from megatronish.checkpoint.folder import steps_in
@@ -26,11 +29,15 @@ MEMORY = Path("/dev/shm")
 
 
 class Offer(NamedTuple):
-    """What a folder has: copies of the run or not, whether the run has chosen it before, bytes that may be written."""
+    """What a folder has: copies of the run or not, whether the run has chosen it before, bytes that may be written.
+
+    `removed` are copies of other runs that were next to it, and for which there was no room.
+    """
 
     has_copies: bool
     was_chosen: bool
     free: int
+    removed: tuple[Path, ...] = ()
 
 
 def choose_folder(local_save: str | None, run: str, *, written: int, axis: Axis) -> tuple[Path, Hosts]:
@@ -51,6 +58,7 @@ def choose_folder(local_save: str | None, run: str, *, written: int, axis: Axis)
     offers: dict[Shared, Offer] = {}
     for of_rank in from_all(axis, lambda: {each: _offer(folder, needed[each]) for each, folder in own.items()}):
         offers |= of_rank
+    _tell_removed(offers, axis)
     number = from_all(axis, lambda: _chosen(folders, shared, needed, offers))[axis.rank]
     chosen = from_all(axis, lambda: shared[number])
     for each, folder in own.items():
@@ -90,9 +98,19 @@ def _offer(folder: Path, needed: int) -> Offer:
     remove_orphans(folder.parent, but=folder.name)
     offer = _measured(folder)
     if offer.free < needed and not offer.has_copies:
-        remove_orphans(folder.parent, but=folder.name, moved_for=0.0)
-        offer = _measured(folder)
+        removed = remove_orphans(folder.parent, but=folder.name, moved_for=0.0)
+        offer = _measured(folder)._replace(removed=tuple(removed))
     return offer
+
+
+def _tell_removed(offers: Mapping[Shared, Offer], axis: Axis) -> None:
+    """Print which copies of other runs were removed: their run may be started again where it was moved to."""
+    for removed in (path for offer in offers.values() for path in offer.removed) if axis.is_first else ():
+        tqdm.write(
+            f"{removed} is removed for the room: copies of a run that was killed, and whose folder of checkpoints is "
+            "not where it was. If that was moved, the run resumes from its newest checkpoint",
+            file=sys.stderr,
+        )
 
 
 def _measured(folder: Path) -> Offer:

@@ -36,17 +36,22 @@ def own(folder: Path, save_place: Location) -> BinaryIO:
     return file
 
 
-def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> None:
+def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> list[Path]:
     """Remove folders of copies in `parent` that no run needs; what cannot be removed stays. `but` is the own one.
 
     A run that is not where it was may have moved: its folder stays for `moved_for` seconds after the last change.
+    Returns the folders that were removed.
     """
+    removed = []
     with suppress(OSError):
         for folder in list(parent.iterdir()):
             if folder.name != but and NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
                 with suppress(OSError):
                     if _is_orphan(folder, moved_for):
                         shutil.rmtree(folder, ignore_errors=True)
+                        if not folder.exists():
+                            removed.append(folder)
+    return removed
 
 
 def _is_orphan(folder: Path, moved_for: float) -> bool:
