@@ -279,6 +279,7 @@ def test_copies_of_a_run_that_may_have_moved_stay_for_a_day(
     save.mkdir()
     folder = parent / id_of(save)
     (folder / "step_00000002").mkdir(parents=True)
+    (folder / "step_00000002" / "__0_0.distcp").write_bytes(bytes(90))
     own(folder, save).close()
     save.rename(tmp_path / "moved")
     save.mkdir()
@@ -287,8 +288,10 @@ def test_copies_of_a_run_that_may_have_moved_stay_for_a_day(
     chosen(str(parent), "other", needed=2)
     assert id_of(tmp_path / "moved") == folder.name
     assert folder.exists()
-    assert capsys.readouterr().err == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10 if folder.exists() else 100))
+    with pytest.raises(UserError, match="copies of the state need"):
+        chosen(str(parent), "too large", needed=10**6)  # with all of their room, too
+    assert folder.exists() and capsys.readouterr().err == ""
     chosen(str(parent), "large", needed=50)
     assert not folder.exists()
     assert f"{folder} is removed for the room: copies of a run that was killed" in capsys.readouterr().err

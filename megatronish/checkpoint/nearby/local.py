@@ -20,7 +20,7 @@ from megatronish.checkpoint.folder import steps_in
 from megatronish.checkpoint.nearby.folders import folder_of_user, remove_folder
 from megatronish.checkpoint.nearby.hosts import Hosts
 from megatronish.checkpoint.nearby.memory_limit import bytes_within_limits
-from megatronish.checkpoint.nearby.orphans import OWNER, remove_orphans
+from megatronish.checkpoint.nearby.orphans import OWNER, orphans_in, remove_orphans
 from megatronish.checkpoint.nearby.sharing import Shared, share
 from megatronish.errors import UserError
 from megatronish.mesh import Axis
@@ -93,11 +93,12 @@ def _needed(of_ranks: Sequence[tuple[Sequence[Shared | str], int]]) -> Mapping[S
 def _offer(folder: Path, needed: int) -> Offer:
     """What a folder offers, once the folders of runs that are gone are removed next to it.
 
-    Those of runs that may have moved are removed, too, where there is no room for `needed` bytes with them.
+    Those of runs that may have moved are removed, too, where `needed` bytes have room without them alone.
     """
     remove_orphans(folder.parent, but=folder.name)
     offer = _measured(folder)
-    if offer.free < needed and not offer.has_copies:
+    moved = orphans_in(folder.parent, but=folder.name, moved_for=0.0)
+    if not offer.has_copies and offer.free < needed <= offer.free + sum(map(_size, moved)):
         removed = remove_orphans(folder.parent, but=folder.name, moved_for=0.0)
         offer = _measured(folder)._replace(removed=tuple(removed))
     return offer
@@ -114,11 +115,14 @@ def _tell_removed(offers: Mapping[Shared, Offer], axis: Axis) -> None:
 
 
 def _measured(folder: Path) -> Offer:
-    own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free
     if folder.is_relative_to(MEMORY):
         free = int(min(free, bytes_within_limits()))
-    return Offer(bool(steps_in(folder)), (folder / OWNER).exists(), free + own)
+    return Offer(bool(steps_in(folder)), (folder / OWNER).exists(), free + _size(folder))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _chosen(

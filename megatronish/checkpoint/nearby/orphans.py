@@ -42,16 +42,22 @@ def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> list[Pa
     A run that is not where it was may have moved: its folder stays for `moved_for` seconds after the last change.
     Returns the folders that were removed.
     """
-    removed = []
+    removed = orphans_in(parent, but=but, moved_for=moved_for)
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [folder for folder in removed if not folder.exists()]
+
+
+def orphans_in(parent: Path, *, but: str, moved_for: float = DAY) -> list[Path]:
+    """The folders that `remove_orphans` removes."""
+    found = []
     with suppress(OSError):
         for folder in list(parent.iterdir()):
             if folder.name != but and NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
                 with suppress(OSError):
                     if _is_orphan(folder, moved_for):
-                        shutil.rmtree(folder, ignore_errors=True)
-                        if not folder.exists():
-                            removed.append(folder)
-    return removed
+                        found.append(folder)
+    return found
 
 
 def _is_orphan(folder: Path, moved_for: float) -> bool:
