@@ -92,6 +92,12 @@ def preprocess(
 def _check(*, json_keys: Sequence[str], workers: int, max_bad_fraction: float) -> None:
     if len(set(json_keys)) != len(json_keys) or not json_keys:
         raise UserError(f"--json-keys {' '.join(json_keys)} must be different keys, at least one; for example text")
+    for key in json_keys:
+        if "/" in key or "\0" in key:  # files are named by it, which would lie in another folder
+            raise UserError(
+                f"--json-keys {key!r} must not hold a slash or a zero byte: the files of a key have its name; rename "
+                "it in the data"
+            )
     if not 1 <= workers <= MAX_WORKERS:
         raise UserError(f"--workers {workers} must be at least 1 and at most {MAX_WORKERS}; use as many as CPU cores")
     if not 0 <= max_bad_fraction <= 1:

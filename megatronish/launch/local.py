@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -38,6 +39,7 @@ from megatronish.launch.place import Place, place_from_environment, threads_per_
 from megatronish.launch.rank import Ending, failure, run_here, run_rank
 from megatronish.launch.restarts import Restarts
 from megatronish.launch.slurm import unused_places
+from megatronish.launch.stopped import is_stopped
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
 # system libraries do not survive one, and a spawned rank imports torch by itself, a few seconds later.
@@ -50,10 +52,15 @@ GRACE_SECONDS = 0.2  # after the first failure, for others to say that they fail
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ABORT_SECONDS = 2.0  # the same where a rank was ended by SIGABRT
 FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
+LOOK_SECONDS = 0.5
+STOPPED_LOOKS = 10  # in a row, at which one of them is stopped: nobody is left who would tell
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
 REASONS: dict[int, str] = {
     signal.SIGKILL: " (by hand, or because memory ran out)",
-    signal.SIGBUS: " (a file that it reads was cut short, of --data-path or its cache, or a disk failed)",
+    signal.SIGBUS: (
+        " (a file that it reads was cut short, of --data-path or its cache; or /dev/shm or the temporary directory is "
+        "full: look at df; or a disk failed)"
+    ),
 }
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 
@@ -165,12 +172,12 @@ def _attempt(wanted: _RanksToStart, launch: str, begin: float) -> _Attempt:
 
 @dataclass
 class LocalRank:
-    """A local rank: its place, its process and the pipe of its report. `is_late`: it outlived the others."""
+    """A local rank: its place, its process and the pipe of its report. `late`: why it was given up, if it was."""
 
     place: Place
     process: BaseProcess
     report: Connection
-    is_late: bool = False
+    late: str = ""
     _ending: Ending | None = None
 
     @property
@@ -185,7 +192,7 @@ class LocalRank:
     def has_failed(self) -> bool:
         """Whether the rank has ended without having finished; one that ends with 0 says so before."""
         code = self.process.exitcode
-        return self.is_late or (code is not None and (code != 0 or self.ending is None))
+        return bool(self.late) or (code is not None and (code != 0 or self.ending is None))
 
 
 def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
@@ -248,9 +255,10 @@ def _die_with_launcher() -> None:
 def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
     """Wait until every rank has ended, or shortly beyond the first failure; the ranks that failed by themselves.
 
-    A rank that ends with 0 and does not say so has not finished. Others may not run long after one that has.
+    A rank that ends with 0 and does not say so has not finished. Others may not run long after one that has, and less
+    long if they are stopped. Looks are counted there, for the launcher may be stopped meanwhile, too.
     """
-    deadline, finish = None, None
+    deadline, finish, stopped = None, None, Counter[int]()
     while running := [rank.process for rank in ranks if rank.process.exitcode is None]:
         if deadline is None and (failed := [rank for rank in ranks if rank.has_failed]):
             # gloo aborts where ranks differ, and the others then say in what; that is worth the wait.
@@ -262,16 +270,32 @@ def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
                 break
         if finish is None and any(rank.process.exitcode == 0 for rank in ranks):
             finish = time.monotonic() + FINISH_SECONDS
-        if deadline is None and finish is not None and time.monotonic() > finish:
-            for rank in ranks:
-                rank.is_late = rank.process.exitcode is None
+        if deadline is None and finish is not None and (late := _late(ranks, stopped, finish)):
+            for rank, why in late:
+                rank.late = why
             break
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
         # A helper process of a dead rank can keep its sentinel silent, so it is checked every half second.
-        wait([process.sentinel for process in running], timeout=0.5 if left is None else left)
+        sentinels = [process.sentinel for process in running]
+        if not wait(sentinels, timeout=LOOK_SECONDS if left is None else left) and finish is not None:
+            are_stopped = [process.pid for process in running if process.pid is not None and is_stopped(process.pid)]
+            stopped = Counter({pid: stopped[pid] + 1 for pid in are_stopped})
     return [rank for rank in ranks if rank.has_failed]
+
+
+def _late(ranks: Sequence[LocalRank], stopped: Mapping[int, int], finish: float) -> list[tuple[LocalRank, str]]:
+    """Ranks that are not waited for any longer, each with why; `stopped` has looks at which a process was it."""
+    running = [rank for rank in ranks if rank.process.exitcode is None]
+    if time.monotonic() > finish:
+        return [(rank, f"it had not ended {FINISH_SECONDS:g} s after the first of the ranks") for rank in running]
+    why = "process {} is stopped by a signal, and ranks that were with it have finished"
+    return [
+        (rank, why.format(rank.process.pid))
+        for rank in running
+        if stopped.get(rank.process.pid or 0, 0) >= STOPPED_LOOKS
+    ]
 
 
 def _end(ranks: Sequence[LocalRank]) -> None:
@@ -296,8 +320,8 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, st
         print(sentence, file=sys.stderr, flush=True)
         return 128 + asked, sentence
     status, message = (1, None) if ending is None else (ending.status, ending.message)
-    if ending is None and culprit.is_late:
-        message = f"it had not ended {FINISH_SECONDS:g} s after the first of the ranks"
+    if ending is None and culprit.late:
+        message = culprit.late
     elif ending is None and code < 0:
         message = f"killed by {signal.Signals(-code).name}{REASONS.get(-code, '')}"
     elif ending is None and code == 0:

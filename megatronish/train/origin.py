@@ -44,6 +44,13 @@ class FirstOfKind(NamedTuple):
     samples: tuple[int, ...] = ()
 
 
+class Origin(NamedTuple):
+    """Where a number that is not finite begins: a phrase for the error, and the rank if it is known."""
+
+    phrase: str
+    rank: int | None
+
+
 @dataclass
 class Watch:
     """Watch of a rank's modules during a step: the first thing of each kind, once the action it fell in has ended."""
@@ -77,8 +84,8 @@ class Watch:
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
-def find_origin(engine: Engine, micro_batches: Sequence[MicroBatch], *, num_steps_done: int) -> str:
-    """One sentence: the rank and the module where it begins. Collective; every rank returns the same."""
+def find_origin(engine: Engine, micro_batches: Sequence[MicroBatch], *, num_steps_done: int) -> Origin:
+    """The rank and the module where it begins. Collective; every rank returns the same."""
     watch = Watch(micro_batches)
     for name, parameter in engine.stage.model.named_parameters():
         if not _is_finite(parameter.detach()):
@@ -97,8 +104,8 @@ def find_origin(engine: Engine, micro_batches: Sequence[MicroBatch], *, num_step
         ranks = [rank for rank, told in enumerate(everybody) if kind in told]
         if ranks:
             others = f" (and on {_ranks(ranks[1:])} too)" if len(ranks) > 1 else ""
-            return f"it begins on rank {ranks[0]} with {everybody[ranks[0]][kind]}{others}"
-    return OVERFLOW
+            return Origin(f"it begins on rank {ranks[0]} with {everybody[ranks[0]][kind]}{others}", ranks[0])
+    return Origin(OVERFLOW, None)
 
 
 @contextmanager

@@ -20,7 +20,11 @@ def no_votes() -> Mapping[str, float]:
 
 
 class NotFiniteError(RunError):
-    """The loss or the gradient norm became infinite or not a number."""
+    """The loss or the gradient norm became infinite or not a number; `origin` is the rank where it began, if known."""
+
+    def __init__(self, message: str, *, origin: int | None = None) -> None:
+        super().__init__(message)
+        self.origin = origin
 
 
 class StepResult(NamedTuple):

@@ -184,7 +184,7 @@ class Trainer:
                 )
             except NotFiniteError as error:  # on all ranks at once, for they have the same loss and norm
                 origin = find_origin(self.engine, micro_batches, num_steps_done=before.step)
-                raise NotFiniteError(f"{error}. Computed again, {origin}") from None
+                raise NotFiniteError(f"{error}. Computed again, {origin.phrase}", origin=origin.rank) from None
         seconds = time.perf_counter() - start
         size = schedule.batch_size.at(before.consumed_samples)
         self.progress = Progress(

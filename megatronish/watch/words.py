@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatronish.layout import Layout
 from megatronish.watch.beat import Beat, Collective, ThreadBeat
-from megatronish.watch.observer import birth_of
+from megatronish.watch.observer import MAIN, birth_of
 from megatronish.watch.verdict import Culprit, RanksSeen
 
 _FRAMES = 5
@@ -62,7 +62,8 @@ class RankWords:
         if culprit.kind == "silent":
             silent = f"It is silent {for_seconds}" if lacks is not None else f"is silent {for_seconds}"
             what = f"process {beat.pid} on {beat.host} {_why_silent(beat, self.host)}"
-            return f"{said}{silent}: {what}. It was last seen {_phase(culprit.thread, beat)}{_stack(culprit.thread)}"
+            seen_in = culprit.thread or beat.thread(MAIN)  # its last beat may be older than the thread of a save
+            return f"{said}{silent}: {what}. It was last seen {_phase(seen_in, beat)}{_stack(seen_in)}"
         said += "It is " if lacks is not None else f"has made no progress {for_seconds}. It is "
         return f"{said}{_phase(culprit.thread, beat)}{_stack(culprit.thread)}"
 

@@ -273,12 +273,13 @@ def test_folders_that_no_run_needs_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there_now", ["another run", "nothing, as where a disk is not mounted"])
 def test_copies_of_a_run_that_may_have_moved_stay_for_a_day(
-    there_now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there_now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent, save = tmp_path / "local", tmp_path / "run"
     save.mkdir()
     folder = parent / id_of(save)
     (folder / "step_00000002").mkdir(parents=True)
+    (folder / "step_00000002" / "__0_0.distcp").write_bytes(bytes(90))
     own(folder, save).close()
     save.rename(tmp_path / "moved")
     save.mkdir()
@@ -288,8 +289,12 @@ def test_copies_of_a_run_that_may_have_moved_stay_for_a_day(
     assert id_of(tmp_path / "moved") == folder.name
     assert folder.exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10 if folder.exists() else 100))
+    with pytest.raises(UserError, match="copies of the state need"):
+        chosen(str(parent), "too large", needed=10**6)  # with all of their room, too
+    assert folder.exists() and capsys.readouterr().err == ""
     chosen(str(parent), "large", needed=50)
     assert not folder.exists()
+    assert f"{folder} is removed for the room: copies of a run that was killed" in capsys.readouterr().err
 
 
 def test_a_memory_limit_counts_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,16 @@ def test_a_wrong_flag_is_a_sentence_of_the_tool(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("error: --max-bad-fraction abc must be a number such as 0.1 (")
 
 
+@pytest.mark.parametrize("key", ["../x", "/x", "a/../../x", "a\0"])
+def test_a_key_that_would_name_files_of_another_folder_is_refused(tmp_path: Path, key: str) -> None:
+    source = write_lines(tmp_path / "x.jsonl", [json.dumps({key: "ab"})])
+    (tmp_path / "out" / "p_").mkdir(parents=True)  # p_/../x is a path
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=r"^--json-keys .* must not hold a slash or a zero byte: the files of a key"):
+        preprocess([source], str(tmp_path / "out" / "p"), tokenizer=BytesTokenizer, json_keys=[key])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "{\n"])
 def test_an_input_without_a_document_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.jsonl").write_text(content)

@@ -16,6 +16,7 @@ from launchers import (
     rank_one_exits,
     rank_one_is_killed,
     rank_one_meets_a_bus_error,
+    rank_zero_is_stopped_at_its_end,
     rank_zero_returns_three,
     save_on_sigterm,
     stubborn,
@@ -122,7 +123,16 @@ def test_a_rank_that_is_killed_is_the_culprit_and_not_its_victims(start: Starter
 def test_a_rank_that_read_beyond_a_file_is_told_with_the_probable_cause(start: Starter) -> None:
     launcher = start(2, rank_one_meets_a_bus_error)
     assert launcher.wait() == 1
-    assert re.match(r"rank 1 failed: killed by SIGBUS \(.* cut short, of --data-path or its cache,", launcher.errors)
+    told = r"rank 1 failed: killed by SIGBUS \(.* cut short, of --data-path or its cache; or /dev/shm .* is full:"
+    assert re.match(told, launcher.errors)
+
+
+def test_a_rank_that_is_stopped_after_the_others_have_finished_is_named(start: Starter) -> None:
+    """No other rank is left whose watchdog could tell."""
+    launcher = start(2, rank_zero_is_stopped_at_its_end)
+    assert launcher.wait() == 1
+    told = r"rank 0 failed: process \d+ is stopped by a signal, and ranks that were with it have finished\n"
+    assert re.fullmatch(told, launcher.errors)
 
 
 def test_a_rank_that_exits_ends_the_run_with_its_status(start: Starter) -> None:

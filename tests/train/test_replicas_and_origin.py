@@ -1,8 +1,9 @@
 """Tests of faults in numbers: flipped bits in copies, the origin of what is not finite, spikes of the gradient."""
 
 import re
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from megatronish.errors import RunError
 from megatronish.launch.place import Place
 from megatronish.optim.loss_spikes import FEWEST, LossSpikes
 from megatronish.optim.optimizer import Optimizer
+from megatronish.train import trainer as trainer_module
+from megatronish.train.engine import Engine
 from megatronish.train.hooks.replicas import differences
 from megatronish.train.origin import find_origin
 from megatronish.train.results import NotFiniteError
@@ -158,7 +161,7 @@ def fail(place: Place, fault: Fault) -> str:
     if fault.kind != "once":
         with pytest.raises(NotFiniteError):
             engine.step(batches, num_steps_done=1, learning_rate=1e-3, weight_decay=0.0)
-    return find_origin(engine, batches, num_steps_done=1)
+    return find_origin(engine, batches, num_steps_done=1).phrase
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.kind} {fault.flags}" for fault in FAULTS])
@@ -180,3 +183,28 @@ def test_a_gradient_far_longer_than_usual_is_left_out_but_not_four_times() -> No
         with pytest.raises(RunError, match="above 5 times the median 1, as it was in the 3 steps before"):
             each.skips(7.0, step=6)
     assert LossSpikes(None).state() == {} and not LossSpikes(None).skips(1e30, step=1)
+
+
+def spoil_rank_one_which_is_slow_to_fail() -> None:
+    """Planted in a job: a weight of rank 1 is no number after the first step, and rank 0 is the first to say so."""
+    step, find = Engine.step, trainer_module.find_origin
+
+    def stepped(engine: Engine, *args: Any, **named: Any) -> Any:
+        result = step(engine, *args, **named)
+        if engine.mesh.world.rank == 1:
+            local_of(engine.stage.model.get_submodule("layers.1.mlp.fc2").weight.detach()).view(-1)[1] = torch.nan
+        return result
+
+    def found(engine: Engine, *args: Any, **named: Any) -> Any:
+        origin = find(engine, *args, **named)
+        time.sleep(1.0 if engine.mesh.world.rank == 1 else 0.0)
+        return origin
+
+    Engine.step, trainer_module.find_origin = stepped, found  # type: ignore[assignment, method-assign]
+
+
+def test_the_rank_where_it_begins_is_the_one_that_failed(tmp_path: Path) -> None:
+    flags = "--dp 2 --check-replicas-interval 0"
+    ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=spoil_rank_one_which_is_slow_to_fail)
+    assert (ended.status, ended.errors.startswith("rank 1 failed: loss=nan")) == (1, True), ended.errors
+    assert "it begins on rank 1 with the weight layers.1.mlp.fc2.weight" in ended.errors

@@ -75,6 +75,15 @@ def test_a_rank_that_has_entered_and_is_silent_is_named_too() -> None:
     assert WORDS.report([culprit], found).startswith("rank 1 (tp 1, dp 0) is silent for 12 s: process 101 on vm ")
 
 
+def test_a_rank_stopped_as_its_save_began_was_last_seen_where_its_main_thread_was() -> None:
+    """Its last beat is older than the thread in which the others wait."""
+    saving = ThreadBeat("save", "save", "step 4, in the background", 41.0, 30.0, entry(WORLD, 11))
+    found = seen(*(beat(rank, more=[saving]) for rank in (0, 1, 2)), beat(3, idle=0.1), silent=(3,))
+    (culprit,) = verdict(found, thread="save")
+    assert (culprit.rank, culprit.kind) == (3, "silent")
+    assert "It was last seen in step 5. Its stack: loader.py:5 read" in WORDS.report([culprit], found)
+
+
 def test_a_rank_that_has_ended_is_named_if_others_wait_for_it() -> None:
     found = seen(*(beat(rank, entry(WORLD, 11)) for rank in (0, 1, 2)), beat(3, ended="ended with status 0"))
     assert WORDS.report(verdict(found), found) == (

@@ -5,6 +5,7 @@ share a folder are a host. The first of them looks for all: free bytes change be
 """
 
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from megatronish.checkpoint.all_or_none import from_all
 from megatronish.checkpoint.folder import steps_in
 from megatronish.checkpoint.nearby.folders import folder_of_user, remove_folder
 from megatronish.checkpoint.nearby.hosts import Hosts
 from megatronish.checkpoint.nearby.memory_limit import bytes_within_limits
-from megatronish.checkpoint.nearby.orphans import OWNER, remove_orphans
+from megatronish.checkpoint.nearby.orphans import OWNER, orphans_in, remove_orphans
 from megatronish.checkpoint.nearby.sharing import Shared, share
 from megatronish.errors import UserError
 from megatronish.mesh import Axis
@@ -26,11 +29,15 @@ MEMORY = Path("/dev/shm")
 
 
 class Offer(NamedTuple):
-    """What a folder has: copies of the run or not, whether the run has chosen it before, bytes that may be written."""
+    """What a folder has: copies of the run or not, whether the run has chosen it before, bytes that may be written.
+
+    `removed` are copies of other runs that were next to it, and for which there was no room.
+    """
 
     has_copies: bool
     was_chosen: bool
     free: int
+    removed: tuple[Path, ...] = ()
 
 
 def choose_folder(local_save: str | None, run: str, *, written: int, axis: Axis) -> tuple[Path, Hosts]:
@@ -51,6 +58,7 @@ def choose_folder(local_save: str | None, run: str, *, written: int, axis: Axis)
     offers: dict[Shared, Offer] = {}
     for of_rank in from_all(axis, lambda: {each: _offer(folder, needed[each]) for each, folder in own.items()}):
         offers |= of_rank
+    _tell_removed(offers, axis)
     number = from_all(axis, lambda: _chosen(folders, shared, needed, offers))[axis.rank]
     chosen = from_all(axis, lambda: shared[number])
     for each, folder in own.items():
@@ -85,22 +93,36 @@ def _needed(of_ranks: Sequence[tuple[Sequence[Shared | str], int]]) -> Mapping[S
 def _offer(folder: Path, needed: int) -> Offer:
     """What a folder offers, once the folders of runs that are gone are removed next to it.
 
-    Those of runs that may have moved are removed, too, where there is no room for `needed` bytes with them.
+    Those of runs that may have moved are removed, too, where `needed` bytes have room without them alone.
     """
     remove_orphans(folder.parent, but=folder.name)
     offer = _measured(folder)
-    if offer.free < needed and not offer.has_copies:
-        remove_orphans(folder.parent, but=folder.name, moved_for=0.0)
-        offer = _measured(folder)
+    moved = orphans_in(folder.parent, but=folder.name, moved_for=0.0)
+    if not offer.has_copies and offer.free < needed <= offer.free + sum(map(_size, moved)):
+        removed = remove_orphans(folder.parent, but=folder.name, moved_for=0.0)
+        offer = _measured(folder)._replace(removed=tuple(removed))
     return offer
 
 
+def _tell_removed(offers: Mapping[Shared, Offer], axis: Axis) -> None:
+    """Print which copies of other runs were removed: their run may be started again where it was moved to."""
+    for removed in (path for offer in offers.values() for path in offer.removed) if axis.is_first else ():
+        tqdm.write(
+            f"{removed} is removed for the room: copies of a run that was killed, and whose folder of checkpoints is "
+            "not where it was. If that was moved, the run resumes from its newest checkpoint",
+            file=sys.stderr,
+        )
+
+
 def _measured(folder: Path) -> Offer:
-    own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free
     if folder.is_relative_to(MEMORY):
         free = int(min(free, bytes_within_limits()))
-    return Offer(bool(steps_in(folder)), (folder / OWNER).exists(), free + own)
+    return Offer(bool(steps_in(folder)), (folder / OWNER).exists(), free + _size(folder))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _chosen(

@@ -36,17 +36,28 @@ def own(folder: Path, save_place: Location) -> BinaryIO:
     return file
 
 
-def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> None:
+def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> list[Path]:
     """Remove folders of copies in `parent` that no run needs; what cannot be removed stays. `but` is the own one.
 
     A run that is not where it was may have moved: its folder stays for `moved_for` seconds after the last change.
+    Returns the folders that were removed.
     """
+    removed = orphans_in(parent, but=but, moved_for=moved_for)
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [folder for folder in removed if not folder.exists()]
+
+
+def orphans_in(parent: Path, *, but: str, moved_for: float = DAY) -> list[Path]:
+    """The folders that `remove_orphans` removes."""
+    found = []
     with suppress(OSError):
         for folder in list(parent.iterdir()):
             if folder.name != but and NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
                 with suppress(OSError):
                     if _is_orphan(folder, moved_for):
-                        shutil.rmtree(folder, ignore_errors=True)
+                        found.append(folder)
+    return found
 
 
 def _is_orphan(folder: Path, moved_for: float) -> bool:

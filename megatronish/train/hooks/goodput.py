@@ -6,9 +6,12 @@ RUN_DIR/goodput.json adds up seconds by cause:
     lost         steps that were done again: those after the checkpoint from which a start resumed
     data         the main rank waited for its next batch
     saving, evaluating
-    starting     from the start of the process to the first step: folders, data, model, loading
+    starting     from the beginning of the rank to the first step: folders, data, model, loading
     down         from the last sign of a start that failed to the next start
     other        logs, pictures, hooks of plug-ins
+
+Python and torch are loaded before a rank begins, and curves are drawn after the last count: neither is counted, unless
+a later start finds that this one failed (`down`).
 
 After a start that ended as it should (finished, or stopped on request) no `down` time is counted.
 """

@@ -25,7 +25,10 @@ from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
 
 WINDOWS = 2
-"""Windows in a row in which a rank is slow before it is reported: one may be an accident."""
+"""Windows in a row in which a rank is slow before it is reported, and quick before that is: one may be an accident.
+
+A rank's own time has what other programs of its host take from it. On a busy host that changes from window to window.
+"""
 KEPT_WINDOWS, FEWEST_WINDOWS = 20, 3
 """Windows of its own that a stage of one rank is compared with."""
 FEWEST_SECONDS = 1e-3
@@ -95,6 +98,7 @@ class Stragglers(Hook):
         self._num_steps = 0  # of this window
         self._suspects: dict[int, int] = {}  # windows in a row, by rank
         self._since: dict[int, int] = {}  # first step of the first of them
+        self._quick: dict[int, int] = {}  # windows in a row in which a rank that was reported is quick
         self._histories: dict[int, StageHistory] = defaultdict(StageHistory)  # of ranks without peers
         self._waited = 0.0
         self._workers: list[RankAtWork] = []
@@ -138,6 +142,7 @@ class Stragglers(Hook):
             own, rank = times[worker.rank], worker.rank
             usual, has_peers = self._usual(worker, times)
             if usual is not None and own > max(self.ratio * usual, usual + FEWEST_SECONDS):
+                self._quick.pop(rank, None)
                 self._suspects[rank] = self._suspects.get(rank, 0) + 1
                 since = self._since.setdefault(rank, step - self.interval + 1)
                 if self._suspects[rank] == WINDOWS:
@@ -146,8 +151,11 @@ class Stragglers(Hook):
                 continue
             if not has_peers:
                 self._histories[rank].add(own, self._of_others(worker, times))
-            self._suspects.pop(rank, None)
-            self._since.pop(rank, None)
+            self._quick[rank] = self._quick.get(rank, 0) + 1
+            if rank in self.slow and self._quick[rank] < WINDOWS:
+                continue
+            for known in (self._suspects, self._since, self._quick):
+                known.pop(rank, None)
             if self.slow.pop(rank, None) is not None:
                 as_before = "as its peers again" if has_peers else "again as it was"
                 told.append(f" rank {rank} is as quick {as_before}, at step {step}")
