@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from paths import ROOT
 
 PACKAGE = ROOT / "megatronish"
@@ -102,41 +101,41 @@ def num_parameters(definition: ast.ClassDef) -> int:
     return sum("ClassVar[" not in field and "init=False" not in field for field in fields) if is_record else 0
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_module_docstring_says_what_the_module_is_and_asks_nothing(file: str) -> None:
-    text = ast.get_docstring(tree_of(file))
-    assert text is not None, f"{file} has no module docstring; say in a line what it is"
-    assert "?" not in text.splitlines()[0], f"{file} opens with a question; say what the module is"
+def test_a_module_docstring_says_what_the_module_is_and_asks_nothing() -> None:
+    first_lines = {file: (ast.get_docstring(tree_of(file)) or "").partition("\n")[0] for file in FILES}
+    assert [file for file, line in first_lines.items() if not line] == [], "say in a line what each of these modules is"
+    assert [file for file, line in first_lines.items() if "?" in line] == [], "say what the module is, do not ask"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_docstring_says_something(file: str) -> None:
-    for name, text in documented(tree_of(file)):
-        where = f"{file}, {name}: {text!r}"
-        assert len(text.split()) >= FEWEST_WORDS, f"{where} says nothing; write a sentence or leave it out"
-        assert "See the class" not in text, f"{where} says nothing; leave it out"
+def test_a_docstring_says_something() -> None:
+    texts = [(f"{file}, {name}: {text!r}", text) for file in FILES for name, text in documented(tree_of(file))]
+    few = [where for where, text in texts if len(text.split()) < FEWEST_WORDS]
+    assert few == [], "these say nothing; write a sentence or leave them out"
+    assert [where for where, text in texts if "See the class" in text] == [], "these say nothing; leave them out"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_function_fits_on_a_screen(file: str) -> None:
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= LONGEST_FUNCTION, f"{file}, {node.name} has {length} lines; at most {LONGEST_FUNCTION}"
+def test_a_function_fits_on_a_screen() -> None:
+    long = []
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                long += [f"{file}, {node.name}: {length} lines"] * (length > LONGEST_FUNCTION)
+    assert long == [], f"a function has at most {LONGEST_FUNCTION} lines"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if Path(file).parts[1] in FEW_PARAMETERS_IN])
-def test_a_constructor_has_few_parameters(file: str) -> None:
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.ClassDef):
-            count = num_parameters(node)
-            assert count <= MOST_PARAMETERS, f"{file}, {node.name} takes {count} parameters; group those that belong"
+def test_a_constructor_has_few_parameters() -> None:
+    many = []
+    for file in (file for file in FILES if Path(file).parts[1] in FEW_PARAMETERS_IN):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ClassDef) and (count := num_parameters(node)) > MOST_PARAMETERS:
+                many.append(f"{file}, {node.name}: {count}")
+    assert many == [], f"a constructor takes at most {MOST_PARAMETERS} parameters; group those that belong"
 
 
-@pytest.mark.parametrize("file", [*DOCUMENTS, *FILES, *SCRIPTS])
-def test_words_are_plain(file: str) -> None:
-    found = old_words(file)
-    assert not found, f"use words of PLAIN_WORDS: {found}"
+def test_words_are_plain() -> None:
+    found = [place for file in [*DOCUMENTS, *FILES, *SCRIPTS] for place in old_words(file)]
+    assert found == [], "use words of PLAIN_WORDS"
 
 
 def test_no_two_classes_share_a_name() -> None:
