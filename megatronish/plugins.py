@@ -30,8 +30,7 @@ from megatronish.data.datasets import DATASETS
 from megatronish.data.sample import Dataset
 from megatronish.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.family import ModelFamily
-from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, FamilyTensors
+from megatronish.formats.hf.family import FamilyTensors, ModelFamily
 from megatronish.layer_specs import LAYERS, LayerSpec
 from megatronish.model.block import BLOCKS
 from megatronish.objectives.pairs import AnyObjective
@@ -148,7 +147,7 @@ def register_tokenizer(name: str, make: Callable[[DataConfig], Tokenizer]) -> No
 def register_model_family(model_type: str, family: ModelFamily, tensors: FamilyTensors) -> None:
     """A family of Hugging Face models, known by the `model_type` of its config.json: its keys, and its tensors."""
     _add(FAMILIES, model_type, family, flag="model_type")
-    FAMILY_TENSORS[model_type] = tensors
+    FAMILIES[model_type] = family._replace(tensors=tensors)
 
 
 def _add(

@@ -13,10 +13,9 @@ from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import ModelFamily
-from megatronish.formats.hf.llama import LLAMA
-from megatronish.formats.hf.tensor_rules import FamilyTensors, llama_tensors, same_tensors
-from megatronish.formats.weights import TensorRule
+from megatronish.formats.hf.family import FamilyTensors, ModelFamily
+from megatronish.formats.hf.llama import LLAMA, llama_tensors
+from megatronish.formats.tensor_rule import TensorRule, same_tensors
 from megatronish.plugins import register_model_family
 
 # What a config.json that leaves a key out means.

@@ -41,7 +41,8 @@ from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
-from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
+from megatronish.formats.tensor_rule import TensorRule
+from megatronish.formats.weights import Description, LazyTensor, Model
 from megatronish.sharding import Piece
 
 PREFIX = "model."

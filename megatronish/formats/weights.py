@@ -1,8 +1,7 @@
 """Weights of a model independent of their format: lazy tensors, their description, and rules between two formats.
 
 A `Model` is a `Description` and lazy tensors, which are read when they are used, so a conversion has about one tensor
-in memory. Each format has its own names and shapes of tensors: a `TensorRule` lists the tensors of a format that make
-one tensor of ours, with the function that joins them and the one that splits ours.
+in memory. Each format has its own names and shapes of tensors, as a list of rules (tensor_rule.py).
 """
 
 from collections import Counter
@@ -19,6 +18,7 @@ from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.errors import UserError
+from megatronish.formats.tensor_rule import TensorRule
 from megatronish.mesh import Mesh
 from megatronish.pipeline.stage import build_stage
 from megatronish.pipeline.stages import Stages
@@ -129,20 +129,6 @@ class Translated(NamedTuple):
     tensors: dict[str, LazyTensor]
     left_over: tuple[str, ...]
     missing: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """Rule: tensors `theirs` of a foreign format make the tensor `ours`, by `join`; `split` is the inverse.
-
-    With a `row` they make that row of ours alone: one expert of a stack. A stack has a rule for each of its rows.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda parts: parts[0]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda whole: (whole,)
-    row: int | None = None
 
 
 def to_ours(theirs: Mapping[str, LazyTensor], rules: Sequence[TensorRule], *, source: Path | None = None) -> Translated:

@@ -25,7 +25,8 @@ from megatronish.formats.hf import tensors as hf
 from megatronish.formats.hf.config import hf_config_of
 from megatronish.formats.safetensors import FILE
 from megatronish.formats.start import read_start
-from megatronish.formats.weights import LazyTensor, TensorRule, from_ours
+from megatronish.formats.tensor_rule import TensorRule
+from megatronish.formats.weights import LazyTensor, from_ours
 from megatronish.formats.weights import to_ours as rename
 from megatronish.launch.place import Place
 from megatronish.sharding import Piece

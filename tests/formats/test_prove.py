@@ -19,7 +19,8 @@ from megatronish.formats import complete
 from megatronish.formats.convert import convert
 from megatronish.formats.prove import compare_logits, compare_tensors, our_logits
 from megatronish.formats.safetensors import FILE
-from megatronish.formats.weights import LazyTensor, TensorRule, Translated, from_ours
+from megatronish.formats.tensor_rule import TensorRule
+from megatronish.formats.weights import LazyTensor, Translated, from_ours
 from megatronish.formats.weights import to_ours as rename
 
 HF = GOLDEN / "hf"

@@ -7,11 +7,12 @@ import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
 from expert_models import CONFIGS, write_family
+from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.llama import llama_tensors_with
 from torch import Tensor
 
 from megatronish.commands.convert import main
 from megatronish.errors import UserError
-from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, _with_experts
 from megatronish.formats.prove import compare_logits
 
 pytestmark = pytest.mark.peers("transformers")
@@ -80,9 +81,10 @@ def test_a_wrong_rule_of_names_is_not_proved(tmp_path: Path, monkeypatch: pytest
     """Gate and up-projection exchanged: every bit comes back, and the logits are others."""
     theirs = write_family(tmp_path / "theirs", "qwen3_moe")
     compare_logits(theirs)
-    names = FAMILY_TENSORS["qwen3_moe"].experts
+    family = FAMILIES["qwen3_moe"]
+    names = family.tensors.experts
     assert names is not None
-    swapped = _with_experts(names._replace(gate=names.up, up=names.gate))
-    monkeypatch.setitem(FAMILY_TENSORS, "qwen3_moe", swapped)
+    swapped = llama_tensors_with(names._replace(gate=names.up, up=names.gate))
+    monkeypatch.setitem(FAMILIES, "qwen3_moe", family._replace(tensors=swapped))
     with pytest.raises(UserError, match="is not proved: logits of 2 x 16 random tokens differ"):
         compare_logits(theirs)

@@ -12,7 +12,6 @@ from megatronish.config.names import BLOCK_NAMES, DATASET_NAMES, HOOK_NAMES, OBJ
 from megatronish.config.tokenizer_names import TOKENIZER_NAMES
 from megatronish.data.datasets import DATASETS
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS
 from megatronish.layer_specs import LAYERS
 from megatronish.model.block import BLOCKS
 from megatronish.objectives.table import OBJECTIVES
@@ -31,7 +30,7 @@ TABLES: tuple[tuple[dict[str, Any], ...], ...] = (
     (HOOK_NAMES, HOOKS),
     (TOKENIZER_NAMES, TOKENIZERS),
     (SCHEDULES,),
-    (FAMILIES, FAMILY_TENSORS),
+    (FAMILIES,),
 )
 """The tables of each kind: they have the same names."""
 

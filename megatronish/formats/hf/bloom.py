@@ -1,13 +1,19 @@
-"""BLOOM's keys of config.json: read into fields of ModelConfig, and written from them.
+"""BLOOM: keys of its config.json, and its tensors, which keep a head's query, key and value together.
 
 transformers' own configuration has no sequence length, as ALiBi has no last position; BLOOM's config.json has one.
 """
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import ModelFamily, first_true, not_gpt_block
+from megatronish.formats.hf.family import HEAD, FamilyTensors, ModelFamily, first_true, not_gpt_block
+from megatronish.formats.tensor_rule import TensorRule, same_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _read_bloom(config: ConfigJson) -> dict[str, Any]:
@@ -71,4 +77,47 @@ _BLOOM = {
 }
 _BLOOM_ALIASES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
-BLOOM = ModelFamily("BloomForCausalLM", "seq_length", _BLOOM, _BLOOM_ALIASES, _read_bloom, _write_bloom, _not_bloom)
+
+def bloom_tensors(model: ModelConfig) -> Iterator[TensorRule]:
+    """Rules of BLOOM's tensors, embedding first."""
+    yield TensorRule("embedding.tokens.weight", ("transformer.word_embeddings.weight",))
+    yield from same_tensors("embedding.norm", "transformer.word_embeddings_layernorm", bias=True)
+    for n in range(model.num_layers):
+        ours, theirs = f"layers.{n}", f"transformer.h.{n}"
+        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=True)
+        for kind in ("weight", "bias"):
+            yield TensorRule(
+                f"{ours}.attention.qkv.{kind}",
+                (f"{theirs}.self_attention.query_key_value.{kind}",),
+                partial(_sections_of_heads, heads=model.num_attention_heads),
+                partial(_heads_of_sections, heads=model.num_attention_heads),
+            )
+        yield from same_tensors(f"{ours}.attention.out", f"{theirs}.self_attention.dense", bias=True)
+        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=True)
+        yield from same_tensors(f"{ours}.mlp.fc1", f"{theirs}.mlp.dense_h_to_4h", bias=True)
+        yield from same_tensors(f"{ours}.mlp.fc2", f"{theirs}.mlp.dense_4h_to_h", bias=True)
+    yield from same_tensors("final_norm", "transformer.ln_f", bias=True)
+    if not model.tied:
+        yield TensorRule("head.weight", (HEAD,))
+
+
+def _sections_of_heads(parts: "Sequence[Tensor]", *, heads: int) -> "Tensor":
+    """Rows [N, 3, H] of each head's query, key and value -> rows [3, N, H] of all queries, all keys, all values."""
+    return parts[0].unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _heads_of_sections(whole: "Tensor", *, heads: int) -> "tuple[Tensor]":
+    """Rows of all queries, all keys, all values -> each head's query, key and value."""
+    return (whole.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),)
+
+
+BLOOM = ModelFamily(
+    "BloomForCausalLM",
+    "seq_length",
+    _BLOOM,
+    _BLOOM_ALIASES,
+    _read_bloom,
+    _write_bloom,
+    _not_bloom,
+    FamilyTensors("transformer", bloom_tensors),
+)

@@ -1,15 +1,17 @@
-"""Keys of experts in config.json that families share: how many, how wide, which layers, and what a router does.
+"""Experts in families: keys of config.json (how many, how wide, which layers, what a router does), and tensors.
 
 Losses that balance the load (`router_aux_loss_coef`) are training's concern and defined otherwise here: they are not
 taken over, and they come back with the config.json that they came with.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatronish.config.layer_pattern import canonical
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import CORRECT, ConfigJson
-from megatronish.formats.hf.family import first_true
+from megatronish.formats.hf.family import ExpertNames, first_true
+from megatronish.formats.tensor_rule import TensorRule, stack
 
 
 def read_experts(config: ConfigJson, *, number: str, width: str) -> dict[str, Any]:
@@ -62,3 +64,21 @@ def not_experts_alone(model: ModelConfig) -> str | None:
             f"moe_shared_expert_intermediate_size={shared}": shared is not None,
         }
     )
+
+
+def expert_tensors(model: ModelConfig, names: ExpertNames, *, ours: str, theirs: str) -> Iterator[TensorRule]:
+    """Rules of router and experts of a layer, whose names begin with `ours` and `theirs`."""
+    assert model.num_experts is not None
+    part = f"{theirs}.{names.part}"
+    yield TensorRule(f"{ours}.mlp.router.weight", (f"{part}.gate.weight",))
+    for row in range(model.num_experts):
+        gate_up = tuple(f"{part}.experts.{row}.{name}.weight" for name in (names.gate, names.up))
+        yield TensorRule(
+            f"{ours}.mlp.experts.gate_up.weight",
+            gate_up,
+            stack,
+            lambda whole: whole.unbind(),
+            row,
+        )
+    for row in range(model.num_experts):
+        yield TensorRule(f"{ours}.mlp.experts.down.weight", (f"{part}.experts.{row}.{names.down}.weight",), row=row)

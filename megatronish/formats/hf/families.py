@@ -3,11 +3,13 @@
 from megatronish.formats.hf.bloom import BLOOM
 from megatronish.formats.hf.family import ModelFamily
 from megatronish.formats.hf.gpt2 import GPT2
-from megatronish.formats.hf.llama import LLAMA, MISTRAL
+from megatronish.formats.hf.llama import LLAMA
+from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
 from megatronish.formats.hf.olmoe import OLMOE
-from megatronish.formats.hf.qwen import QWEN2, QWEN3
+from megatronish.formats.hf.qwen2 import QWEN2
 from megatronish.formats.hf.qwen2_moe import QWEN2_MOE
+from megatronish.formats.hf.qwen3 import QWEN3
 from megatronish.formats.hf.qwen3_moe import QWEN3_MOE
 
 # In the order of preference for a model that several families can describe.

@@ -1,16 +1,44 @@
-"""Families of Hugging Face models: the record of a family, a `model_type` of transformers."""
+"""Families of Hugging Face models: the record of a family, a `model_type` of transformers.
 
-from collections.abc import Callable, Mapping
+A family is one file: the keys of its config.json, and its tensors as rules between the names and shapes of
+transformers and ours. RoPE turns the two halves of a head in all families, as here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
+from megatronish.formats.tensor_rule import TensorRule
+
+HEAD = "lm_head.weight"
+
+
+class ExpertNames(NamedTuple):
+    """Names of a family in a layer: of the part that holds router and experts, and of an expert's matrices."""
+
+    part: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class FamilyTensors(NamedTuple):
+    """Tensors of a family: the prefix of all except the head in transformers, and the rules, embedding first.
+
+    `experts` are the names of single experts, where a family has them: packed ones are read under these.
+    """
+
+    base: str
+    rules: Callable[[ModelConfig], Iterable[TensorRule]]
+    experts: ExpertNames | None = None
 
 
 class ModelFamily(NamedTuple):
     """Family of models, a `model_type`: how its keys are read and written, and the field of a model that it lacks.
 
-    `aliases` are other names of its keys, which transformers reads too.
+    `aliases` are other names of its keys, which transformers reads too. The `tensors` of a plug-in's family are given
+    with it when it is registered.
     """
 
     architecture: str
@@ -20,13 +48,14 @@ class ModelFamily(NamedTuple):
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig, int], dict[str, Any]]
     cannot_describe: Callable[[ModelConfig], str | None]
-    has_experts: bool = False
+    tensors: FamilyTensors = FamilyTensors("", lambda _model: ())
 
     def lacks(self, model: ModelConfig) -> str | None:
         """What a model has and the family has not, or the other way round."""
-        if model.num_experts is not None and not self.has_experts:
+        has_experts = self.tensors.experts is not None
+        if model.num_experts is not None and not has_experts:
             return f"num_experts={model.num_experts}"
-        if model.num_experts is None and self.has_experts:
+        if model.num_experts is None and has_experts:
             return "a model without experts"
         return self.cannot_describe(model)
 

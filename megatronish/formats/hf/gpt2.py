@@ -1,10 +1,12 @@
-"""GPT-2's keys of config.json: read into fields of ModelConfig, and written from them."""
+"""GPT-2: keys of its config.json, and its tensors, whose linear weights are transposed."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import ModelFamily, first_true, not_gpt_block
+from megatronish.formats.hf.family import HEAD, FamilyTensors, ModelFamily, first_true, not_gpt_block
+from megatronish.formats.tensor_rule import TensorRule, same_tensors, transposed_tensors
 
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact", "relu2": "relu2"}
 
@@ -84,4 +86,30 @@ _GPT2_ALIASES = {
 }
 
 
-GPT2 = ModelFamily("GPT2LMHeadModel", "n_positions", _GPT2, _GPT2_ALIASES, _read_gpt2, _write_gpt2, _not_gpt2)
+def gpt2_tensors(model: ModelConfig) -> Iterator[TensorRule]:
+    """Rules of GPT-2's tensors, embedding first."""
+    yield TensorRule("embedding.tokens.weight", ("transformer.wte.weight",))
+    yield TensorRule("embedding.positions.weight", ("transformer.wpe.weight",))
+    for n in range(model.num_layers):
+        ours, theirs = f"layers.{n}", f"transformer.h.{n}"
+        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.ln_1", bias=True)
+        yield from transposed_tensors(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn")
+        yield from transposed_tensors(f"{ours}.attention.out", f"{theirs}.attn.c_proj")
+        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.ln_2", bias=True)
+        yield from transposed_tensors(f"{ours}.mlp.fc1", f"{theirs}.mlp.c_fc")
+        yield from transposed_tensors(f"{ours}.mlp.fc2", f"{theirs}.mlp.c_proj")
+    yield from same_tensors("final_norm", "transformer.ln_f", bias=True)
+    if not model.tied:
+        yield TensorRule("head.weight", (HEAD,))
+
+
+GPT2 = ModelFamily(
+    "GPT2LMHeadModel",
+    "n_positions",
+    _GPT2,
+    _GPT2_ALIASES,
+    _read_gpt2,
+    _write_gpt2,
+    _not_gpt2,
+    FamilyTensors("transformer", gpt2_tensors),
+)

@@ -1,12 +1,18 @@
-"""Llama's and Mistral's keys of config.json: read into fields of ModelConfig, and written from them."""
+"""Llama: keys of its config.json, and its tensors; its descendants (Mistral, Qwen, OLMoE) share most of both.
 
+Queries, keys and values are three tensors there and one here, gate and up-projection two there and one here.
+"""
+
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import ModelFamily, first_true
+from megatronish.formats.hf.experts import expert_tensors
+from megatronish.formats.hf.family import HEAD, ExpertNames, FamilyTensors, ModelFamily, first_true
 from megatronish.formats.hf.rope import read_rope, write_rope
-from megatronish.formats.hf.window import all_layers_slide
+from megatronish.formats.tensor_rule import TensorRule, concatenated_tensors, same_tensors
 
 ROWS = "max_position_embeddings"  # the key of the longest sequence
 
@@ -25,12 +31,6 @@ LLAMA_DEFAULTS = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
     "eos_token_id": 2,
-}
-_MISTRAL = LLAMA_DEFAULTS | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
 }
 
 
@@ -110,31 +110,54 @@ def not_llama_block(model: ModelConfig) -> str | None:
     )
 
 
-def _read_mistral(config: ConfigJson) -> dict[str, Any]:
-    slides = all_layers_slide(config)
-    if slides is None:
-        slides = config.values["sliding_window"] is not None
-    return read_llama(config) | {"window_size": config.whole("sliding_window") if slides else None}
-
-
-def _write_mistral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
-    return without_biases(write_llama(model, seq_length)) | {"sliding_window": model.window_size}
-
-
-def _not_mistral(model: ModelConfig) -> str | None:
-    return not_llama_block(model) or first_true(
-        {
-            "biases of linear layers": model.qkv_bias,
-            "qk_layernorm": model.qk_layernorm,
-            f"window_attn_skip_freq={model.window_attn_skip_freq}": len(set(model.windowed_layers)) > 1,
-        }
-    )
-
-
 def without_biases(keys: dict[str, Any]) -> dict[str, Any]:
     """Keys without those of the biases, which only Llama itself has."""
     return {key: value for key, value in keys.items() if key not in ("attention_bias", "mlp_bias")}
 
 
-LLAMA = ModelFamily("LlamaForCausalLM", ROWS, LLAMA_DEFAULTS, {}, read_llama, write_llama, _not_llama)
-MISTRAL = ModelFamily("MistralForCausalLM", ROWS, _MISTRAL, {}, _read_mistral, _write_mistral, _not_mistral)
+def llama_tensors(model: ModelConfig, experts: ExpertNames | None = None) -> Iterator[TensorRule]:
+    """Rules of the tensors of Llama and its descendants, embedding first; `experts` are the names of theirs."""
+    queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
+    yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
+    for n in range(model.num_layers):
+        ours, theirs = f"layers.{n}", f"model.layers.{n}"
+        attention = f"{theirs}.self_attn"
+        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
+        yield from concatenated_tensors(
+            f"{ours}.attention.qkv",
+            [f"{attention}.{name}_proj" for name in "qkv"],
+            (queries, keys, keys),
+            bias=model.qkv_bias,
+        )
+        if model.qk_layernorm:
+            yield from same_tensors(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
+            yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
+        yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.linear_bias)
+        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
+        if experts is None or not model.expert_layers[n]:
+            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=model.linear_bias)
+            continue
+        yield from expert_tensors(model, experts, ours=ours, theirs=theirs)
+        if (shared := model.moe_shared_expert_intermediate_size) is not None:
+            yield from gated_mlp_tensors(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_expert", shared, bias=False)
+            yield TensorRule(f"{ours}.mlp.shared_gate.weight", (f"{theirs}.mlp.shared_expert_gate.weight",))
+    yield from same_tensors("final_norm", "model.norm", bias=False)
+    if not model.tied:
+        yield TensorRule("head.weight", (HEAD,))
+
+
+def gated_mlp_tensors(ours: str, theirs: str, size: int, *, bias: bool) -> Iterator[TensorRule]:
+    """Rules of a gated MLP, whose gate and up-projection are one tensor here."""
+    yield from concatenated_tensors(
+        f"{ours}.fc1", [f"{theirs}.gate_proj", f"{theirs}.up_proj"], (size, size), bias=bias
+    )
+    yield from same_tensors(f"{ours}.fc2", f"{theirs}.down_proj", bias=bias)
+
+
+LLAMA_TENSORS = FamilyTensors("model", llama_tensors)
+LLAMA = ModelFamily("LlamaForCausalLM", ROWS, LLAMA_DEFAULTS, {}, read_llama, write_llama, _not_llama, LLAMA_TENSORS)
+
+
+def llama_tensors_with(experts: ExpertNames) -> FamilyTensors:
+    """Tensors of a descendant of Llama with experts of these names."""
+    return FamilyTensors("model", partial(llama_tensors, experts=experts), experts)

@@ -1,13 +1,15 @@
-"""Mixtral's keys of config.json: a Mistral whose MLPs are experts, all of them alike."""
+"""Mixtral: a Mistral whose MLPs are experts, all of them alike."""
 
 from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import is_normalised, not_experts_alone, read_experts
-from megatronish.formats.hf.family import ModelFamily, first_true
-from megatronish.formats.hf.llama import LLAMA_DEFAULTS, MISTRAL, ROWS
+from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true
+from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, llama_tensors_with
+from megatronish.formats.hf.mistral import MISTRAL
 
+_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _MIXTRAL = LLAMA_DEFAULTS | {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
@@ -50,5 +52,5 @@ MIXTRAL = ModelFamily(
     _read_mixtral,
     _write_mixtral,
     _not_mixtral,
-    has_experts=True,
+    llama_tensors_with(_NAMES),
 )

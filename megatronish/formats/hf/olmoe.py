@@ -1,4 +1,4 @@
-"""OLMoE's keys of config.json: experts in every layer, a norm over all heads at once, queries to values clipped."""
+"""OLMoE: experts in every layer, a norm over all heads at once, queries to values clipped."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,8 +6,16 @@ from typing import Any
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import not_experts_alone, read_choice, read_experts, write_choice
-from megatronish.formats.hf.family import ModelFamily, first_true
-from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, not_llama_block, read_llama, without_biases, write_llama
+from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true
+from megatronish.formats.hf.llama import (
+    LLAMA_DEFAULTS,
+    ROWS,
+    llama_tensors_with,
+    not_llama_block,
+    read_llama,
+    without_biases,
+    write_llama,
+)
 
 _OLMOE = LLAMA_DEFAULTS | {
     "vocab_size": 50304,
@@ -79,5 +87,5 @@ OLMOE = ModelFamily(
     _read_olmoe,
     _write_olmoe,
     _not_olmoe,
-    has_experts=True,
+    llama_tensors_with(ExpertNames()),
 )

@@ -1,12 +1,20 @@
-"""Qwen2-MoE's keys of config.json: experts in some layers or all, and a gated expert that every token passes."""
+"""Qwen2-MoE: experts in some layers or all, and a gated expert that every token passes."""
 
 from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import read_choice, read_experts, read_layers, write_choice, write_layers
-from megatronish.formats.hf.family import ModelFamily, first_true
-from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, not_llama_block, read_llama, without_biases, write_llama
+from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true
+from megatronish.formats.hf.llama import (
+    LLAMA_DEFAULTS,
+    ROWS,
+    llama_tensors_with,
+    not_llama_block,
+    read_llama,
+    without_biases,
+    write_llama,
+)
 from megatronish.formats.hf.window import all_layers_slide
 
 _SHARED = "shared_expert_intermediate_size"
@@ -75,5 +83,5 @@ QWEN2_MOE = ModelFamily(
     _read_qwen2_moe,
     _write_qwen2_moe,
     _not_qwen2_moe,
-    has_experts=True,
+    llama_tensors_with(ExpertNames()),
 )

@@ -1,12 +1,20 @@
-"""Qwen3-MoE's keys of config.json: a Qwen3 with experts in some layers or all, and none that every token passes."""
+"""Qwen3-MoE: a Qwen3 with experts in some layers or all, and none that every token passes."""
 
 from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import read_choice, read_experts, read_layers, write_choice, write_layers
-from megatronish.formats.hf.family import ModelFamily, first_true
-from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, not_llama_block, read_llama, without_biases, write_llama
+from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true
+from megatronish.formats.hf.llama import (
+    LLAMA_DEFAULTS,
+    ROWS,
+    llama_tensors_with,
+    not_llama_block,
+    read_llama,
+    without_biases,
+    write_llama,
+)
 from megatronish.formats.hf.window import all_layers_slide
 
 _QWEN3_MOE = LLAMA_DEFAULTS | {
@@ -75,5 +83,5 @@ QWEN3_MOE = ModelFamily(
     _read_qwen3_moe,
     _write_qwen3_moe,
     _not_qwen3_moe,
-    has_experts=True,
+    llama_tensors_with(ExpertNames()),
 )

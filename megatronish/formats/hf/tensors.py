@@ -1,6 +1,9 @@
 """Folders of Hugging Face models, read and written as tensors under the names of transformers.
 
-`config.py` finds the family of a folder, and the family for a model; `tensor_rules.py` has the tensors of each.
+`config.py` finds the family of a folder, and the family for a model. Published weights have a tensor for each matrix
+of each expert. transformers 5 keeps the experts of a layer in two tensors, gate_up_proj [E, 2 F, D] and down_proj
+[E, D, F], and some write it so: this packed form is renamed when it is read, a row at a time, so there is one set of
+rules, and a stack is never whole in memory.
 """
 
 import json
@@ -8,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,11 @@ from megatronish.files import new_folder, ordinary
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
-from megatronish.formats.hf.tensor_experts import published
-from megatronish.formats.hf.tensor_rules import FAMILY_TENSORS, HEAD, FamilyTensors
+from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.family import HEAD, ExpertNames, FamilyTensors
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
-from megatronish.formats.weights import Description, LazyTensor, Model, TensorRule
+from megatronish.formats.tensor_rule import TensorRule
+from megatronish.formats.weights import Description, LazyTensor, Model
 
 FORMAT = "hf"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -137,6 +142,46 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
     return {**tensors, name: head}
 
 
+_PACKED = re.compile(r"(.*layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_ROUTER = re.compile(r"(.*layers\.\d+\.)mlp\.gate\.weight")
+
+
+def published(tensors: Mapping[str, LazyTensor], names: ExpertNames) -> dict[str, LazyTensor]:
+    """Tensors with packed experts under the names of single ones; UserError for experts that are there twice."""
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        renamed = {name: tensor}
+        if match := _PACKED.fullmatch(name):
+            renamed = _unpacked(name, tensor, f"{match[1]}{names.part}.experts", names)
+        elif (match := _ROUTER.fullmatch(name)) and names.part != "mlp":
+            renamed = {f"{match[1]}{names.part}.gate.weight": tensor}
+        for other, each in renamed.items():
+            if other in found or (other != name and other in tensors):
+                raise UserError(f"{name} is {other} in another form, and both are there; remove the wrong one")
+            found[other] = each
+    return found
+
+
+def _unpacked(name: str, tensor: LazyTensor, experts: str, names: ExpertNames) -> dict[str, LazyTensor]:
+    """Single experts of a packed tensor: [E, 2 F, D], gates before up-projections, or [E, D, F]."""
+    if len(tensor.shape) != 3 or (name.endswith("gate_up_proj") and tensor.shape[1] % 2):
+        raise UserError(f"{name} is {list(tensor.shape)} and must be one matrix for each expert; fetch it again")
+    number, rows, columns = tensor.shape
+    kinds = [names.gate, names.up] if name.endswith("gate_up_proj") else [names.down]
+    size = rows // len(kinds)
+
+    def read(expert: int, start: int) -> Tensor:
+        return tensor.rows(expert, expert + 1)[0, start : start + size]
+
+    return {
+        f"{experts}.{expert}.{kind}.weight": LazyTensor(
+            (size, columns), tensor.dtype, partial(read, expert, place * size)
+        )
+        for expert in range(number)
+        for place, kind in enumerate(kinds)
+    }
+
+
 def config_json(description: Description) -> dict[str, Any]:
     """The config.json of a model; UserError, with the field, if transformers has no such model."""
     return hf_config_of(
@@ -158,7 +203,7 @@ def rules(description: Description) -> list[TensorRule]:
 
 
 def _tensors_of(description: Description) -> FamilyTensors:
-    return FAMILY_TENSORS[config_json(description)["model_type"]]
+    return FAMILIES[config_json(description)["model_type"]].tensors
 
 
 def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatronish.errors import UserError
 from megatronish.formats.megatron.copies import RankTensor, one_of
 from megatronish.formats.megatron.grid import RankGrid
-from megatronish.formats.weights import TensorRule
+from megatronish.formats.tensor_rule import TensorRule
 from megatronish.sharding import Cut, Sharding
 
 NAMES = {

@@ -16,7 +16,8 @@ from megatronish.config.adapter import AdapterConfig
 from megatronish.costs.adapters import linear_sections
 from megatronish.errors import UserError
 from megatronish.formats.hf import tensors as hf
-from megatronish.formats.weights import Description, TensorRule
+from megatronish.formats.tensor_rule import TensorRule
+from megatronish.formats.weights import Description
 
 PREFIX = "base_model.model."
 

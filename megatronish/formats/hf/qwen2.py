@@ -1,14 +1,22 @@
-"""Qwen2's and Qwen3's keys of config.json: read into fields of ModelConfig, and written from them."""
+"""Qwen2: a Llama with biases on queries, keys and values, and a window in some layers."""
 
 from typing import Any
 
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.family import ModelFamily, first_true
-from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, not_llama_block, read_llama, without_biases, write_llama
+from megatronish.formats.hf.llama import (
+    LLAMA_DEFAULTS,
+    LLAMA_TENSORS,
+    ROWS,
+    not_llama_block,
+    read_llama,
+    without_biases,
+    write_llama,
+)
 from megatronish.formats.hf.window import qwen_window, write_qwen_window
 
-_QWEN2 = LLAMA_DEFAULTS | {
+QWEN2_DEFAULTS = LLAMA_DEFAULTS | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -38,19 +46,4 @@ def _not_qwen2(model: ModelConfig) -> str | None:
     )
 
 
-def _read_qwen3(config: ConfigJson) -> dict[str, Any]:
-    config.must_be("attention_bias", False, None, why="is not supported together with a norm of queries and keys")
-    return read_llama(config) | {"qk_layernorm": True} | qwen_window(config)
-
-
-def _write_qwen3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
-    return _write_qwen2(model, seq_length) | {"attention_bias": False}
-
-
-def _not_qwen3(model: ModelConfig) -> str | None:
-    biases = {"biases of linear layers": model.qkv_bias, "no qk_layernorm": not model.qk_layernorm}
-    return not_llama_block(model) or first_true(biases)
-
-
-QWEN2 = ModelFamily("Qwen2ForCausalLM", ROWS, _QWEN2, {}, _read_qwen2, _write_qwen2, _not_qwen2)
-QWEN3 = ModelFamily("Qwen3ForCausalLM", ROWS, _QWEN2 | {"head_dim": 128}, {}, _read_qwen3, _write_qwen3, _not_qwen3)
+QWEN2 = ModelFamily("Qwen2ForCausalLM", ROWS, QWEN2_DEFAULTS, {}, _read_qwen2, _write_qwen2, _not_qwen2, LLAMA_TENSORS)
