@@ -7,12 +7,12 @@ import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
 from expert_models import CONFIGS, write_family
-from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.llama import llama_tensors_with
 from torch import Tensor
 
 from megatronish.commands.convert import main
 from megatronish.errors import UserError
+from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.llama import llama_tensors_with
 from megatronish.formats.prove import compare_logits
 
 pytestmark = pytest.mark.peers("transformers")

@@ -16,6 +16,7 @@ from megatronish.config.read import ConfigError, ReadConfig, read_config
 from megatronish.data.datasets import build_datasets
 from megatronish.data.mock import MockSamples
 from megatronish.errors import UserError
+from megatronish.formats.hf.llama import LLAMA, LLAMA_TENSORS
 from megatronish.optim.sgd import SGD
 
 LION = EXAMPLES / "lion.py"
@@ -233,7 +234,7 @@ def register(kind: str, name: str) -> None:
         "dataset": lambda: plugins.register_dataset(name, print),  # type: ignore[arg-type]
         "hook": lambda: plugins.register_hook(name, print),  # type: ignore[arg-type]
         "tokenizer": lambda: plugins.register_tokenizer(name, print),  # type: ignore[arg-type]
-        "family": lambda: plugins.register_model_family(name, None, None),  # type: ignore[arg-type]
+        "family": lambda: plugins.register_model_family(name, LLAMA, LLAMA_TENSORS),
     }
     calls[kind]()
 
