@@ -110,7 +110,12 @@ struct Piece {
   __device__ __forceinline__ void store(T* x, int64_t row, int columns, int column) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
-      *reinterpret_cast<Vector<T, kColumns>*>(x + (row * kInputs + k) * columns + column) = part[k];
+      T* at = x + (row * kInputs + k) * columns + column;
+      if constexpr (kColumns == kWidth<T>) {
+        store_at_once(at, part[k]);
+      } else {
+        *reinterpret_cast<Vector<T, kColumns>*>(at) = part[k];
+      }
     }
   }
 

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(Team::kThreads) gradient_of_row(const Gradient
       for (int i = 0; i < kWidth<T>; ++i) {
         vector.element[i] = static_cast<T>(gradient(vector.element[i]) - (first + i == label ? grad : 0.0f));
       }
-      *reinterpret_cast<RowVector<T>*>(logits + first) = vector;
+      store_at_once(logits + first, vector);
       first += Team::size() * kWidth<T>;
     }
   });

@@ -50,6 +50,21 @@ __device__ __forceinline__ To bits_as(const From& from) {
   return to;
 }
 
+// One store of 16 bytes to global memory, which `at` is a multiple of. Left to itself, the compiler stores a vector of
+// 16-bit elements in up to seven pieces, where the same elements are stored one by one in the other branch.
+template <typename Whole>
+__device__ __forceinline__ void store_at_once(void* at, const Whole& whole) {
+#ifdef __CUDA_ARCH__
+  const auto words = bits_as<Words>(whole);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "r"(words.word[0]),
+               "r"(words.word[1]), "r"(words.word[2]), "r"(words.word[3])
+               : "memory");
+#else
+  static_assert(sizeof(Whole) == kVectorBytes);
+  *static_cast<Whole*>(at) = whole;
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ void to_floats(float (&values)[kWidth<T>], const Words& words) {
   const auto vector = bits_as<RowVector<T>>(words);
@@ -83,7 +98,7 @@ __device__ __forceinline__ void store_vector(const float (&values)[kWidth<T>], T
   const int at = vector * kWidth<T>;
   const RowVector<T> stored = rounded<T>(values);
   if (aligned) {
-    if (at < length) *reinterpret_cast<RowVector<T>*>(row + at) = stored;
+    if (at < length) store_at_once(row + at, stored);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
@@ -140,7 +155,7 @@ struct Cut {
     const int at = begin(vector);
     const RowVector<T> stored = rounded<T>(values);
     if (has_all(vector, 0, length)) {
-      *reinterpret_cast<RowVector<T>*>(row + at) = stored;
+      store_at_once(row + at, stored);
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {

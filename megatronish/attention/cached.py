@@ -8,6 +8,7 @@ document would be (mask.py).
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -46,5 +47,11 @@ class KeyValueCache:
         self.num_columns += num_columns
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows of the batch but these."""
-        self._layers = {layer: _LayerCache(*(x[:, rows] for x in kept)) for layer, kept in self._layers.items()}
+        """Drop all rows of the batch but these. Their numbers go to the device once, and the host waits for nothing."""
+        if not self._layers:
+            return
+        device = next(iter(self._layers.values())).keys.device
+        numbers = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+        self._layers = {
+            layer: _LayerCache(*(x.index_select(1, numbers) for x in kept)) for layer, kept in self._layers.items()
+        }

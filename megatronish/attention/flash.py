@@ -6,12 +6,17 @@ computes all S x S scores. So masks go to FlexAttention, a kernel that torch com
 blocks that no query sees. Where it cannot be compiled, SDPA gets a dense mask, and each query head a key/value head of
 its own.
 
+A kernel is compiled for one length, and each takes many seconds: sequences are padded to one of a few (`bucket_of`). In
+generation nearly every forward has another length and another batch, so there SDPA gets the dense mask; and of its
+backends all but cuDNN's, which plans for the very shape, tens of milliseconds that each token would wait.
+
 All of this was read from torch's sources (2.13); it has not run on a GPU yet.
 """
 
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
@@ -19,9 +24,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from megatronish.attention.alibi import slopes_on
+from megatronish.attention.block_mask import BLOCK
 from megatronish.attention.mask import AttentionMask
 
 HALF = (torch.float16, torch.bfloat16)
@@ -32,6 +39,11 @@ OLDEST_GPU = (8, 0)  # of flash attention, and of bf16 in Triton
 _C_COMPILERS = (os.environ.get("CC"), "cc", "gcc", "clang")
 HAS_COMPILER = find_spec("triton") is not None and any(name and shutil.which(name) for name in _C_COMPILERS)
 """Whether torch can compile kernels for CUDA here: Triton, and the C compiler that Triton calls."""
+
+MOST_KERNELS = 128
+"""Kernels that are compiled of FlexAttention: lengths (36 buckets up to 131,072) times kinds of masks, with and without
+a backward. torch's own limit is 8."""
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Attend = Callable[..., Any]  # torch's FlexAttention, whose result is a tensor unless it is asked for more
 Kernel = Literal["sdpa", "sdpa, heads repeated", "flex"]
@@ -75,14 +87,32 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, may
     if kernel == "flex":
         if torch.compiler.is_compiling():  # it is compiled with the graph that it is a part of
             return masked_by_blocks(q, k, v, mask=mask)
-        return masked_by_blocks(q, k, v, mask=mask, attention=_compiled_flex())
+        return _padded(q, k, v, mask=mask)
     if kernel == "sdpa, heads repeated":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     dense = mask.whole_bias(q.dtype) if mask.slopes else mask.whole
     # Sizes may be symbols in a graph, and then a comparison is one too; a branch makes it the bool that SDPA needs.
     is_causal = True if dense is None and q.shape[2] > 1 else False  # noqa: SIM210 - a single query sees all keys
     is_grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=is_causal, enable_gqa=is_grouped)
+    with sdpa_kernel(WITHOUT_PLANS) if mask.in_generation else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=is_causal, enable_gqa=is_grouped)
+
+
+def bucket_of(seq_length: int) -> int:
+    """The length that a sequence is padded to for FlexAttention: four in each octave, all multiples of a block.
+
+    Sequences of 2,048, 3,072 or 4,096 are their own; no other grows by more than a quarter.
+    """
+    step = max(BLOCK, (1 << (seq_length - 1).bit_length()) // 8)
+    return -(-seq_length // step) * step
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+    """FlexAttention of a sequence padded at its end to the length of a bucket: no token sees what comes after it."""
+    seq_length, length = q.shape[2], bucket_of(q.shape[2])
+    if length != seq_length:
+        q, k, v = (F.pad(x, (0, 0, 0, length - seq_length)) for x in (q, k, v))
+    return masked_by_blocks(q, k, v, mask=mask.longer(length), attention=_compiled_flex())[:, :, :seq_length]
 
 
 def masked_by_blocks(
@@ -106,17 +136,21 @@ def _problem(q: Tensor, k: Tensor, mask: AttentionMask, *, may_compile: bool) ->
         is_grouped=q.shape[1] != k.shape[1],
         is_masked=mask.needs_dense,
         capability=capability,
-        may_compile=may_compile and mask.first_query == 0 and HAS_COMPILER,
+        may_compile=may_compile and not mask.in_generation and HAS_COMPILER,
     )
 
 
 @cache
-def _compiled_flex() -> Attend:
+def _compiled_flex(backend: Any = "inductor") -> Attend:
     """FlexAttention, compiled at the first call with each kind of mask and each shape.
 
-    As a full graph: beyond torch's limit of kinds of one function there is an error, and no silent S x S scores.
+    As a full graph: beyond the limit of kernels of one function there is an error, and no silent S x S scores.
     """
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend=backend)
+    settings = torch._dynamo.config  # of the process: not every version of torch takes this limit with the function
+    settings.recompile_limit = max(settings.recompile_limit, MOST_KERNELS)
+    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, 2 * MOST_KERNELS)
+    return compiled
 
 
 def _distance_bias(slopes: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:

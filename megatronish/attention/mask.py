@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
@@ -32,6 +33,7 @@ class AttentionMask:
     device: torch.device = CPU
     first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
     slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
+    in_generation: bool = False  # lengths change from forward to forward: nothing is worth making for one of them
     # What is made once; torch.compile reads dicts, and no cached_property.
     _wholes: dict[str, Tensor | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -40,6 +42,7 @@ class AttentionMask:
     _variants: dict[tuple[int | None, tuple[float, ...]], "AttentionMask"] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _longer: dict[int, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def variant(self, window_size: int | None, slopes: tuple[float, ...]) -> "AttentionMask":
         """Mask of the same sequence with this window and these slopes, made once: layers that are alike share it."""
@@ -126,6 +129,16 @@ class AttentionMask:
         if heads not in self._parts:
             self._parts[heads] = replace(self, slopes=self.slopes[heads.start : heads.stop])
         return self._parts[heads]
+
+    def longer(self, seq_length: int) -> "AttentionMask":
+        """Mask of a sequence that is padded at its end, made once; what pads it is a document of its own."""
+        if seq_length == self.seq_length:
+            return self
+        if seq_length not in self._longer:
+            ids = self.document_ids
+            padded = None if ids is None else F.pad(ids, (0, seq_length - self.seq_length), value=-1)
+            self._longer[seq_length] = replace(self, seq_length=seq_length, document_ids=padded)
+        return self._longer[seq_length]
 
     def between(self, queries: range, keys: range) -> BlockMask:
         """Mask of a block: what a run of queries sees of a run of keys.

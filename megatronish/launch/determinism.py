@@ -21,6 +21,9 @@ def set_determinism(training: TrainingConfig) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         torch.backends.cudnn.benchmark = False
+        # On by default, it writes NaN to whatever is allocated, once more over the memory, in case something reads
+        # what it has not written. Nothing here does.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
         not training.disable_bf16_reduced_precision_matmul
     )

@@ -74,11 +74,18 @@ class CausalMasks:
     def __init__(self) -> None:
         self._last: AttentionMask | None = None
 
-    def of(self, batch: MicroBatch, *, seq_length: int, num_cached: int) -> AttentionMask:
+    def of(self, batch: MicroBatch, *, seq_length: int, cache: KeyValueCache | None) -> AttentionMask:
         """Mask of a forward over `seq_length` new tokens, after those in a KV cache."""
+        num_cached = 0 if cache is None else cache.num_columns
         length, device = num_cached + seq_length, batch.tokens.device
-        if batch.document_ids is not None or num_cached > 0:
-            return AttentionMask(length, document_ids=batch.document_ids, device=device, first_query=num_cached)
+        if batch.document_ids is not None or cache is not None:
+            return AttentionMask(
+                length,
+                document_ids=batch.document_ids,
+                device=device,
+                first_query=num_cached,
+                in_generation=cache is not None,
+            )
         if self._last is None or (self._last.seq_length, self._last.device) != (length, device):
             self._last = AttentionMask(length, device=device)
         return self._last
@@ -97,14 +104,13 @@ def make_context(
     """Context of a micro-batch, of which this rank holds [B, S/cp]."""
     assert cache is None or (cp.size == 1 and not tp.cuts_sequence), "a cache holds whole sequences"
     device = batch.tokens.device
-    num_cached = 0 if cache is None else cache.num_columns
     seq_length = batch.tokens.shape[1] * cp.size
     positions = places_of(seq_length, cp.rank, cp.size, device=device)
     return Context(
         batch=batch,
         positions=comm.piece_of(positions, tp.sequence_axis),
         rotation=None if rotary is None else rotary(batch.position_ids),
-        causal_mask=masks.of(batch, seq_length=seq_length, num_cached=num_cached),
+        causal_mask=masks.of(batch, seq_length=seq_length, cache=cache),
         cache=cache,
         routing=RoutingRecord(cp, tally),
     )

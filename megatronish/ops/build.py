@@ -15,10 +15,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from megatronish.ops.machine_code import accesses_of
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kernels"
@@ -28,6 +30,11 @@ ARCHITECTURES = (80, 90, 100)  # machine code for each that nvcc knows, and PTX 
 OLDER = (70, 75)  # PTX of the first that nvcc knows: older GPUs make machine code of it when they first load it
 # Headers of this torch or any later one make a library that this one loads, and every later one.
 TARGET_TORCH = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
+VECTOR_BYTES = 16
+# Kernels for rows that begin at no multiple of 16 bytes, and for sums of columns; those whose results are few numbers.
+NOT_BY_VECTORS = re.compile(r"^(forward|backward)<.*, 1>$|^sum_parts<")
+STORES_NO_ROW = re.compile(r"^statistics_of_row<")
+KEEP = "--keep"  # nvcc leaves the machine code of each architecture in a file of its own, too
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
 
@@ -36,36 +43,62 @@ class BuildError(RuntimeError):
 
 
 class Kernel(NamedTuple):
-    """Resources of one kernel on one architecture, as ptxas reports them."""
+    """Resources of one kernel on one architecture, as ptxas reports them; bytes of its widest load and store."""
 
     name: str
     architecture: str
     registers: int
     shared_bytes: int
     spill_bytes: int
+    load_bytes: int = 0
+    store_bytes: int = 0
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is made for vectors of 16-bit elements, and stores or loads none at once."""
+        if not re.search(r"<.*\b(Half|BFloat16)\b", self.name) or NOT_BY_VECTORS.search(self.name):
+            return False
+        stores = not STORES_NO_ROW.search(self.name)
+        return self.load_bytes < VECTOR_BYTES or (stores and self.store_bytes < VECTOR_BYTES)
 
 
 def build_cuda(output: Path) -> list[Kernel]:
     """Compile the shared library of all CUDA kernels to `output`; return the resources of each kernel."""
     nvcc, torch = find_nvcc(), find_torch()
-    known = _run([nvcc, "--list-gpu-code"]).split()
-    architectures = [number for number in ARCHITECTURES if f"sm_{number}" in known]
-    if not architectures:
-        raise BuildError(f"{nvcc} knows none of sm_{', sm_'.join(map(str, ARCHITECTURES))}: a newer CUDA toolkit does")
-    older = [number for number in OLDER if f"sm_{number}" in known]
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
-    targets += [f"-gencode=arch=compute_{number},code=compute_{number}" for number in (*older[:1], architectures[-1])]
-    common = ["-std=c++17", "-O3", f"-I{SOURCES}", "-isystem", f"{torch}/include"]
-    host = f"-Xcompiler={','.join(('-fPIC', '-fvisibility=hidden', *WARNINGS[:2]))}"
-    cuda = [nvcc, *common, *targets, host, "-Werror", "all-warnings", "-lineinfo", "-Xptxas", "-v", "-c"]
-    plain = [find_compiler(), *common, TARGET_TORCH, *WARNINGS, "-fPIC", "-fvisibility=hidden", "-c"]
-    commands = dict.fromkeys(kernel_sources(), cuda) | {SOURCES / "bindings.cpp": plain}
-    objects = _compile(commands)
+    plain = [find_compiler(), *_common(), TARGET_TORCH, *WARNINGS, "-fPIC", "-fvisibility=hidden", "-c"]
+    objects = _compile(dict.fromkeys(kernel_sources(), _cuda(ARCHITECTURES)) | {SOURCES / "bindings.cpp": plain})
     # torch_cuda is found through torch, where there is one: it may not be named, as builds for the CPU lack it.
     libraries = ["-ltorch_cpu", "-lc10", "-Xlinker", "--no-as-needed,-ltorch,--no-undefined,-z,now"]
     linker = [nvcc, "-shared", "-cudart", "static"]
     _link(linker, objects, [f"-L{torch}/lib", *libraries], output, ending=sources_hash())
-    return [kernel for each in objects for kernel in _kernels(each.with_suffix(".log").read_text())]
+    return _resources(objects)
+
+
+def compile_cuda(sources: Sequence[Path], *, architectures: Sequence[int]) -> list[Kernel]:
+    """Resources of the kernels in these sources, compiled for these architectures and not linked."""
+    return _resources(_compile(dict.fromkeys(sources, _cuda(architectures))))
+
+
+def _common() -> list[str]:
+    return ["-std=c++17", "-O3", f"-I{SOURCES}", "-isystem", f"{find_torch()}/include"]
+
+
+def _cuda(wanted: Sequence[int]) -> list[str]:
+    """nvcc with its flags: machine code for what it knows of the wanted architectures, and PTX."""
+    nvcc = find_nvcc()
+    known = _run([nvcc, "--list-gpu-code"]).split()
+    architectures = [number for number in wanted if f"sm_{number}" in known]
+    if not architectures:
+        raise BuildError(f"{nvcc} knows none of sm_{', sm_'.join(map(str, wanted))}: a newer CUDA toolkit does")
+    older = [number for number in OLDER if f"sm_{number}" in known]
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+    targets += [f"-gencode=arch=compute_{number},code=compute_{number}" for number in (*older[:1], architectures[-1])]
+    host = f"-Xcompiler={','.join(('-fPIC', '-fvisibility=hidden', *WARNINGS[:2]))}"
+    return [nvcc, *_common(), *targets, host, "-Werror", "all-warnings", "-lineinfo", "-Xptxas", "-v", KEEP, "-c"]
+
+
+def _resources(objects: Iterable[Path]) -> list[Kernel]:
+    return [kernel for each in objects for kernel in _kernels(each.with_suffix(".log").read_text(), _widths(each))]
 
 
 def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Path:
@@ -145,24 +178,31 @@ def find_torch() -> Path:
 
 
 def table(kernels: Iterable[Kernel]) -> str:
-    """A line for each kernel: registers on each architecture, and the largest shared memory and spill of any."""
+    """A line for each kernel: registers on each architecture, the largest shared memory and spill of any, and bytes.
+
+    These are what the widest load and the widest store move, on the architecture where it is least.
+    """
     by_name: dict[str, list[Kernel]] = {}
     for each in kernels:
         by_name.setdefault(each.name, []).append(each)
     architectures = sorted(
         {each.architecture for found in by_name.values() for each in found}, key=lambda name: int(name[3:])
     )
-    lines = [f"registers on {', '.join(architectures)}; bytes of static shared memory, and spilled"]
+    lines = [f"registers on {', '.join(architectures)}; bytes of static shared memory, spilled, of a load, of a store"]
     for name, found in sorted(by_name.items()):
         registers = {each.architecture: each.registers for each in found}
         columns = "".join(f"{registers.get(architecture, 0):>4}" for architecture in architectures)
         most = f"{max(each.shared_bytes for each in found):>6} {max(each.spill_bytes for each in found):>6}"
-        lines.append(f"{columns} {most}  {name}")
+        moved = f"{min(each.load_bytes for each in found):>3} {min(each.store_bytes for each in found):>3}"
+        lines.append(f"{columns} {most} {moved}  {name}")
     return "\n".join(lines)
 
 
 def main() -> int:
-    """`make kernels`: compile all kernels, load the library, print the resources; status 1 if one spills registers."""
+    """`make kernels`: compile all kernels, load the library, print the resources.
+
+    Status 1 if one spills registers, or is made for vectors of 16 bytes and moves none at once.
+    """
     parser = argparse.ArgumentParser(description="Compile all CUDA kernels and print their registers and spills.")
     parser.add_argument("--output", type=Path, help="the library (default: in build/kernels)")
     output = parser.parse_args().output or _cache() / "kernels_cuda.so"
@@ -174,8 +214,11 @@ def main() -> int:
         return 2
     print(table(kernels))
     spilled = sorted({each.name for each in kernels if each.spill_bytes})
+    narrow = sorted(f"{each.name} on {each.architecture}" for each in kernels if each.is_narrow)
     print(f"{output}: {len({each.name for each in kernels})} kernels, {len(spilled)} of them spill registers")
-    return 1 if spilled or not kernels else 0  # none: ptxas says it in other words than these
+    if narrow:
+        print(f"these move no {VECTOR_BYTES} bytes at once: {', '.join(narrow)}")
+    return 1 if spilled or narrow or not kernels else 0  # none: ptxas says it in other words than these
 
 
 def _run(command: Sequence[str]) -> str:
@@ -217,8 +260,11 @@ def _compile(commands: dict[Path, list[str]]) -> list[Path]:
         if not output.exists():
             with tempfile.TemporaryDirectory(dir=output.parent) as folder:
                 fresh = Path(folder) / output.name
-                said = _run([*command, str(source), "-o", str(fresh)])
+                kept = ["--keep-dir", folder] if KEEP in command else []
+                said = _run([*command, *kept, str(source), "-o", str(fresh)])
                 output.with_suffix(".log").write_text(said)
+                for cubin in Path(folder).glob("*.cubin"):  # dropout.compute_90.cubin
+                    cubin.replace(_cubin_of(output, cubin.name.split("_")[-1].removesuffix(".cubin")))
                 fresh.replace(output)
         return output
 
@@ -239,7 +285,20 @@ def _link(
         fresh.replace(output)
 
 
-def _kernels(log: str) -> list[Kernel]:
+def _cubin_of(output: Path, architecture: str) -> Path:
+    return output.with_suffix(f".sm_{architecture}.cubin")
+
+
+def _widths(output: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes of the widest load and store of each kernel in an object file, by mangled name and architecture."""
+    found = {}
+    for cubin in sorted(output.parent.glob(f"{output.stem}.sm_*.cubin")):
+        for name, accesses in accesses_of(cubin.read_bytes()).items():
+            found[name, cubin.stem.split(".")[-1]] = max(accesses.loads, default=0), max(accesses.stores, default=0)
+    return found
+
+
+def _kernels(log: str, widths: Mapping[tuple[str, str], tuple[int, int]]) -> list[Kernel]:
     """The resources of each kernel, parsed from the output of `-Xptxas -v`."""
     entry = re.compile(
         r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -250,7 +309,8 @@ def _kernels(log: str) -> list[Kernel]:
     for name, architecture, stores, loads, registers, rest in entry.findall(log):
         shared = re.search(r"(\d+) bytes smem", rest)
         spilled = int(stores) + int(loads)
-        found.append(Kernel(name, architecture, int(registers), int(shared[1]) if shared else 0, spilled))
+        moved = widths.get((name, architecture), (0, 0))
+        found.append(Kernel(name, architecture, int(registers), int(shared[1]) if shared else 0, spilled, *moved))
     plain = _demangled([each.name for each in found])
     return [each._replace(name=name) for each, name in zip(found, plain, strict=True)]
 

@@ -177,10 +177,7 @@ class Executor:
             x.requires_grad_(loss_scale is not None)
         y, sums = self.chunks[action.chunk](x, micro_batch, step=step)
         for name, value in sums.items():
-            if name not in totals:
-                dtype = torch.float32 if value.is_floating_point() else value.dtype
-                totals[name] = torch.zeros(value.shape, dtype=dtype, device=self.boundary.device)
-            totals[name] += value
+            add_sum(totals, name, value)
         if loss_scale is not None:
             loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None
             edge = get_gradient_edge(y) if y.requires_grad else None
@@ -243,6 +240,14 @@ class Executor:
         if self.boundary.device.type == "cuda":
             torch.cuda.synchronize(self.boundary.device)
         return time.perf_counter()
+
+
+def add_sum(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Add a micro-batch's `value` to the sum of this name: in fp32, but integers in their own dtype, exactly."""
+    if name not in totals:
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        totals[name] = torch.zeros_like(value, dtype=dtype)
+    totals[name] += value
 
 
 def _place_in(action: Action) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.executor import ChunkForward, Executor, Observer
+from megatronish.pipeline.executor import ChunkForward, Executor, Observer, add_sum
 from megatronish.schedule.plan import Action
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
@@ -113,9 +113,7 @@ class ReplayingExecutor:
                 begin_action(Action("B", 0, number), False)
                 sums = dict(self._graph_of(batch).run(batch, loss_scale=loss_scale))
             for name, value in sums.items():
-                if name not in totals:
-                    totals[name] = torch.zeros_like(value, dtype=torch.float32)
-                totals[name] += value
+                add_sum(totals, name, value)
         return totals
 
     def _is_replayed(self, number: int, *, end: int, batch: MicroBatch) -> bool:

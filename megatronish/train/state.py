@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatronish import comm
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
@@ -50,8 +51,12 @@ def num_not_finite(engine: Engine) -> int:
     """
     own = [each.local for each in tensors_of(engine, with_optimizer=False).values()]
     # NaN goes through a minimum and a maximum, and both take no memory, other than torch.isfinite of a whole tensor.
-    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in own if tensor.numel()]
-    number = sum((~torch.isfinite(torch.stack(extremes))).any(dim=1).tolist()) if extremes else 0
+    # Masters that are offloaded lie on the CPU, what no optimizer updates (the biases of routers) on the device.
+    extremes: dict[torch.device, list[Tensor]] = {}
+    for tensor in own:
+        if tensor.numel():
+            extremes.setdefault(tensor.device, []).append(torch.stack(torch.aminmax(tensor)))
+    number = sum(int((~torch.isfinite(torch.stack(each))).any(dim=1).sum()) for each in extremes.values())
     return int(comm.all_reduce(torch.tensor(number), engine.mesh.world))
 
 

@@ -1,17 +1,23 @@
 """Tests of attention without probabilities in memory: which kernel runs, and FlexAttention's numbers on a CPU."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from documents import documents_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.overrides import TorchFunctionMode
 
+from megatronish.attention import flash
 from megatronish.attention.alibi import alibi_slopes
+from megatronish.attention.block_mask import BLOCK
 from megatronish.attention.flash import AttentionProblem, flash_attention, has_flash, kernel_for, masked_by_blocks
 from megatronish.attention.mask import AttentionMask
 
@@ -142,6 +148,60 @@ def test_another_micro_batch_compiles_nothing() -> None:
         assert counter.frame_count == 1
         masked_by_blocks(q, k, v, mask=AttentionMask(200, 40, documents_of(200)), attention=compiled)
     assert counter.frame_count == 2, "another window is another kernel"
+
+
+def test_more_lengths_than_torch_compiles_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where torch's limit of 8 ended a run at the ninth length; here it is 1, as each takes seconds.
+
+    A few kernels serve all lengths, and compute what is computed without padding.
+    """
+    counter, lengths = CompileCounter(), (65, 128, 130, 200, 256, 300)
+    monkeypatch.setattr(flash, "kernel_for", lambda _: "flex")
+    monkeypatch.setattr(flash, "MOST_KERNELS", 3)
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        compiled = flash._compiled_flex.__wrapped__(counter)
+        monkeypatch.setattr(flash, "_compiled_flex", lambda: compiled)
+        for seq_length in lengths:
+            q, k, v = _tensors(kv_heads=2, seq_length=seq_length)
+            mask = AttentionMask(seq_length, 90, documents_of(seq_length))
+            found = flash_attention(q, k, v, mask=mask, may_compile=True)
+            torch.testing.assert_close(found, masked_by_blocks(q, k, v, mask=mask), rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == len({flash.bucket_of(length) for length in lengths}) == 3
+
+
+def test_a_sequence_is_padded_to_one_of_four_lengths_in_an_octave() -> None:
+    buckets = {flash.bucket_of(length) for length in range(1, 131073)}
+    assert len(buckets) == 36 and all(length % BLOCK == 0 and flash.bucket_of(length) == length for length in buckets)
+    assert {flash.bucket_of(length) for length in range(4097, 8193)} == {5120, 6144, 7168, 8192}
+    assert all(length <= flash.bucket_of(length) <= 1.25 * length for length in range(512, 131073))
+    # With two kinds of masks that is less than what is compiled of one function, with and without a backward.
+    assert 3 * len(buckets) < flash.MOST_KERNELS
+
+
+@pytest.mark.parametrize("first_query", [0, 29])
+def test_generation_compiles_nothing_and_has_no_kernel_planned_for_its_shape(
+    first_query: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lengths change with every forward: SDPA takes a dense mask, by all of its backends but cuDNN's."""
+    found: list[bool] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.scaled_dot_product_attention:
+                found.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return func(*args, **kwargs or {})
+
+    monkeypatch.setattr(flash, "HAS_COMPILER", True)
+    q, k, v = _tensors(kv_heads=2, seq_length=30)
+    mask = AttentionMask(30, 7, first_query=first_query)
+    for in_generation in (True, False):
+        problem = flash._problem(q, k, replace(mask, in_generation=in_generation), may_compile=True)
+        assert problem.may_compile is not in_generation and problem.is_masked
+        with Watch():
+            inputs = (q[:, :, first_query:], k, v)
+            flash_attention(*inputs, mask=replace(mask, in_generation=in_generation), may_compile=True)
+    assert found == [False, True]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _tensors(*, kv_heads: int, seq_length: int) -> tuple[Tensor, Tensor, Tensor]:

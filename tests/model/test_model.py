@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatronish.attention.cached import KeyValueCache
 from megatronish.config.model import ModelConfig
 from megatronish.config.training import AttentionBackend
 from megatronish.mesh import dense_domain
@@ -328,13 +329,16 @@ def test_a_later_token_never_changes_an_earlier_prediction(name: str) -> None:
 
 def test_forwards_without_documents_share_the_masks_that_they_make() -> None:
     model = model_of(VARIANTS["alibi in a window"])
-    made = [model.masks.of(batch_of(seed=seed), seq_length=S, num_cached=0) for seed in (0, 1)]
+    made = [model.masks.of(batch_of(seed=seed), seq_length=S, cache=None) for seed in (0, 1)]
     assert made[0] is made[1]
-    assert model.masks.of(batch_of(), seq_length=S - 1, num_cached=0).seq_length == S - 1
-    packed = [model.masks.of(batch_of(documents=True), seq_length=S, num_cached=0) for _ in range(2)]
+    assert model.masks.of(batch_of(), seq_length=S - 1, cache=None).seq_length == S - 1
+    packed = [model.masks.of(batch_of(documents=True), seq_length=S, cache=None) for _ in range(2)]
     assert packed[0] is not packed[1]
-    after_some = model.masks.of(batch_of(), seq_length=S, num_cached=3)
-    assert (after_some.seq_length, after_some.first_query) == (S + 3, 3)
+    cache = KeyValueCache(9)
+    cache.advance(3)
+    after_some = model.masks.of(batch_of(), seq_length=S, cache=cache)
+    assert (after_some.seq_length, after_some.first_query, after_some.in_generation) == (S + 3, 3, True)
+    assert not made[0].in_generation and not packed[0].in_generation
 
 
 def test_a_window_ends_what_a_token_sees() -> None:

@@ -117,6 +117,29 @@ def test_a_graph_reads_its_buffers_and_its_sums_are_read_after_it() -> None:
     assert graph.fits(micro_batch(5)) and not graph.fits(micro_batch(5, seq_length=4))
 
 
+def test_integers_are_summed_as_integers_and_the_rest_in_fp32() -> None:
+    """As without a graph: fp32 holds no 2^24 + 1, and a count of tokens may be larger."""
+    job = open_job(Place(), f"{FOUR} 4 --bf16")
+    engine, most, calls = job.build_engine(), 2**24 + 1, Calls()
+    assert isinstance(engine.executor, Executor)
+    (forward,) = engine.executor.chunks
+
+    def counted(x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
+        output = forward(x, batch, step=step)
+        half = torch.ones((), dtype=torch.bfloat16)
+        return output._replace(sums={**output.sums, "integers": torch.tensor(most), "halves": half / 128})
+
+    replaying = ReplayingExecutor(engine.executor.with_chunks([counted]), calls.record, first=False, last=False)
+    for _ in range(2):
+        batches = job.batches_of(job.datasets.train)(0, 4)
+        actions = engine.stage.stages.actions(0, len(batches))
+        with engine.balancing.of_step(4, seq_length=batches[0].tokens.shape[1], loss_scale=1.0):
+            sums = replaying.run(actions, batches, step=0)
+        assert (sums["integers"].dtype, int(sums["integers"])) == (torch.int64, 4 * most)
+        assert (sums["halves"].dtype, float(sums["halves"])) == (torch.float32, 4 / 128)
+    assert calls.replayed == 4
+
+
 def test_without_the_flag_there_is_no_graph() -> None:
     job = open_job(Place(), NO_DROPOUT)
     engine = job.build_engine()

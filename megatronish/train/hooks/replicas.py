@@ -74,7 +74,8 @@ class CheckReplicas(Hook):
 def differences(engine: Engine) -> list[str]:
     """What differs, a phrase for each parameter, the same on every rank. Collective."""
     engine.data_parallel.wait_for_parameters()
-    mine = [phrase for copies in copies_of(engine) for phrase in _compare(copies)]
+    device = engine.mesh.device
+    mine = [phrase for copies in copies_of(engine) for phrase in _compare(copies, device)]
     own = comm.all_reduce(torch.tensor(len(mine)), engine.mesh.world, "max")
     if not int(own):
         return []
@@ -105,12 +106,13 @@ def copies_of(engine: Engine) -> Iterator[Copies]:
         yield Copies(domain.embedding, {key: each for key, each in whole.items() if shardings[key].tied})
 
 
-def _compare(copies: Copies) -> list[str]:
-    """Which of these tensors differ over the axis, and on which ranks."""
+def _compare(copies: Copies, device: torch.device) -> list[str]:
+    """Which of these tensors differ over the axis, whose collectives work on `device`, and on which ranks."""
     axis, tensors = copies
     if axis.size == 1 or not tensors:
         return []
-    hashes = torch.stack([_hash(each) for each in tensors.values()])
+    # What is offloaded is hashed on the CPU, and its hash goes to the device.
+    hashes = torch.stack([_hash(each).to(device, non_blocking=True) for each in tensors.values()])
     # The largest and, of the complements, the smallest: equal on all ranks if the two are complements.
     extremes = comm.all_reduce(torch.stack((hashes, ~hashes)), axis, "max")
     differ = (extremes[0] != ~extremes[1]).cpu()
