@@ -30,6 +30,7 @@ _ONE_ACTIVATION = "an MLP has one activation"
 
 CONFLICTS = (
     Conflict(STEPS, SAMPLES, "a run is counted in steps or in samples"),
+    Conflict(("num_epochs",), ("train_iters", *SAMPLES), "a run has one length, in steps, in samples or in epochs"),
     Conflict(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
     Conflict(("swiglu",), ("quick_geglu", "squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Conflict(("quick_geglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_models import write_chat_model
 from paths import ROOT
 
+from megatronish.commands.import_config import import_config
 from megatronish.config.fields import FIELDS
 from megatronish.config.importers.axolotl import RULES, from_axolotl
-from megatronish.config.importers.command import import_config
 from megatronish.config.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
+from megatronish.formats.start import read_start
 
 MODEL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--mock-data", "--vocab-size", "64"]
 
@@ -148,7 +150,7 @@ def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size
 def test_deepspeeds_compile_is_ours(key: str) -> None:
     found = from_deepspeed({"compile": {key: True, "backend": "inductor"}})
     assert found.settings["compile"] is True
-    assert list(found.left_out) == ["compile.backend"]
+    assert "compile.backend" in found.left_out
     assert "compile" not in from_deepspeed({"compile": {key: False}}).settings
 
 
@@ -169,16 +171,19 @@ def test_fp16_auto_and_other_schedules() -> None:
     found = from_deepspeed(values)
     assert found.settings == {
         **{"fp16": True, "hysteresis": 3, "initial_loss_scale": 4096.0, "optimizer": "adam", "lr": 1e-4},
-        "weight_decay": 0.0,
+        **{"loss_scale_window": 1000, "min_loss_scale": 1.0},
+        **{"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
         **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 0.0},
-        **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a"},
+        **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a", "zero_stage": 0},
         "wandb_project": "mine",
     }
     assert found.left_out["train_batch_size"].startswith("auto is filled in by the program")
-    assert "linear" in found.left_out["scheduler.params.warmup_type"]
+    assert "linear" in found.otherwise["scheduler.params.warmup_type"]
     other = from_deepspeed({"optimizer": {"type": "OneBitLamb"}, "scheduler": {"type": "OneCycle", "params": {}}})
-    assert other.left_out["optimizer.type"].startswith("OneBitLamb is not there; there are adam")
-    assert "OneCycle is not there" in other.left_out["scheduler"]
+    assert other.otherwise["optimizer.type"].startswith("OneBitLamb is not there; this trains with adam")
+    assert "OneCycle is not there, and the learning rate stays constant" in other.otherwise["scheduler"]
+    assert (other.settings["lr_decay_style"], other.settings["optimizer"]) == ("constant", "adam")
+    assert "\n# NOT AS THERE: scheduler: OneCycle is not there" in other.to_toml(Path("ds.json"))
     linear = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}})
     assert linear.left_out["scheduler.params.total_num_steps"] == "give --train-iters"
 
@@ -218,8 +223,8 @@ def test_a_scheduler_that_names_no_warmup_has_deepspeeds_defaults() -> None:
     adam = {"type": "AdamW", "params": {"lr": 2e-5}}
     bare = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}})
     assert (bare.settings["lr_warmup_iters"], bare.settings["lr"]) == (1000, 0.001)
-    assert bare.left_out == {
-        "optimizer.params.lr": "the scheduler replaces it by its warmup_max_lr, by default 0.001",
+    assert bare.otherwise == {
+        "optimizer.params.lr": "the scheduler replaces it by its warmup_max_lr, by default 0.001; name it",
     }
     none = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0}}})
     assert none.settings["lr_warmup_iters"] == 0
@@ -249,13 +254,14 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
     text = import_config("axolotl", tmp_path / "config.yml", dp=2)
     (tmp_path / "mine.toml").write_text(text)
-    chats = ["--data-path", str(tmp_path / "chats.jsonl"), "--tokenizer-type", "bytes"]
-    model = [word for word in MODEL if word != "--mock-data"]
-    config = read_config(["--config", str(tmp_path / "mine.toml"), *model, *chats, "--dp", "2"]).config
+    write_chat_model(tmp_path / "base")
+    base = ["--data-path", str(tmp_path / "chats.jsonl"), "--load-hf", str(tmp_path / "base")]
+    config = read_config(["--config", str(tmp_path / "mine.toml"), *base, "--dp", "2"], read_start=read_start).config
     training, optimizer = config.training, config.optimizer
     assert (training.seq_length, training.micro_batch_size, training.global_batch_size) == (2048, 4, 16)
     assert (training.train_iters, training.bf16, training.eval_interval) == (500, True, 50)
     assert (optimizer.lr, optimizer.lr_warmup_fraction, optimizer.weight_decay) == (2e-4, 0.1, 0.0)
+    assert (optimizer.lr_decay_style, optimizer.clip_grad, training.seed) == ("cosine", 1.0, 42)
     assert (config.data.split, config.data.dataset_type) == ("0.9,0.1,0", "chat")
     assert (config.chat.chat_format, config.chat.chat_template) == ("alpaca", "alpaca")
     assert (config.chat.train_on, config.chat.pack_samples) == ("assistant", True)
@@ -265,9 +271,8 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
     for line in (
         "#   base_model: NousResearch/Llama-3.2-1B is not a folder here; download it, and add --load-hf FOLDER",
         "#   datasets[0].path: teknium/GPT4-LLM-Cleaned is not a file here; save it as JSON lines",
-        "#   adapter: add --adapter-type lora with --load-hf FOLDER, and lora_* as flags (lora here)",
         "#   optimizer: adamw_8bit: optimizer states are in fp32",
-        "#   num_epochs: lengths are in steps",
+        "#   num_epochs: max_steps, which is given, counts",
         "#   flash_attention: which kernels are used is decided at run time",
         "#   odd_key: it is not known here",
         "#   wandb_watch: W&B reads its other settings from its environment",
@@ -303,7 +308,8 @@ def test_preferences_of_axolotl_become_an_objective() -> None:
     simpo = from_axolotl({"rl": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.1}, folder=Path()).settings
     assert (simpo["simpo_gamma"], simpo["cpo_alpha"]) == (0.7, 0.1)
     assert from_axolotl({"rl": "orpo", "orpo_alpha": 0.2}, folder=Path()).settings["beta"] == 0.2
-    assert "grpo is not there" in from_axolotl({"rl": "grpo"}, folder=Path()).left_out["rl"]
+    assert from_axolotl({"rl": "simpo"}, folder=Path()).settings["cpo_alpha"] == 1.0
+    assert "grpo is not there" in from_axolotl({"rl": "grpo"}, folder=Path()).otherwise["rl"]
 
 
 def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_path: Path) -> None:
@@ -327,11 +333,12 @@ def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_pa
         True,
         True,
     )
-    assert found.settings["min_lr"] == pytest.approx(1e-6)
+    assert found.settings["min_lr"] == 0.0  # of no cosine
     assert "lr_warmup_fraction" not in found.settings
     assert found.settings["offload_saved_activations"]
-    for key in ("gradient_accumulation_steps", "optimizer", "lr_scheduler", "eval_steps", "load_in_4bit"):
-        assert key in found.left_out
+    assert {"gradient_accumulation_steps", "eval_steps"} <= found.left_out.keys()
+    assert {"optimizer", "lr_scheduler", "load_in_4bit"} <= found.otherwise.keys()
+    assert (found.settings["optimizer"], found.settings["lr_decay_style"]) == ("adam", "constant")
     assert (
         "cannot be read; name its stage"
         in from_axolotl({"deepspeed": "no.json"}, folder=tmp_path).left_out["deepspeed"]
@@ -406,13 +413,13 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
     expected = {"dataset_type": "chat", "data_path": (path,), "train_on": "assistant", "pack_samples": True}
     assert chat_settings(values, tmp_path) == {**expected, "chat_template": "phi3", "seq_length": 2048}
     own = {"datasets": sets, "chat_template": "tokenizer_default", "train_on_inputs": True}
-    assert chat_settings(own, tmp_path) == {**expected, "train_on": "all", "pack_samples": False}
+    assert chat_settings(own, tmp_path) == {**expected, "train_on": "all", "pack_samples": False, "seq_length": 512}
     file = {"datasets": [{"path": "json", "data_files": "chats.jsonl", "type": "sharegpt"}]}
     jinja = {"chat_template": "jinja", "chat_template_jinja": "mine.jinja"}
     shown = chat_settings({**file, **jinja}, tmp_path)
     assert (shown["chat_format"], shown["chat_template"], shown["data_path"]) == ("sharegpt", "mine.jinja", (path,))
     other = from_axolotl({"datasets": sets, "chat_template": "exaone", "roles_to_train": ["human"]}, folder=tmp_path)
-    assert other.left_out["chat_template"].startswith("exaone is not there; name the model's own or a file")
+    assert other.otherwise["chat_template"].startswith("exaone is not there; the model's own is used")
     assert "datasets" not in other.left_out and "roles_to_train" in other.left_out
 
 
@@ -421,10 +428,10 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
     [
         ("ds.json", "{", r"ds.json is not JSON: .*; correct the file"),
         ("ds.json", "[1]", r"ds.json holds no settings, but \[1\]; name another file"),
-        ("ds.json", '{"train_batch_size": "many"}', r'train_batch_size="many" must be a whole number'),
+        ("ds.json", '{"train_batch_size": "many"}', r"train_batch_size=many must be a whole number"),
         ("ds.json", '{"optimizer": 3}', r"optimizer=3 must be an object of settings"),
         ("ds.json", '{"gradient_accumulation_steps": []}', r"gradient_accumulation_steps=\[\] must be a number"),
-        ("ds.json", '{"\\ud800": 1}', r"ds.json has half a surrogate pair, which is no text"),
+        ("ds.json", '{"wandb": {"enabled": true, "team": "\\ud800"}}', r"it holds what no TOML file can hold: "),
         ("ds.json", " \n", r"ds.json is empty: it has no settings; name another file"),
         ("config.yml", "# nothing\n", r"config.yml is empty: it has no settings; name another file"),
         ("ds.json", None, r"ds.json cannot be read: No such file or directory; correct the path"),

@@ -174,6 +174,6 @@ TRAINER: dict[str, Known] = {
     "gradient-accumulation-steps": refused(
         "use --global-batch-size, which is --micro-batch-size times this times the data-parallel size", 1
     ),
-    "num-train-epochs": refused("use --train-iters or --train-samples", 1),
+    "num-train-epochs": renamed("num_epochs"),
     "model-name-or-path": renamed("load_hf"),
 }
