@@ -134,7 +134,7 @@ DEEPSPEED: dict[str, Known] = {
         valued="deepscale-config",
     ),
     "deepspeed-config": instead(
-        "DeepSpeed's JSON file is not read, the flags of this command line decide; tools/from_deepspeed.py FILE.json "
+        "DeepSpeed's JSON file is not read, the flags of this command line decide; megatronish from-deepspeed FILE.json "
         "turns it into a config of this project",
         1,
     ),
