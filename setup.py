@@ -96,7 +96,7 @@ setup(
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4", "PyYAML>=6"],
-        "yaml": ["PyYAML>=6"],  # tools/from_axolotl.py
+        "yaml": ["PyYAML>=6"],  # megatronish from-axolotl
         "zstd": ["zstandard>=0.21"],  # .zst files to preprocess; Python 3.14 reads them by itself
         "parquet": ["pyarrow>=15"],  # .parquet files to preprocess
         "s3": ["fsspec>=2024.6", "s3fs>=2024.6"],  # --save s3://..., --load s3://...

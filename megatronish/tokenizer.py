@@ -6,7 +6,6 @@ skips them, and ids beyond the tokenizer's own (a larger --vocab-size leaves som
 be shown.
 """
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, get_args
 import sentencepiece
 import tokenizers
 
+from megatronish import foreign
 from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.tokenizer_names import TokenizerType, tokenizer_type
 from megatronish.control_tokens import ByteControls, ControlEncoder, HuggingFaceControls, SentencePieceControls
@@ -248,7 +248,7 @@ def _configured_eod(folder: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = foreign.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
     if not isinstance(found, dict):

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "megatronish"
 ROWS = (
     ("errors",),
     ("files",),
+    ("foreign",),
     ("figures", "layout"),
     ("schedule",),
     ("config",),
@@ -78,6 +79,7 @@ WITHOUT_TORCH = (
     "watch/*.py",
     "planner/*.py",
     "errors.py",
+    "foreign.py",
     "__init__.py",
     "__main__.py",
     "commands/*[!g].py",

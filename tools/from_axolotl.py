@@ -1,12 +1,9 @@
-"""Axolotl's config.yml as a TOML config of this project: python tools/from_axolotl.py config.yml
-
-What has no counterpart is listed in comments at the end of the TOML. Exit status: 0 done, 2 the file is not readable.
-"""
+#!/usr/bin/env python
+"""Axolotl's config.yml as TOML: `megatronish from-axolotl` as a script of the checkout."""
 
 import sys
 
-from megatronish.commands.main import ended
-from megatronish.config.importers.command import run_importer
+from megatronish.commands.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(ended(lambda: run_importer("axolotl", sys.argv[1:])))
+    sys.exit(run_script("from-axolotl", program="from_axolotl.py"))

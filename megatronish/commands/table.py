@@ -12,15 +12,16 @@ class Main(Protocol):
 
 
 class Command(NamedTuple):
-    """A command: its group and its line in `megatronish --help`, and the module that has its `main`."""
+    """A command: its group and its line in `megatronish --help`, and the module that has its function, `main`."""
 
     group: str
     module: str
     help: str
+    function: str = "main"
 
     def main(self) -> Main:
         """Its function. Only now is the module imported: the list of commands need not wait for it."""
-        return cast(Main, import_module(f"megatronish.commands.{self.module}").main)
+        return cast(Main, getattr(import_module(f"megatronish.commands.{self.module}"), self.function))
 
 
 COMMANDS = {
@@ -40,6 +41,9 @@ COMMANDS = {
     "serve": Command("models", "serve", "serve a trained model with OpenAI's interface"),
     "evaluate": Command("models", "evaluate", "measure the perplexity of a trained model, or its score in tasks"),
     "convert": Command("models", "convert", "convert models between Hugging Face, Megatron-LM and megatronish"),
+    "from-axolotl": Command("configs", "import_config", "write Axolotl's config.yml as TOML", "main_axolotl"),
+    "from-deepspeed": Command("configs", "import_config", "write DeepSpeed's ds_config.json as TOML", "main_deepspeed"),
+    "from-accelerate": Command("configs", "import_config", "write Accelerate's YAML as TOML", "main_accelerate"),
 }
 """A new command is a module in this folder and a line here."""
 

@@ -1,13 +1,12 @@
 """Flags that list data sets in a file or in a text: Megatron-LM's and BigScience's ways, read into the data fields."""
 
-import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatronish.files import ordinary
+from megatronish.foreign import parse_json, read_text, shown
 
 Lists = list[tuple[str, tuple[str, ...]]]
 """[(field, its values), ...]"""
@@ -19,10 +18,12 @@ _ENTRY = re.compile(r"(\S+)\s+(\S+):(\S+)\s+(\S+)")
 def _read(path: str) -> str:
     """Text of a file; ValueError, a sentence, if there is none."""
     try:
-        return ordinary(Path(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"{path} cannot be read ({reason}); correct the path") from None
+        return read_text(Path(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); correct the path") from None
+    except ValueError as error:  # bytes that are no text, too many, or NUL in the path
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+        raise ValueError(f"{shown(path)} cannot be read ({reason}); correct the path") from None
 
 
 def words_of_file(path: str) -> Lists:
@@ -33,14 +34,18 @@ def words_of_file(path: str) -> Lists:
 def splits_of_file(path: str) -> Lists:
     """--per-split-data-args-path: a JSON file {"train": [...], "valid": [...], "test": [...]}."""
     try:
-        entries = json.loads(_read(path))
-    except json.JSONDecodeError as error:
+        entries = parse_json(_read(path))
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); write {{'train': [PREFIX], 'valid': [PREFIX]}}") from None
     if not isinstance(entries, dict) or not set(entries) <= set(SPLITS):
         raise ValueError(f"{path} must hold lists named train, valid and test, and nothing else")
     found: Lists = []
     for split, words in entries.items():
-        words = words.split() if isinstance(words, str) else words
+        words = words.split() if isinstance(words, str) else [] if words is None else words
+        if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
+            raise ValueError(
+                f"{path} must hold lists named train, valid and test of weights and prefixes; {split} is {shown(words)}"
+            )
         if words:
             found.append((SPLITS[split], tuple(map(str, words))))
     return found

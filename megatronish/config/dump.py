@@ -2,11 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatronish.config.config import Config
 from megatronish.config.fields import fields_of
+from megatronish.errors import UserError
+from megatronish.foreign import shown
+
+LONGEST_COMMENT = 400
 
 
 def resolved(config: Config) -> dict[str, dict[str, Any]]:
@@ -38,15 +45,63 @@ def section_of(kind: type[Section], saved: Mapping[str, Any]) -> Section:
 
 def to_toml(config: Config) -> str:
     """Text of a TOML file with every field that has a value."""
-    sections = (
-        "\n".join([f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items()), ""])
-        for section, fields in resolved(config).items()
-    )
-    return "\n".join(sections)
+    return write_toml(resolved(config))
+
+
+def write_toml(
+    tables: Mapping[str, Mapping[str, Any]], *, before: Sequence[str] = (), after: Sequence[str] = ()
+) -> str:
+    """Text of a TOML file with these tables, between comments. The only writer of TOML.
+
+    Names, texts and comments may be of others: whatever is in them, none of them ends its line. So that a comment can
+    never become a key, the text is parsed again and compared with `tables`; UserError where the two differ.
+    """
+    parts = [*(["\n".join(map(toml_comment, before))] if before else [])]
+    parts += [
+        "\n".join(
+            [f"[{toml_key(table)}]", *(f"{toml_key(name)} = {toml_value(each)}" for name, each in values.items())]
+        )
+        for table, values in tables.items()
+    ]
+    parts += ["\n".join(map(toml_comment, after))] if after else []
+    text = "\n\n".join(parts) + "\n"
+    meant = {table: {name: _plain(each) for name, each in values.items()} for table, values in tables.items()}
+    try:
+        found = tomllib.loads(text)
+        text.encode()
+    except (ValueError, RecursionError) as error:  # half a surrogate pair, or a number of thousands of digits
+        raise UserError(f"it holds what no TOML file can hold: {shown(str(error))}; correct it") from error
+    if repr(found) != repr(meant):
+        raise UserError("what would be written as TOML reads as something else; please report this, with the file")
+    return text
+
+
+def toml_comment(text: str) -> str:
+    """Comment of one line."""
+    return f"# {shown(text, most=LONGEST_COMMENT)}" if text else "#"
+
+
+def toml_key(name: str) -> str:
+    """Key in TOML's spelling: bare where it can be."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
 def toml_value(value: Any) -> str:
-    """Value in TOML's spelling: JSON's, except for the control character 127 in texts."""
+    """Value in TOML's spelling: JSON's, except for infinity and NaN; in texts what is not printable is escaped."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str | int | float):
+        raise UserError(f"{shown(value)} has no place in a TOML file; correct it")
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -16,9 +16,9 @@ from megatronish.config.experts import ExpertOptions
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
 from megatronish.config.plugins import import_plugins
-from megatronish.config.settings import read_command_line, read_file
+from megatronish.config.settings import asks_for_mock_data, read_command_line, read_file
 from megatronish.config.settle import merge, settle
-from megatronish.config.shipped import config_path, shipped_configs
+from megatronish.config.shipped import config_path, of_other_framework, shipped_configs
 from megatronish.config.starting import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.understand import Setting, Settings
 from megatronish.errors import UserError
@@ -68,7 +68,7 @@ def read_config(
     if line.wants_help:
         tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
     path = config_path(line.config_file) if line.config_file is not None else None
-    file = _read_file(path)
+    file = _read_file(path, is_mock=asks_for_mock_data(argv))
     if isinstance(file, str):
         raise ConfigError([file, *line.flags.problems])
 
@@ -113,7 +113,7 @@ def read_config(
 def _idle(idle: Mapping[str, str], path: Path | None) -> list[str]:
     """The note about settings of the file that others exclude."""
     names = ", ".join(f"{name} (by {winner})" for name, winner in idle.items())
-    return [f"idle in {path}: {names}"] if names else []
+    return [f"idle in {path}: {names}" if path is not None else f"idle: {names}"] if names else []
 
 
 def _settled(derived: Derived, settle_layout: Callable[[Config], Config] | None) -> Derived:
@@ -141,7 +141,7 @@ def _start(given: Mapping[str, Any], read_start: ReadStart | None) -> Start | st
         return str(error)
 
 
-def _read_file(path: Path | None) -> Settings | str:
+def _read_file(path: Path | None, *, is_mock: bool) -> Settings | str:
     """Settings of the file, or why it cannot be read."""
     if path is None:
         return Settings.empty()
@@ -151,7 +151,9 @@ def _read_file(path: Path | None) -> Settings | str:
     try:
         if path.stat().st_size > LARGEST:
             return f"--config {path} has {path.stat().st_size} bytes, and {LARGEST} is the limit; name a TOML file"
-        return read_file(path)
+        if (other := of_other_framework(path)) is not None:
+            return other
+        return read_file(path, is_mock=is_mock)
     except FileNotFoundError:
         others = [*sorted(map(str, path.parent.glob("*.toml"))), *shipped_configs()]
         return f"--config {path} does not exist; there are {', '.join(others)}"

@@ -30,8 +30,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         for word in argv
         if not _is_text(word)
     )
-    wants_help = False
-    for flag, values in flags_of(argv):
+    wants_help, words = False, flags_of(argv)
+    is_mock = asks_for_mock_data(argv)
+    for flag, values in words:
         name = flag.lstrip("-").replace("_", "-")
         if flag in ("-h", "--help"):
             wants_help = True
@@ -46,14 +47,28 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             flags.problems.append(unknown(name, spelled=flag, typed=True))
         else:
             spelled = " ".join([flag, *(value or "''" for value in values)])
-            understand(flags, name=name, values=values, spelled=spelled, typed=True)
+            understand(flags, name=name, values=values, spelled=spelled, typed=True, is_mock=is_mock)
     return CommandLine(config_files[0] if config_files else None, wants_help, report(flags))
 
 
-def read_file(path: Path) -> Settings:
-    """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
+def asks_for_mock_data(argv: Sequence[str]) -> bool:
+    """Whether the last flag about made-up data asks for them: files that list data are not read then."""
+    names = {"--mock-data": True, "--no-mock-data": False}
+    asked = [
+        names[name] != (values == ("false",))
+        for flag, values in flags_of(argv)
+        if (name := flag.replace("_", "-")) in names
+    ]
+    return bool(asked) and asked[-1]
+
+
+def read_file(path: Path, *, is_mock: bool = False) -> Settings:
+    """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all. `is_mock`: by --mock-data."""
     found = Settings.empty()
-    for section, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    data = tables.get("data")
+    is_mock = is_mock or (isinstance(data, dict) and data.get("mock_data") is True)
+    for section, entries in tables.items():
         if section == "plugin" and not isinstance(entries, dict):  # it comes before all sections, and may stand there
             _read_entry(found, section="plugins", key=section, value=entries)
         elif not isinstance(entries, dict):
@@ -62,11 +77,11 @@ def read_file(path: Path) -> Settings:
             found.problems.append(one_of_sections(section, SECTIONS))
         else:
             for key, value in entries.items():
-                _read_entry(found, section=section, key=key, value=value)
+                _read_entry(found, section=section, key=key, value=value, is_mock=is_mock)
     return report(found)
 
 
-def _read_entry(found: Settings, *, section: str, key: str, value: Any) -> None:
+def _read_entry(found: Settings, *, section: str, key: str, value: Any, is_mock: bool = False) -> None:
     """Add the setting of one key, read like a flag: true is `--key`, false is `--no-key`."""
     field = FIELDS.get(ALIASES.get(key, key))
     spelled = f"[{section}] {key} = {str(value).lower() if isinstance(value, bool) else value}"
@@ -85,7 +100,8 @@ def _read_entry(found: Settings, *, section: str, key: str, value: Any) -> None:
     elif isinstance(value, bool):
         understand(found, name=name if value else f"no-{name}", values=(), spelled=spelled, typed=False)
     else:
-        understand(found, name=name, values=tuple(map(str, values)), spelled=spelled, typed=False)
+        words = tuple(map(str, values))
+        understand(found, name=name, values=words, spelled=spelled, typed=False, is_mock=is_mock)
 
 
 def _stray(found: Settings, key: str) -> None:

@@ -15,11 +15,12 @@ Values = Mapping[str, Any]
 
 
 class Conflict(NamedTuple):
-    """Two groups of fields that exclude each other."""
+    """Two groups of fields that exclude each other. `wins`: of two flags, or two keys, the first group's counts."""
 
     one: tuple[str, ...]
     other: tuple[str, ...]
     rule: str
+    wins: bool = False
 
 
 STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
@@ -29,7 +30,11 @@ _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple
 _ONE_ACTIVATION = "an MLP has one activation"
 
 CONFLICTS = (
+    Conflict(
+        ("mock_data",), ("data_path", "dataset_type", *_SPLIT_DATA), "made-up tokens stand in for files", wins=True
+    ),
     Conflict(STEPS, SAMPLES, "a run is counted in steps or in samples"),
+    Conflict(("num_epochs",), ("train_iters", *SAMPLES), "a run has one length, in steps, in samples or in epochs"),
     Conflict(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
     Conflict(("swiglu",), ("quick_geglu", "squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Conflict(("quick_geglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
@@ -37,7 +42,6 @@ CONFLICTS = (
     Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
     Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
     Conflict(("load",), ("load_hf",), "a run starts from one model"),
-    Conflict(("mock_data",), ("data_path", "dataset_type", *_SPLIT_DATA), "made-up tokens stand in for files"),
     Conflict(
         ("num_layers_per_virtual_pipeline_stage",),
         ("num_virtual_stages_per_pipeline_rank",),
@@ -153,12 +157,14 @@ def settle(settings: dict[str, Setting], values: Values) -> Settled:
             idle[loser.field] = winner.spelled
             del left[loser.field]
 
-    for one, other, rule in CONFLICTS:
+    for one, other, rule, wins in CONFLICTS:
         first, second = asked(one), asked(other)
         typed_first, typed_second = _typed(first), _typed(second)
         if not first or not second:
             continue
-        if bool(typed_first) == bool(typed_second):
+        if wins and bool(typed_first) == bool(typed_second):
+            drop(second, (typed_first or first)[0])
+        elif bool(typed_first) == bool(typed_second):
             a, b = (typed_first or first)[0], (typed_second or second)[0]
             problems.append(f"{a.spelled} contradicts {b.spelled}: {rule}; leave one of them out")
         elif typed_first:

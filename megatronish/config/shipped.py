@@ -3,6 +3,7 @@
 The files are those of configs/ in a checkout; setup.py puts a copy into the installed package.
 """
 
+import shlex
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -26,6 +27,30 @@ HOW_TO_MAKE = {
     "demo/quick_text_document": _QUICK,
 }
 """The commands that make a file which a shipped config names."""
+
+
+_IMPORTERS = {
+    "from-axolotl": ("base_model:", "micro_batch_size:", "datasets:"),
+    "from-accelerate": ("compute_environment:", "distributed_type:", "num_processes:", "mixed_precision:"),
+    "from-deepspeed": ('"train_batch_size"', '"train_micro_batch_size_per_gpu"', '"zero_optimization"'),
+}
+"""Commands that make TOML of another framework's config, and words that are in it."""
+
+
+def of_other_framework(path: Path) -> str | None:
+    """Complaint about a config in YAML or JSON, with the command that makes TOML of it; None for any other file."""
+    kind = {".yml": "YAML", ".yaml": "YAML", ".json": "JSON"}.get(path.suffix.lower())
+    if kind is None:
+        return None
+    with path.open("rb") as file:
+        text = file.read(2**16).decode(errors="replace")
+    counts = {name: sum(word in text for word in words) for name, words in _IMPORTERS.items()}
+    likely = max(counts, key=lambda name: counts[name])
+    others = [name for name in _IMPORTERS if name != likely]
+    named = f"megatronish {likely} {shlex.quote(str(path))} --output {shlex.quote(f'{path.stem}.toml')}"
+    if counts[likely]:
+        return f"--config {path} is {kind}, and a config is TOML; write it as TOML with: {named}"
+    return f"--config {path} is {kind}, and a config is TOML; write it as TOML with: {named} (or {', '.join(others)})"
 
 
 def shipped_configs() -> dict[str, Path]:

@@ -73,13 +73,17 @@ class Settings(NamedTuple):
         return cls([], [], [], set(), [], [])
 
 
-def understand(found: Settings, *, name: str, values: tuple[str, ...], spelled: str, typed: bool) -> None:
-    """Add what a flag (or a key, read like a flag) leads to."""
+def understand(
+    found: Settings, *, name: str, values: tuple[str, ...], spelled: str, typed: bool, is_mock: bool = False
+) -> None:
+    """Add what a flag (or a key, read like a flag) leads to. `is_mock`: made-up tokens stand in for files."""
     field = ALIASES.get(name, name.replace("-", "_"))
     negated = field.removeprefix("no_")
     if typed and field not in VERBATIM:
         values = tuple(map(_without_quotes, values))
-    if name in DATA_LISTS:
+    if name in DATA_LISTS and is_mock:
+        found.notes.append(f"{spelled} is idle by --mock-data: made-up tokens stand in for files")
+    elif name in DATA_LISTS:
         _read_list(found, DATA_LISTS[name].read, values=values, spelled=spelled, typed=typed)
     elif field in FIELDS:
         _set_field(found, field, values=values, spelled=spelled, typed=typed)

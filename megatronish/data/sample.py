@@ -6,12 +6,15 @@ A new kind of data set is one file with a class that has the members of `Dataset
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,26 @@ class MixingDataset(Protocol):
 
     def mixed(self, members: Sequence[Dataset], weights: Sequence[float | None], /, *, name: str) -> Dataset:
         """Data set of all members, this one first; a weight of None is the size of a member."""
+
+
+@runtime_checkable
+class PackedDataset(Protocol):
+    """A data set whose epochs have different numbers of samples, because each is packed for itself."""
+
+    def samples_until(self, num_epochs: float, /) -> int:
+        """Samples of so many epochs from the start; of a part of an epoch rounded up."""
+
+
+def samples_of_epochs(dataset: Dataset, num_epochs: float) -> int:
+    """Samples of so many passes over a data set, rounded up; UserError for data that have no end."""
+    if isinstance(dataset, PackedDataset):
+        return dataset.samples_until(num_epochs)
+    if dataset.num_samples is None:
+        raise UserError(
+            f"num_epochs={num_epochs:g} counts passes over the data, and the {dataset.name} data have no end; use "
+            "--train-iters or --train-samples"
+        )
+    return ceil(Fraction(num_epochs) * dataset.num_samples)
 
 
 @dataclass(frozen=True)

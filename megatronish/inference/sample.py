@@ -48,4 +48,7 @@ def _is_finished(config: Config, state: dict[str, Any]) -> bool:
     training = config.training
     if training.train_iters:
         return state["step"] >= training.train_iters
-    return state["consumed_samples"] + config.global_batch_size > (training.train_samples or 0)
+    consumed = state["consumed_samples"]
+    if training.num_epochs is not None:  # the run has counted the samples
+        return consumed >= state["config"]["training"]["train_samples"]
+    return consumed + config.global_batch_size > (training.train_samples or 0)

@@ -41,10 +41,10 @@ class BatchSizeSchedule(ABC):
         start, increment, ramp_samples = rampup_batch_size or (global_batch_size, 1, 0)
         return RampUp(start, increment, ramp_samples, global_batch_size)
 
-    def consumed_samples(self, num_steps: int) -> int:
-        """Samples consumed after the first `num_steps` steps of a run."""
-        consumed = 0
-        for phase in self._phases(0):
+    def consumed_samples(self, num_steps: int, *, start: int = 0) -> int:
+        """Samples consumed after `num_steps` steps of a run that had consumed `start`."""
+        consumed = start
+        for phase in self._phases(start):
             steps = num_steps if phase.num_steps is None else min(num_steps, phase.num_steps)
             consumed += steps * phase.batch_size
             num_steps -= steps
@@ -67,6 +67,11 @@ class BatchSizeSchedule(ABC):
             if phase.num_steps is None or fitting < phase.num_steps:
                 break
         return total
+
+    def num_steps_to(self, consumed_samples: int, samples: int) -> int:
+        """Fewest steps after `consumed_samples` that reach `samples`, for --num-epochs: the last may go beyond."""
+        whole = self.num_steps_left(consumed_samples, samples)
+        return whole + (self.consumed_samples(whole, start=consumed_samples) < samples)
 
     def _phases(self, consumed_samples: int) -> Iterator[Phase]:
         """The batch sizes from there on, in order; sizes that a single large step jumps over are left out."""

@@ -123,7 +123,7 @@ def build_learning_rate_schedule(
     consumed = batch_sizes_of(training, global_batch_size=global_batch_size).consumed_samples
     train_samples = training.train_samples or consumed(training.train_iters or 0)
     if train_samples < 1:
-        raise UserError("the length of the run is not given; add --train-iters or --train-samples")
+        raise UserError("the length of the run is not given; add --train-iters, --train-samples or --num-epochs")
     decay_steps = optimizer.lr_decay_iters or training.train_iters or 0
     decay_samples = optimizer.lr_decay_samples or consumed(optimizer.lr_decay_iters or 0) or train_samples
     if optimizer.lr_warmup_fraction is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from megatronish.config.dump import write_toml
 from megatronish.errors import UserError
 from megatronish.planner.device_names import device_of
 from megatronish.planner.devices import ABOVE_SHEET, LARGEST, WITHOUT_SHEET, Device, device_table
@@ -141,12 +142,9 @@ def _refuse_other_links(device: Device, link: MeasuredLink) -> None:
 
 def to_toml(device: Device) -> str:
     """Text of a TOML file with this device, which --device reads."""
-    lines = ["# A device as measured: megatronish plan --device FILE.toml", f"[{json.dumps(device.name)}]"]
-    for each in fields(Device):
-        value = getattr(device, each.name)
-        if each.name != "name" and value is not None:
-            lines.append(f"{each.name} = {json.dumps(value, ensure_ascii=False)}")
-    return "\n".join([*lines, ""])
+    values = {each.name: getattr(device, each.name) for each in fields(Device) if each.name != "name"}
+    table = {device.name: {name: value for name, value in values.items() if value is not None}}
+    return write_toml(table, before=["A device as measured: megatronish plan --device FILE.toml"])
 
 
 def _rows(path: Path) -> Iterator[Row]:

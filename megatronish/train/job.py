@@ -8,7 +8,7 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
-from megatronish.config.fields import one_of
+from megatronish.config.fields import one_of, with_fields
 from megatronish.config.names import OBJECTIVE_NAMES
 from megatronish.costs.devices import peak_tflops
 from megatronish.costs.flops import model_flops_per_token
@@ -17,7 +17,7 @@ from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.collate import Collator
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
-from megatronish.data.sample import Dataset, Sample
+from megatronish.data.sample import Dataset, Sample, samples_of_epochs
 from megatronish.data.shortened import places_together, shortened
 from megatronish.errors import RunError, UserError
 from megatronish.mesh import Mesh
@@ -61,6 +61,9 @@ class TrainingJob:
             chats=ChatSetup.of(config.chat, config.data, tokenizer),
         )
         _refuse_other_data(config, datasets.train)
+        if config.training.num_epochs is not None:  # from here on its length is known in samples
+            samples = samples_of_epochs(datasets.train, config.training.num_epochs)
+            config = with_fields(config, train_samples=samples)
         return cls(config, mesh, tokenizer, vocab_size, datasets)
 
     @property
@@ -84,12 +87,26 @@ class TrainingJob:
         return batch_sizes_of(self.config.training, global_batch_size=self.config.global_batch_size)
 
     def num_steps(self, progress: Progress) -> int:
-        """Number of the last step; with --train-samples counted from `progress`, as batch sizes may have changed."""
+        """Number of the last step; of samples and epochs counted from `progress`: batch sizes may have changed."""
         training = self.config.training
         if training.train_iters:
             return training.train_iters
-        left = self.batch_sizes.num_steps_left(progress.consumed_samples, training.train_samples or 0)
-        return progress.step + left
+        sizes, samples = self.batch_sizes, training.train_samples or 0
+        count = sizes.num_steps_left if training.num_epochs is None else sizes.num_steps_to
+        return progress.step + count(progress.consumed_samples, samples)
+
+    @property
+    def length(self) -> str | None:
+        """The line about the steps that follow from --num-epochs; None if the length is given otherwise."""
+        training, data = self.config.training, self.datasets.train
+        if training.num_epochs is None:
+            return None
+        steps, samples = self.num_steps(Progress()), training.train_samples or 0
+        filled = self.batch_sizes.consumed_samples(steps) - samples
+        return (
+            f"num_epochs={training.num_epochs:g} of {data.num_samples or 0:,} samples: {samples:,} samples in "
+            f"{steps:,} steps" + (f", the last one filled up with {filled:,} of the next epoch" if filled else "")
+        )
 
     @property
     def schedule(self) -> LearningRateSchedule:

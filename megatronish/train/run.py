@@ -174,7 +174,7 @@ def _train(
     stopper, record = _stopper(config, place), mesh.record
     job = _open_job(config, mesh)
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
-    opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
+    opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes, length=job.length)
     say(opening)
     report_chats(job, say)
     record.enter_phase("start", "building the model")
@@ -207,7 +207,7 @@ def _train(
     )
     trainer.load_hook_states(begun.hook_states)
     if mesh.is_main:
-        (config.run_dir / "config.toml").write_text(to_toml(config))
+        (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
     record.enter_phase("start", "the first step")
     trainer.run()
     record.enter_phase("end", "the last files")

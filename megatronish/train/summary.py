@@ -45,12 +45,16 @@ def dry_run(config: Config, notes: Sequence[str]) -> int:
         uses_cuda = device.type == "cuda"
         own_notes += [] if note is None else [note]
     name = torch.cuda.get_device_name() if uses_cuda else "cpu"
-    print(first_lines(config, vocab_size=vocab_size, device=name, notes=own_notes))
+    epochs = config.training.num_epochs
+    length = None if epochs is None else f"num_epochs={epochs:g}: the steps are counted when a run opens its data"
+    print(first_lines(config, vocab_size=vocab_size, device=name, notes=own_notes, length=length))
     return 0
 
 
-def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence[str] = ()) -> str:
-    """Layout, versions, device, kernels, parameters, tokens and FLOPs a step, memory expected."""
+def first_lines(
+    config: Config, *, vocab_size: int, device: str, notes: Sequence[str] = (), length: str | None = None
+) -> str:
+    """Layout, versions, device, kernels, parameters, tokens and FLOPs a step, `length` of the run, memory expected."""
     model, training, parallel, layout = config.model, config.training, config.parallel, config.layout
     tokens = config.global_batch_size * training.seq_length
     num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
@@ -82,6 +86,7 @@ def first_lines(config: Config, *, vocab_size: int, device: str, notes: Sequence
         *_adapters(config, vocab_size),
         f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
         f"{flops:.3g} model FLOPs",
+        *([] if length is None else [length]),
         "memory expected on a device:",
         memory_table(
             memory_of_stages(config, loads, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)

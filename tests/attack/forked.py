@@ -20,7 +20,7 @@ from pathlib import Path
 
 import megatronish
 from megatronish.commands import main as command_line
-from megatronish.config.importers.command import run_importer
+from megatronish.commands.import_config import run_importer
 from megatronish.launch.local import WARM
 
 MOST_BYTES = 4 << 30

@@ -196,7 +196,7 @@ def test_problems_of_file_flags_and_rules_come_together(tmp_path: Path) -> None:
         "--lrr is not a flag; did you mean --lr?",
         "seq_length=-1 must be at least 1",
         "num_layers is not given; set it in [model] of the config file, or add --num-layers",
-        "the length of the run is not given; add --train-iters or --train-samples",
+        "the length of the run is not given; add --train-iters, --train-samples or --num-epochs",
         "no data is given",
     ):
         assert sentence in told

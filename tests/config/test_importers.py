@@ -1,21 +1,28 @@
 """Tests of the importers: configs of DeepSpeed and Axolotl become TOML that this project reads, and nothing is lost."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_models import write_chat_model
+from chat_tokenizers import said, write_lines
 from paths import ROOT
 
+from megatronish.commands.import_config import Framework, import_config
 from megatronish.config.fields import FIELDS
 from megatronish.config.importers.axolotl import RULES, from_axolotl
-from megatronish.config.importers.command import import_config
 from megatronish.config.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
 from megatronish.config.read import read_config
 from megatronish.errors import UserError
+from megatronish.formats.start import read_start
+from megatronish.optim.learning_rate import build_learning_rate_schedule
+from megatronish.train.summary import dry_run
 
 MODEL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--mock-data", "--vocab-size", "64"]
 
@@ -148,7 +155,7 @@ def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size
 def test_deepspeeds_compile_is_ours(key: str) -> None:
     found = from_deepspeed({"compile": {key: True, "backend": "inductor"}})
     assert found.settings["compile"] is True
-    assert list(found.left_out) == ["compile.backend"]
+    assert "compile.backend" in found.left_out
     assert "compile" not in from_deepspeed({"compile": {key: False}}).settings
 
 
@@ -169,16 +176,19 @@ def test_fp16_auto_and_other_schedules() -> None:
     found = from_deepspeed(values)
     assert found.settings == {
         **{"fp16": True, "hysteresis": 3, "initial_loss_scale": 4096.0, "optimizer": "adam", "lr": 1e-4},
-        "weight_decay": 0.0,
+        **{"loss_scale_window": 1000, "min_loss_scale": 1.0},
+        **{"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
         **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 0.0},
-        **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a"},
+        **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a", "zero_stage": 0},
         "wandb_project": "mine",
     }
     assert found.left_out["train_batch_size"].startswith("auto is filled in by the program")
-    assert "linear" in found.left_out["scheduler.params.warmup_type"]
+    assert "linear" in found.otherwise["scheduler.params.warmup_type"]
     other = from_deepspeed({"optimizer": {"type": "OneBitLamb"}, "scheduler": {"type": "OneCycle", "params": {}}})
-    assert other.left_out["optimizer.type"].startswith("OneBitLamb is not there; there are adam")
-    assert "OneCycle is not there" in other.left_out["scheduler"]
+    assert other.otherwise["optimizer.type"].startswith("OneBitLamb is not there; this trains with adam")
+    assert "OneCycle is not there, and the learning rate stays constant" in other.otherwise["scheduler"]
+    assert (other.settings["lr_decay_style"], other.settings["optimizer"]) == ("constant", "adam")
+    assert "\n# NOT AS THERE: scheduler: OneCycle is not there" in other.to_toml(Path("ds.json"))
     linear = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}})
     assert linear.left_out["scheduler.params.total_num_steps"] == "give --train-iters"
 
@@ -218,8 +228,8 @@ def test_a_scheduler_that_names_no_warmup_has_deepspeeds_defaults() -> None:
     adam = {"type": "AdamW", "params": {"lr": 2e-5}}
     bare = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}})
     assert (bare.settings["lr_warmup_iters"], bare.settings["lr"]) == (1000, 0.001)
-    assert bare.left_out == {
-        "optimizer.params.lr": "the scheduler replaces it by its warmup_max_lr, by default 0.001",
+    assert bare.otherwise == {
+        "optimizer.params.lr": "the scheduler replaces it by its warmup_max_lr, by default 0.001; name it",
     }
     none = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0}}})
     assert none.settings["lr_warmup_iters"] == 0
@@ -249,13 +259,14 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
     text = import_config("axolotl", tmp_path / "config.yml", dp=2)
     (tmp_path / "mine.toml").write_text(text)
-    chats = ["--data-path", str(tmp_path / "chats.jsonl"), "--tokenizer-type", "bytes"]
-    model = [word for word in MODEL if word != "--mock-data"]
-    config = read_config(["--config", str(tmp_path / "mine.toml"), *model, *chats, "--dp", "2"]).config
+    write_chat_model(tmp_path / "base")
+    base = ["--data-path", str(tmp_path / "chats.jsonl"), "--load-hf", str(tmp_path / "base")]
+    config = read_config(["--config", str(tmp_path / "mine.toml"), *base, "--dp", "2"], read_start=read_start).config
     training, optimizer = config.training, config.optimizer
     assert (training.seq_length, training.micro_batch_size, training.global_batch_size) == (2048, 4, 16)
     assert (training.train_iters, training.bf16, training.eval_interval) == (500, True, 50)
     assert (optimizer.lr, optimizer.lr_warmup_fraction, optimizer.weight_decay) == (2e-4, 0.1, 0.0)
+    assert (optimizer.lr_decay_style, optimizer.clip_grad, training.seed) == ("cosine", 1.0, 42)
     assert (config.data.split, config.data.dataset_type) == ("0.9,0.1,0", "chat")
     assert (config.chat.chat_format, config.chat.chat_template) == ("alpaca", "alpaca")
     assert (config.chat.train_on, config.chat.pack_samples) == ("assistant", True)
@@ -265,9 +276,8 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
     for line in (
         "#   base_model: NousResearch/Llama-3.2-1B is not a folder here; download it, and add --load-hf FOLDER",
         "#   datasets[0].path: teknium/GPT4-LLM-Cleaned is not a file here; save it as JSON lines",
-        "#   adapter: add --adapter-type lora with --load-hf FOLDER, and lora_* as flags (lora here)",
         "#   optimizer: adamw_8bit: optimizer states are in fp32",
-        "#   num_epochs: lengths are in steps",
+        "#   num_epochs: max_steps, which is given, counts",
         "#   flash_attention: which kernels are used is decided at run time",
         "#   odd_key: it is not known here",
         "#   wandb_watch: W&B reads its other settings from its environment",
@@ -303,7 +313,8 @@ def test_preferences_of_axolotl_become_an_objective() -> None:
     simpo = from_axolotl({"rl": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.1}, folder=Path()).settings
     assert (simpo["simpo_gamma"], simpo["cpo_alpha"]) == (0.7, 0.1)
     assert from_axolotl({"rl": "orpo", "orpo_alpha": 0.2}, folder=Path()).settings["beta"] == 0.2
-    assert "grpo is not there" in from_axolotl({"rl": "grpo"}, folder=Path()).left_out["rl"]
+    assert from_axolotl({"rl": "simpo"}, folder=Path()).settings["cpo_alpha"] == 1.0
+    assert "grpo is not there" in from_axolotl({"rl": "grpo"}, folder=Path()).otherwise["rl"]
 
 
 def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_path: Path) -> None:
@@ -327,11 +338,12 @@ def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_pa
         True,
         True,
     )
-    assert found.settings["min_lr"] == pytest.approx(1e-6)
+    assert found.settings["min_lr"] == 0.0  # of no cosine
     assert "lr_warmup_fraction" not in found.settings
     assert found.settings["offload_saved_activations"]
-    for key in ("gradient_accumulation_steps", "optimizer", "lr_scheduler", "eval_steps", "load_in_4bit"):
-        assert key in found.left_out
+    assert {"gradient_accumulation_steps", "eval_steps"} <= found.left_out.keys()
+    assert {"optimizer", "lr_scheduler", "load_in_4bit"} <= found.otherwise.keys()
+    assert (found.settings["optimizer"], found.settings["lr_decay_style"]) == ("adam", "constant")
     assert (
         "cannot be read; name its stage"
         in from_axolotl({"deepspeed": "no.json"}, folder=tmp_path).left_out["deepspeed"]
@@ -406,13 +418,13 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
     expected = {"dataset_type": "chat", "data_path": (path,), "train_on": "assistant", "pack_samples": True}
     assert chat_settings(values, tmp_path) == {**expected, "chat_template": "phi3", "seq_length": 2048}
     own = {"datasets": sets, "chat_template": "tokenizer_default", "train_on_inputs": True}
-    assert chat_settings(own, tmp_path) == {**expected, "train_on": "all", "pack_samples": False}
+    assert chat_settings(own, tmp_path) == {**expected, "train_on": "all", "pack_samples": False, "seq_length": 512}
     file = {"datasets": [{"path": "json", "data_files": "chats.jsonl", "type": "sharegpt"}]}
     jinja = {"chat_template": "jinja", "chat_template_jinja": "mine.jinja"}
     shown = chat_settings({**file, **jinja}, tmp_path)
     assert (shown["chat_format"], shown["chat_template"], shown["data_path"]) == ("sharegpt", "mine.jinja", (path,))
     other = from_axolotl({"datasets": sets, "chat_template": "exaone", "roles_to_train": ["human"]}, folder=tmp_path)
-    assert other.left_out["chat_template"].startswith("exaone is not there; name the model's own or a file")
+    assert other.otherwise["chat_template"].startswith("exaone is not there; the model's own is used")
     assert "datasets" not in other.left_out and "roles_to_train" in other.left_out
 
 
@@ -421,10 +433,10 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
     [
         ("ds.json", "{", r"ds.json is not JSON: .*; correct the file"),
         ("ds.json", "[1]", r"ds.json holds no settings, but \[1\]; name another file"),
-        ("ds.json", '{"train_batch_size": "many"}', r'train_batch_size="many" must be a whole number'),
+        ("ds.json", '{"train_batch_size": "many"}', r"train_batch_size=many must be a whole number"),
         ("ds.json", '{"optimizer": 3}', r"optimizer=3 must be an object of settings"),
         ("ds.json", '{"gradient_accumulation_steps": []}', r"gradient_accumulation_steps=\[\] must be a number"),
-        ("ds.json", '{"\\ud800": 1}', r"ds.json has half a surrogate pair, which is no text"),
+        ("ds.json", '{"wandb": {"enabled": true, "team": "\\ud800"}}', r"it holds what no TOML file can hold: "),
         ("ds.json", " \n", r"ds.json is empty: it has no settings; name another file"),
         ("config.yml", "# nothing\n", r"config.yml is empty: it has no settings; name another file"),
         ("ds.json", None, r"ds.json cannot be read: No such file or directory; correct the path"),
@@ -467,3 +479,205 @@ def test_the_tools_write_to_a_file_or_print(tmp_path: Path) -> None:
     for name, words in (("from_deepspeed", ["no.json"]), ("from_axolotl", ["no.yml"])):
         bad = run_tool(name, *words)
         assert (bad.returncode, "cannot be read" in bad.stderr) == (2, True)
+
+
+ABSENT = re.compile(r"\| (\w+) \| `(.+?)` \| .+? \| `(\w+) = (.+?)` \| .+? \|")
+ROWS = [
+    (framework.lower(), key, field, tomllib.loads(f"a = {value}")["a"])
+    for framework, key, field, value in ABSENT.findall((ROOT / "docs" / "COMING_FROM.md").read_text())
+]
+SCHEDULED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
+AROUND: dict[str, dict[str, Any]] = {
+    "scheduler.params.warmup_num_steps": SCHEDULED,
+    "scheduler.params.warmup_type": {"scheduler": {"type": "WarmupLR", "params": {}}},
+    "scheduler.params.warmup_max_lr": {"optimizer": {"type": "Adam", "params": {"lr": 1.0}}, **SCHEDULED},
+    "scheduler.params.warmup_min_lr": {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+    "scheduler.params.cos_min_ratio": {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}},
+    "optimizer.params.momentum": {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}},
+    "optimizer.params.nesterov": {"optimizer": {"type": "Muon", "params": {"lr": 1.0}}},
+    "fp16 without a scale": {"fp16": True},
+    "lora_r": {"adapter": "lora"},
+    "lora_alpha": {"adapter": "lora"},
+    "lora_dropout": {"adapter": "lora"},
+    "lora_target_modules": {"adapter": "lora"},
+    "rl_beta": {"rl": "dpo"},
+    "simpo_gamma": {"rl": "simpo"},
+    "cpo_alpha": {"rl": "simpo"},
+    "fsdp_config.sharding_strategy": {"fsdp_config": {"offload_params": False}},
+    "deepspeed_config.zero_stage": {"distributed_type": "DEEPSPEED"},
+    "fsdp_config.fsdp_sharding_strategy": {"distributed_type": "FSDP"},
+    "megatron_lm_config.megatron_lm_gradient_clipping": {"distributed_type": "MEGATRON_LM"},
+}
+"""What makes an absent key mean something, where the smallest config does not."""
+
+
+@pytest.mark.parametrize(("framework", "key", "field", "value"), ROWS, ids=[f"{row[0]} {row[1]}" for row in ROWS])
+def test_an_absent_key_is_written_as_what_it_means_there(
+    framework: Framework, key: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    smallest: dict[str, dict[str, Any]] = {
+        "deepspeed": {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {}}},
+        "axolotl": {"datasets": [{"path": "a.jsonl", "type": "chat_template"}], "learning_rate": 1e-3},
+        "accelerate": {"num_machines": 1},
+    }
+    around = {"fp16": {"enabled": True}} if key.startswith("fp16.") else AROUND.get(key, {})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**smallest[framework], **around}))
+    assert settings_of(import_config(framework, path))[field] == value
+
+
+def test_the_page_of_absent_keys_has_all_frameworks() -> None:
+    counts = Counter(row[0] for row in ROWS)
+    assert (counts["deepspeed"], counts["axolotl"], counts["accelerate"]) == (19, 26, 5)
+
+
+def test_a_learning_rate_without_a_scheduler_is_the_same_in_every_step(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}))
+    (tmp_path / "a.toml").write_text(import_config("deepspeed", path, dp=1))
+    config = read_config(["--config", f"{tmp_path}/a.toml", *MODEL, "--seq-length", "8", "--train-iters", "3"]).config
+    schedule = build_learning_rate_schedule(config.optimizer, config.training, global_batch_size=4)
+    assert [schedule.learning_rate(samples) for samples in (0, 4, 8)] == [1e-3] * 3
+
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_offload_params: true
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+parallelism_config:
+  parallelism_config_tp_size: 2
+  parallelism_config_cp_size: 1
+rdzv_backend: static
+same_network: true
+use_cpu: false
+"""
+
+
+def test_a_config_of_accelerate_becomes_a_layout(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "a.yaml").write_text(ACCELERATE)
+    text = import_config("accelerate", tmp_path / "a.yaml")
+    (tmp_path / "a.toml").write_text(text)
+    own = ["--micro-batch-size", "1", "--seq-length", "8", "--lr", "1e-3", "--train-iters", "3"]
+    config = read_config(["--config", f"{tmp_path}/a.toml", *MODEL, *own]).config
+    parallel = config.parallel
+    assert (parallel.zero, parallel.param_cpu_offload, config.layout.tp, config.layout.dp) == (3, True, 2, 4)
+    assert (config.training.bf16, config.recompute.recompute_granularity) == (True, "full")
+    for key in (
+        "rdzv_backend",
+        "fsdp_config.auto_wrap_policy",
+        "fsdp_config.state_dict_type",
+        "optimizer, learning rate",
+    ):
+        assert f"#   {key}" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"}},
+            {"zero_stage": 3, "param_cpu_offload": True},
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+            {"zero_stage": 1, "clip_grad": 0.5},
+        ),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_clipping": "0.3"}}, {"clip_grad": 0.3}),
+        ({"mixed_precision": False, "num_processes": "4"}, {"bf16": False, "data_parallel_size": 4}),
+        ({"mixed_precision": "fp16"}, {"fp16": True, "loss_scale_window": 2000, "hysteresis": 1}),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 2}, {"device": "cpu", "data_parallel_size": 2}),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {"compile": True}),
+        (
+            {
+                **{"distributed_type": "MEGATRON_LM", "num_processes": 8},
+                "megatron_lm_config": {"megatron_lm_tp_degree": "2", "megatron_lm_pp_degree": 2},
+            },
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 2},
+        ),
+    ],
+)
+def test_kinds_of_accelerate_are_ours(values: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}')
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    assert settings.items() <= settings_of(import_config("accelerate", tmp_path / "a.json")).items()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("a.yml", "YAML", "from-axolotl"),
+        ("b.yaml", "YAML", "from-accelerate"),
+        ("ds.json", "JSON", "from-deepspeed"),
+    ],
+)
+def test_a_config_of_another_framework_names_its_importer(name: str, kind: str, words: str, tmp_path: Path) -> None:
+    texts = {"a.yml": AXOLOTL, "b.yaml": ACCELERATE, "ds.json": json.dumps(DEEPSPEED)}
+    (tmp_path / name).write_text(texts[name])
+    with pytest.raises(
+        UserError, match=rf"is {kind}, and a config is TOML; write it as TOML with: megatronish {words} "
+    ):
+        read_config(["--config", str(tmp_path / name)])
+
+
+CHATS = [{"path": "chats.jsonl", "type": "chat_template"}]
+RECIPES: dict[str, dict[str, Any]] = {
+    "sft": {"datasets": CHATS, "num_epochs": 3, "sample_packing": True, "warmup_ratio": 0.1, "evals_per_epoch": 4},
+    "qwen3": {"datasets": CHATS, "chat_template": "qwen3", "val_set_size": 0.1},
+    "qwen_25": {"datasets": CHATS, "chat_template": "qwen_25", "gradient_accumulation_steps": 4},
+    "alpaca": {"datasets": [{"path": "alpaca.jsonl", "type": "alpaca"}], "num_epochs": 1},
+    "lora": {"datasets": CHATS, "adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True},
+    "qlora": {"datasets": CHATS, "adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "optimizer": "adamw_bnb_8bit"},
+    "dpo": {"datasets": [{"path": "pairs.jsonl", "type": "chatml.prompt_pairs"}], "rl": "dpo", "adapter": "lora"},
+    "kto": {"datasets": [{"path": "labels.jsonl", "type": "chatml.argilla"}], "rl": "kto", "adapter": "lora"},
+    "orpo": {"datasets": [{"path": "pairs.jsonl", "type": "chat_template.argilla"}], "rl": "orpo", "num_epochs": 4},
+    "simpo": {"datasets": [{"path": "pairs.jsonl"}], "rl": "simpo"},
+    "ipo": {
+        "datasets": [{"path": "pairs.jsonl"}],
+        "rl": "ipo",
+        "adapter": "lora",
+        "test_datasets": [{"path": "pairs.jsonl"}],
+    },
+    "pretraining": {"pretraining_dataset": [{"path": "text.jsonl", "type": "pretrain"}], "max_steps": 20},
+    "completion": {"datasets": [{"path": "json", "data_files": ["text.jsonl"], "type": "completion"}]},
+    "fsdp": {"datasets": CHATS, "fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_offload_params": True}},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_of_axolotl_with_its_files_runs_dry_as_it_is_imported(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("yaml")
+    write_chat_model(tmp_path / "model")
+    write_lines(tmp_path / "chats.jsonl", [said("a", "b")] * 8)
+    write_lines(tmp_path / "alpaca.jsonl", [{"instruction": "a", "output": "b"}] * 8)
+    write_lines(tmp_path / "text.jsonl", [{"text": "a text"}] * 8)
+    write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8)
+    write_lines(tmp_path / "labels.jsonl", [{"prompt": "a", "completion": "b", "label": True}] * 8)
+    values = {"base_model": "model", "learning_rate": "2e-4", "sequence_len": 64, "micro_batch_size": 2, "bf16": "auto"}
+    (tmp_path / "config.yml").write_text(json.dumps({**values, "output_dir": "out", **RECIPES[recipe]}))
+    (tmp_path / "mine.toml").write_text(import_config("axolotl", tmp_path / "config.yml"))
+    monkeypatch.chdir(tmp_path)
+    config, _ = read_config(["--config", "mine.toml"], read_start=read_start)
+    training, data = config.training, config.data
+    assert data.dataset_type == "chat" and (data.data_path or data.train_data_path)
+    assert training.train_iters == RECIPES[recipe].get("max_steps")
+    assert training.train_iters or training.num_epochs == RECIPES[recipe].get("num_epochs", 1.0)
+    assert training.objective == RECIPES[recipe].get("rl", "causal_lm")
+    if recipe in ("sft", "orpo", "pretraining"):
+        assert dry_run(config, []) == 0

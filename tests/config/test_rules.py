@@ -242,7 +242,6 @@ from megatronish.config.fields import FIELDS
         ("--lr inf", r"^lr=inf must be finite"),
         ("--window-size 0", r"^window_size=0 must be at least 1"),
         ("--split 1,2,3,4", r"^split='1,2,3,4' must be up to three parts"),
-        ("--multiple-validation-sets", r"^--mock-data contradicts --multiple-validation-sets: made-up tokens stand in"),
         ("--device tpu", r"^--device tpu: device must be one of auto, cpu or cuda"),
         ("--device cpu --distributed-backend nccl", r"^distributed_backend=nccl needs CUDA"),
         ("--finetune", r"^finetune takes its weights from a checkpoint, and none is given; add --load DIR"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from command_lines import DEMO, problems, read, small, toml
 
+from megatronish.config.data_lists import DATA_LISTS
 from megatronish.config.read import read_config
 
 CONFLICTS = [
@@ -18,7 +19,9 @@ CONFLICTS = [
     "--quick-geglu --swiglu",
     "--quick-geglu --squared-relu",
     "--quick-geglu --openai-gelu",
-    "--mock-data --data-path x",
+    "--num-epochs 2 --train-iters 3",
+    "--num-epochs 2 --train-samples 3",
+    "--num-epochs 2 --lr-warmup-samples 3",
     "--data-path x --train-data-path y",
     "--pp 2 --pipeline-split auto --account-for-embedding-in-pipeline-split",
     "--rampup-batch-size 2 2 8 --step-batch-size-schedule 0:2",
@@ -30,6 +33,30 @@ def test_contradicting_flags_are_an_error(words: str) -> None:
     assert any(
         "contradicts" in problem and problem.endswith("leave one of them out") for problem in problems(words.split())
     )
+
+
+MOCKED = (
+    "--data-path x",
+    "--train-data-path x --valid-data-path y",
+    "--test-data-path x --multiple-validation-sets",
+    "--data-path x --train-data-path y --dataset-type chat",
+    *(f"--{name} nowhere" for name in DATA_LISTS),
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere",
+    "--vocab-file nowhere --merge-file nowhere",
+)
+
+
+@pytest.mark.parametrize("words", MOCKED)
+def test_made_up_data_stand_in_for_every_flag_of_data(words: str, tmp_path: Path) -> None:
+    for flags in (["--mock-data", *words.split()], [*words.split(), "--mock_data"]):
+        config, notes = read_config(small(*flags))
+        assert config.data.mock_data and not (config.data.data_path or config.data.train_data_path)
+        told = " ".join(notes)
+        assert "idle" in told or "mock_data needs no file and no tokenizer" in told
+        assert "nowhere" not in f"{config.data}"
+    file = tmp_path / "a.toml"
+    file.write_text('[data]\ndata-args-path = "nowhere"\n')
+    assert read_config(["--config", str(file), *small("--mock-data")]).config.data.mock_data
 
 
 def test_a_repeated_flag_that_says_the_same_is_fine() -> None:

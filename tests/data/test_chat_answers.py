@@ -9,7 +9,7 @@ from chat_tokenizers import encode, encoder, said, trained_text, whole_text, wit
 
 from megatronish.config.chat import TrainOn
 from megatronish.data.chat.answers import UnclearError
-from megatronish.data.chat.builtin import BUILT_IN, built_in_template
+from megatronish.data.chat.builtin import BUILT_IN, WITH_TOOLS, built_in_template
 
 IM = ("<|im_start|>", "<|im_end|>")
 ARGUMENTS = '{"city": "Ulm", "days": 1}'
@@ -60,14 +60,18 @@ def test_built_in_templates_find_their_answers(name: str) -> None:
     )
     record = said("a", "first", "b", "second", system="Be brief.")
     (sample,) = encode(encoder(tokenizer, built_in_template(name)), record)
-    end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}.get(
-        name, "</s>"
-    )
+    end = {
+        **dict.fromkeys(WITH_TOOLS, "<|im_end|>"),
+        "llama3": "<|eot_id|>",
+        "gemma": "<end_of_turn>",
+        "phi3": "<|end|>",
+    }.get(name, "</s>")
     space = {"llama2": (" ", " "), "mistral": (" ", ""), "vicuna": (" ", "")}.get(name, ("", ""))
-    assert trained_text(sample, tokenizer) == [f"{space[0]}{text}{space[1]}{end}" for text in ("first", "second")]
+    texts = ("first", "<think>\n\n</think>\n\nsecond" if name == "qwen3" else "second")
+    assert trained_text(sample, tokenizer) == [f"{space[0]}{text}{space[1]}{end}" for text in texts]
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "chatml"])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in WITH_TOOLS])
 def test_built_in_templates_without_a_place_for_tools_refuse_them(name: str) -> None:
     tokenizer = with_controls(IM)
     with pytest.raises(ValueError, match=r"it has no place for tools"):
@@ -111,11 +115,29 @@ def test_calls_of_tools_are_trained_and_their_results_are_not(models: str, calle
     assert "7 degrees" in whole_text(sample, tokenizer)
 
 
-def test_the_built_in_chatml_writes_calls_as_it_describes_them() -> None:
+def test_the_built_in_templates_of_qwen_write_what_qwen_reads() -> None:
     tokenizer = with_controls(IM)
-    (sample,) = encode(encoder(tokenizer, built_in_template("chatml")), with_tools())
+    own = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    asked = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    begun = f"{asked}b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    wanted = {
+        "qwen25": f"{own}{begun}d<|im_end|>",
+        "qwen3": f"{begun}<think>\n\n</think>\n\nd<|im_end|>",
+    }
+    for name, text in wanted.items():
+        (sample,) = encode(encoder(tokenizer, built_in_template(name)), said("a", "b", "c", "d"))
+        assert whole_text(sample, tokenizer).strip() == text
+    (sample,) = encode(encoder(tokenizer, built_in_template("qwen3")), said("a", "<think>\nx\n</think>\n\nb"))
+    assert whole_text(sample, tokenizer).strip() == f"{asked}<think>\nx\n</think>\n\nb<|im_end|>"
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_the_built_in_templates_with_tools_write_calls_as_they_describe_them(name: str) -> None:
+    tokenizer = with_controls(IM)
+    samples = encode(encoder(tokenizer, built_in_template(name)), with_tools())
     called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 1}}\n</tool_call><|im_end|>'
-    assert trained_text(sample, tokenizer) == [called, "It is cold.<|im_end|>"]
+    trained = [text for sample in samples for text in trained_text(sample, tokenizer)]
+    assert [text.removeprefix("<think>\n\n</think>\n\n") for text in trained] == [called, "It is cold.<|im_end|>"]
 
 
 # what templates leave out

@@ -179,7 +179,7 @@ def test_a_ramp_leaves_lengths_in_samples_alone() -> None:
         ({"lr_warmup_iters": 100}, "warm-up of 800 samples must be shorter than the decay of 800"),
         ({"lr_decay_style": "WSD"}, "give --lr-wsd-decay-iters"),
         ({"end_weight_decay": 0.5}, "cannot go from 0.01 to 0.5; use --weight-decay-incr-style"),
-        ({"train_iters": None}, "add --train-iters or --train-samples"),
+        ({"train_iters": None}, "add --train-iters, --train-samples or --num-epochs"),
     ],
 )
 def test_a_schedule_that_does_not_fit_together_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -11,9 +11,9 @@ import torch
 from jobs import call_main, run_job, tiny
 
 from megatronish.commands.generating import read_prompts
+from megatronish.commands.import_config import import_config
 from megatronish.config.data import DataConfig
 from megatronish.config.dump import section_of
-from megatronish.config.importers.command import import_config
 from megatronish.config.model import ModelConfig
 from megatronish.data.chat.model_files import read_template
 from megatronish.errors import UserError

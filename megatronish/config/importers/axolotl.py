@@ -5,20 +5,36 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.fields import FIELDS
-from megatronish.config.importers.axolotl_data import data_sets
+from megatronish.config.importers.axolotl_data import data_sets, is_file
 from megatronish.config.importers.axolotl_keys import (
+    ABSENT,
     CHECKPOINTS,
     DECAYS,
     LORA,
     OPTIMIZERS,
+    PEFT,
+    PEFT_TARGETS,
     QUANTISED_ALONE,
     RULES,
     SPEED,
+    STRATEGIES,
 )
 from megatronish.config.importers.axolotl_rl import RL_KEYS, from_rl
 from megatronish.config.importers.deepspeed import from_deepspeed
-from megatronish.config.importers.imported import Imported, apply, dropped, number, read_json, section
+from megatronish.config.importers.deepspeed_keys import OF_ONE_RANK
+from megatronish.config.importers.imported import (
+    Imported,
+    apply,
+    dropped,
+    is_on,
+    number,
+    read_object,
+    section,
+    text,
+    whole,
+)
 from megatronish.errors import UserError
+from megatronish.foreign import shown
 
 # Keys that a function below reads.
 _OWN = (
@@ -27,7 +43,7 @@ _OWN = (
     *("fsdp_config", "fsdp_version", "eval_steps", "save_steps", "adapter", "lora_target_linear"),
     *RL_KEYS,
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_use_rslora", "loraplus_lr_ratio"),
-    *("load_in_4bit", "bnb_config_kwargs"),
+    *("load_in_4bit", "bnb_config_kwargs", "num_epochs", "float32"),
 )
 _OF_LORA = {
     "lora_r": "lora_rank",
@@ -48,16 +64,21 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
     _model(found, folder)
     _adapter(found, values)
-    from_rl(found, values)
+    from_rl(found, values, folder)
     has_chats = "objective" in found.settings or data_sets(found, values, folder)
+    _length(found, values)
     _batch(found, values, dp)
+    _held_out(found, values)
     if not has_chats and values.get("sample_packing"):  # rows are always filled; documents do not see each other
         found.set("reset_attention_mask", True)
         found.set("reset_position_ids", True)
     _optimizer(found, values)
+    _learning_rate(found, values)
     _precision(found, values)
     _intervals(found, values)
     _sharding(found, values, folder)
+    for name, value in ABSENT.items():
+        found.set_default(name, value)
     return found
 
 
@@ -70,37 +91,55 @@ def _numeric(key: str, value: Any) -> Any:
 
 
 def _model(found: Imported, folder: Path) -> None:
-    """The folder of the model to start from; nothing is downloaded."""
-    name = found.settings.pop("load_hf", None)
-    places = [] if name is None else [Path(name), folder / name]
-    here = next((path for path in places if path.is_dir()), None)
+    """The folder of the model to start from: as it is named, from here or from the folder of the config."""
+    name = found.settings.get("load_hf")
+    if name is None:
+        return
+    here = next((path for path in (Path(name), folder / name) if is_folder(path)), None)
     if here is not None:
         found.set("load_hf", str(here))
-    elif name is not None:
+    else:
         found.leave_out("base_model", f"{name} is not a folder here; download it, and add --load-hf FOLDER")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there; False for what is no path at all."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name of thousands of characters, or one with NUL in it
+        return False
 
 
 def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     """LoRA of the model to start from."""
-    kind = values.get("adapter")
+    kind = text(values, "adapter")
     if not kind:
         if values.get("load_in_4bit"):
-            found.leave_out("load_in_4bit", QUANTISED_ALONE)
+            found.warn("load_in_4bit", QUANTISED_ALONE)
         return
     if kind not in ("lora", "qlora"):
-        found.leave_out("adapter", f"{kind} is not there; there are lora and ia3, for --adapter-type")
-        return
-    if "load_hf" not in found.settings:
-        found.leave_out("adapter", f"add --adapter-type lora with --load-hf FOLDER, and lora_* as flags ({kind} here)")
+        found.warn(
+            "adapter", f"{kind} is not there, and the whole model learns; there are lora and ia3 (--adapter-type)"
+        )
         return
     found.set("adapter_type", "lora")
     for key, name in _OF_LORA.items():
         if values.get(key) is not None:
-            found.set(name, values[key] if name == "use_rslora" else number(values, key))
+            found.set(name, is_on(values[key]) if name == "use_rslora" else number(values, key))
+    if "lora_rank" in found.settings:
+        found.set("lora_rank", whole(found.settings["lora_rank"], "lora_r"))
+    for name, value in PEFT.items():
+        found.set_default(name, value)
     targets = values.get("lora_target_modules")
-    if isinstance(targets, list) and not values.get("lora_target_linear"):
-        found.set("adapter_targets", tuple(map(str, targets)))
-    if kind == "qlora" or values.get("load_in_4bit"):
+    if isinstance(targets, str):
+        targets = None if targets == "all-linear" else [targets]
+    elif targets is None and not is_on(values.get("lora_target_linear")):
+        targets = PEFT_TARGETS
+    if targets is not None and not is_on(values.get("lora_target_linear")):
+        if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+            raise UserError(f"lora_target_modules={shown(targets)} must be a list of names; correct the file")
+        found.set("adapter_targets", tuple(targets))
+    if kind == "qlora" or is_on(values.get("load_in_4bit")):
         _quantised(found, section(values, "bnb_config_kwargs"))
 
 
@@ -111,58 +150,103 @@ def _quantised(found: Imported, options: Mapping[str, Any]) -> None:
         if name == "bnb_4bit_use_double_quant":
             found.set("double_quantization", bool(value))
         elif (name, value) != ("bnb_4bit_quant_type", "nf4"):
-            found.leave_out(f"bnb_config_kwargs.{name}", f"{value}: the base is quantised to NF4 and stored in bytes")
+            found.leave_out(
+                f"bnb_config_kwargs.{name}", f"{shown(value)}: the base is quantised to NF4 and stored in bytes"
+            )
+
+
+def _length(found: Imported, values: Mapping[str, Any]) -> None:
+    """Length of the run: max_steps, or else num_epochs, of which there is one if neither is there."""
+    epochs = number(values, "num_epochs")
+    if found.settings.get("train_iters", 1) < 1:  # -1 says that there is no limit
+        del found.settings["train_iters"]
+    if "train_iters" in found.settings:
+        if epochs is not None:
+            found.leave_out("num_epochs", "max_steps, which is given, counts")
+    elif epochs is not None and epochs <= 0:
+        raise UserError(f"num_epochs={epochs:g} must be greater than 0; correct the file")
+    else:
+        found.set("num_epochs", 1.0 if epochs is None else epochs)
 
 
 def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
-    micro, steps = found.settings.get("micro_batch_size"), number(values, "gradient_accumulation_steps") or 1
-    if micro is not None and dp is not None:
-        found.set("global_batch_size", int(micro * steps * dp))
-    elif steps > 1:
-        found.leave_out(
-            "gradient_accumulation_steps",
-            "--global-batch-size is --micro-batch-size times this times the data-parallel size (--dp)",
+    found.set_default("micro_batch_size", 1)
+    micro, steps = found.settings["micro_batch_size"], number(values, "gradient_accumulation_steps")
+    size, batch = 1 if steps is None else whole(steps, "gradient_accumulation_steps"), number(values, "batch_size")
+    if micro < 1 or size < 1:
+        raise UserError(
+            f"micro_batch_size={micro} and gradient_accumulation_steps={size} must be at least 1; correct the file"
         )
-    held_out = number(values, "val_set_size")
-    if held_out is not None and 0 < held_out < 1:
-        found.set("split", f"{1 - held_out:g},{held_out:g},0")
-    elif held_out is not None and held_out >= 1:
-        found.leave_out("val_set_size", "give the part of the data by --split")
+    if batch is not None and steps is None:
+        found.set("global_batch_size", whole(batch, "batch_size"))
+        return
+    found.set("global_batch_size", micro * size * (dp or 1))
+    if dp is None and size > 1:
+        found.leave_out("gradient_accumulation_steps", OF_ONE_RANK)
+
+
+def _held_out(found: Imported, values: Mapping[str, Any]) -> None:
+    """Part of the data that is kept for validation; none where nothing is said."""
+    held_out = number(values, "val_set_size") or 0.0
+    if held_out < 0:
+        raise UserError(f"val_set_size={held_out:g} must not be negative; correct the file")
+    if "train_data_path" in found.settings:
+        return  # the sets for validation are named
+    if held_out < 1:
+        found.set("split", f"{1 - held_out:.10g},{held_out:.10g},0")
+    else:
+        found.warn("val_set_size", f"{held_out:g} samples: give a part of the data by --split; nothing is held out")
+        found.set("split", "1,0,0")
 
 
 def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
-    name = str(values.get("optimizer") or "adamw_torch").removeprefix("OptimizerNames.").lower()
+    name = text(values, "optimizer", "adamw_torch_fused").removeprefix("OptimizerNames.").lower()
     kind = name.removeprefix("paged_").split("_")[0]
+    found.set("optimizer", OPTIMIZERS.get(kind, "adam"))
     if kind not in OPTIMIZERS:
-        found.leave_out("optimizer", f"{name} is not there; there are adam (AdamW), sgd and muon, for --optimizer")
-    else:
-        found.set("optimizer", OPTIMIZERS[kind])
-        if "8bit" in name or "4bit" in name:
-            found.leave_out("optimizer", f"{name}: optimizer states are in fp32, which is more exact")
-    if "weight_decay" not in found.settings:
-        found.set("weight_decay", 0.0)  # Hugging Face's default
-    decay = str(values.get("lr_scheduler") or "cosine")
-    if decay in DECAYS:
-        found.set("lr_decay_style", DECAYS[decay])
-    else:
-        found.leave_out("lr_scheduler", f"{decay} is not there; use --lr-decay-style cosine, linear, constant or WSD")
+        found.warn("optimizer", f"{name} is not there; this trains with adam (AdamW); --optimizer has sgd and muon")
+    elif "8bit" in name or "4bit" in name:
+        found.leave_out("optimizer", f"{name}: optimizer states are in fp32, which is more exact")
+    if found.settings["optimizer"] == "sgd":
+        found.set("sgd_momentum", 0.0)  # Hugging Face's Trainer gives sgd none
+
+
+def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
+    """Shape of the learning rate, and warm-up: of 3 % of the run, at most 100 steps, where nothing is said."""
+    decay = text(values, "lr_scheduler", "cosine").removeprefix("SchedulerType.").lower()
+    found.set("lr_decay_style", DECAYS.get(decay, "constant"))
+    if decay not in DECAYS:
+        found.warn(
+            "lr_scheduler",
+            f"{decay} is not there, and the learning rate stays constant; --lr-decay-style has cosine, linear and WSD",
+        )
     ratio, peak = number(values, "cosine_min_lr_ratio"), found.settings.get("lr")
-    if ratio is not None and peak is not None:
+    found.set("min_lr", 0.0)
+    if ratio is not None and peak is not None and DECAYS.get(decay) == "cosine":
         found.set("min_lr", ratio * peak)
     if "lr_warmup_iters" in found.settings:
         found.settings.pop("lr_warmup_fraction", None)  # Hugging Face's Trainer lets the steps win
+    elif "lr_warmup_fraction" not in found.settings:
+        if (run := found.settings.get("train_iters")) is not None:
+            found.set("lr_warmup_iters", min(int(0.03 * run), 100))
+        else:
+            found.set("lr_warmup_fraction", 0.03)
+            found.leave_out("warmup_steps", "it is absent, which means 3 % of the run there, but at most 100 steps")
 
 
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
-    bf16 = values.get("bf16", values.get("bfloat16"))
-    if bf16 in (True, "full", "auto", "true"):
+    """Precision; where nothing is said, Axolotl takes bf16 on a device that has it."""
+    bf16 = values.get("bf16") if values.get("bf16") is not None else values.get("bfloat16")
+    if is_on(values.get("fp16")) or is_on(values.get("float16")):
+        found.set_grad_scaler()
+    elif is_on(bf16) or bf16 in ("full", "auto") or (bf16 is None and not is_on(values.get("float32"))):
         found.set("bf16", True)
-    elif values.get("fp16", values.get("float16")) in (True, "true"):
-        found.set("fp16", True)
+    else:
+        found.set("bf16", False)
     again = values.get("gradient_checkpointing")
-    if again in (True, "true", "offload", "offload_disk"):
+    if is_on(again) or again in ("offload", "offload_disk", "unsloth"):
         found.set("recompute_granularity", "full")
-    if again in ("offload", "offload_disk"):
+    if again in ("offload", "offload_disk", "unsloth"):
         found.set("offload_saved_activations", True)
 
 
@@ -183,10 +267,10 @@ def _intervals(found: Imported, values: Mapping[str, Any]) -> None:
 def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     """ZeRO, from the DeepSpeed file that the config names, or from FSDP."""
     if values.get("deepspeed"):
-        path = Path(str(values["deepspeed"]))
-        path = next((each for each in (path, folder / path, folder / path.name) if each.is_file()), path)
+        path = Path(text(values, "deepspeed"))
+        path = next((each for each in (path, folder / path, folder / path.name) if is_file(each)), path)
         try:
-            zero = section(read_json(path), "zero_optimization")
+            zero = section(read_object(path, is_yaml=False), "zero_optimization")
             shared = from_deepspeed({"zero_optimization": zero}).settings
         except UserError:
             found.leave_out("deepspeed", f"{path} cannot be read; name its stage with --zero-stage")
@@ -196,20 +280,25 @@ def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
             if name in shared:
                 found.set(name, shared[name])
     elif values.get("fsdp") or values.get("fsdp_config"):
-        _fsdp(found, str(values.get("fsdp") or ""), section(values, "fsdp_config"))
+        fsdp(found, shown(values.get("fsdp") or ""), section(values, "fsdp_config"))
 
 
-def _fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
-    """ZeRO, from FSDP: `words` are those of the older key, the keys of `config` may begin with fsdp_."""
+def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
+    """ZeRO, from FSDP: `words` are those of the older key, the keys of `config` may begin with fsdp_.
+
+    A strategy that is not named is a full one.
+    """
     rest = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    strategy = f"{words} {rest.pop('sharding_strategy', '')}".upper()
-    keeps_parameters = rest.pop("reshard_after_forward", True) is False
+    named = text(rest, "sharding_strategy")
+    rest.pop("sharding_strategy", None)
+    strategy = f"{words} {STRATEGIES.get(named, named)}".upper()
+    keeps_parameters = rest.pop("reshard_after_forward", True) in (False, "false")
     stage = 2 if keeps_parameters or "SHARD_GRAD_OP" in strategy or "ZERO2" in strategy else 3
     found.set("zero_stage", 0 if "NO_SHARD" in strategy else stage)
     if "HYBRID" in strategy and "num_distributed_optimizer_instances" not in found.settings:
         found.leave_out("fsdp_config.sharding_strategy", "a hybrid one; add --dp-replicate, the number of groups")
-    if (rest.pop("offload_params", False) is True or "OFFLOAD" in strategy) and "NO_SHARD" not in strategy:
+    if (is_on(rest.pop("offload_params", False)) or "OFFLOAD" in strategy) and "NO_SHARD" not in strategy:
         found.set("param_cpu_offload" if stage == 3 else "optimizer_cpu_offload", True)
-    if rest.pop("activation_checkpointing", False) is True:
+    if is_on(rest.pop("activation_checkpointing", False)):
         found.set("recompute_granularity", "full")
     apply(found, rest, dict.fromkeys(rest, SPEED) | {"state_dict_type": CHECKPOINTS}, within="fsdp_config.")

@@ -5,7 +5,7 @@ from megatronish.config.importers.imported import Rule, dropped, field
 CHECKPOINTS = dropped("every checkpoint loads in every layout")
 SPEED = dropped("it changes speed and memory alone")
 FUSED = dropped("which kernels are used is decided at run time")
-EPOCHS = dropped("lengths are in steps; use --train-iters, --eval-interval and --save-interval")
+EPOCHS = dropped("intervals are in steps; use --eval-interval and --save-interval")
 LORA = dropped("it is not there for adapters")
 QUANTISED = dropped("there is NF4 for the base of adapters, --quantize-base nf4, and no other quantisation")
 QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lora --quantize-base nf4"
@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {
     "wandb_project": field("wandb_project"),
     "wandb_name": field("wandb_exp_name"),
     "wandb_entity": field("wandb_entity"),
-    **dict.fromkeys(("num_epochs", "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), EPOCHS),
+    **dict.fromkeys(("evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), EPOCHS),
     **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), DATA),
     **dict.fromkeys(("peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), LORA),
     **dict.fromkeys(("load_in_8bit", "gptq", "quantization"), QUANTISED),
@@ -101,6 +101,22 @@ RULES: dict[str, Rule] = {
         NOT_THERE,
     ),
 }
+
+ABSENT: dict[str, float] = {
+    "seq_length": 512,
+    "weight_decay": 0.0,
+    "clip_grad": 1.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "seed": 42,
+}
+"""What keys mean that are absent: the defaults of Axolotl, and of the Trainer of transformers, which it calls."""
+PEFT = {"lora_rank": 8, "lora_alpha": 8.0, "lora_dropout": 0.0}
+PEFT_TARGETS = ["q_proj", "v_proj"]
+"""The same of PEFT's LoRA in Llama and its relatives."""
+STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+"""FSDP's strategies by their numbers, in older files."""
 
 OPTIMIZERS = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 DECAYS = {

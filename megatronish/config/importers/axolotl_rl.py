@@ -1,10 +1,13 @@
 """Axolotl's keys of preference learning, `rl` and the numbers of its objectives, as settings of this project."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megatronish.config.importers.imported import Imported, number
+from megatronish.config.importers.axolotl_data import preferences
+from megatronish.config.importers.imported import Imported, is_on, number, text
 from megatronish.config.names import OBJECTIVE_NAMES
+from megatronish.foreign import shown
 
 # Keys of our fields; of those of one name, the first that is given counts.
 _NUMBERS = {
@@ -18,16 +21,28 @@ _NUMBERS = {
     "kto_undesirable_weight": "undesirable_weight",
 }
 _LOSS_TYPES = ("sigmoid", "hinge", "robust", "ipo")
+ABSENT = {
+    "beta": 0.1,
+    "label_smoothing": 0.0,
+    "simpo_gamma": 0.5,
+    "cpo_alpha": 1.0,  # of simpo, too, where 0 is the paper's and ours
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+}
+"""What numbers mean that are absent: TRL's defaults."""
 RL_KEYS = ("rl", "dpo_loss_type", "precompute_ref_log_probs", *_NUMBERS)
 
 
-def from_rl(found: Imported, values: Mapping[str, Any]) -> None:
-    """The objective of `rl`, with those of its numbers that it reads here."""
-    name = values.get("rl")
+def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
+    """The objective of `rl`, with those of its numbers that it reads here, and its data."""
+    name = text(values, "rl")
     if not name:
         return
     if name not in ("dpo", "ipo", "kto", "orpo", "simpo"):
-        found.leave_out("rl", f"{name} is not there; there are dpo, ipo, simpo, cpo, orpo and kto, for --objective")
+        found.warn(
+            "rl",
+            f"{name} is not there, and this trains on text; there are dpo, ipo, simpo, cpo, orpo and kto (--objective)",
+        )
         return
     found.set("objective", name)
     found.set("dataset_type", "chat")
@@ -39,14 +54,15 @@ def from_rl(found: Imported, values: Mapping[str, Any]) -> None:
             found.set(field, number(values, key))
         else:
             found.leave_out(key, f"rl: {name} does not read it")
+    for field, value in ABSENT.items():
+        if field in reads:
+            found.set_default(field, value)
     kinds = values.get("dpo_loss_type")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
     if kind is not None and (name != "dpo" or kind not in _LOSS_TYPES):
-        found.leave_out("dpo_loss_type", f"{kinds} is not there for {name}; dpo has {', '.join(_LOSS_TYPES)}")
+        found.warn("dpo_loss_type", f"{shown(kinds)} is not there for {name}; dpo has {', '.join(_LOSS_TYPES)}")
     elif kind is not None:
         found.set("dpo_loss_type", kind)
-    if values.get("precompute_ref_log_probs") and OBJECTIVE_NAMES[name].has_reference:
+    if is_on(values.get("precompute_ref_log_probs")) and OBJECTIVE_NAMES[name].has_reference:
         found.set("reference", "stored")
-    for key in ("datasets", "test_datasets"):
-        if values.get(key):
-            found.leave_out(key, "name the files of pairs, or for kto of labelled completions, with --data-path")
+    preferences(found, values, folder)

@@ -59,6 +59,19 @@ OPTIMIZERS = {
     **{"sgd": "sgd", "muon": "muon"},
 }
 
+DEFAULTS: dict[str, dict[str, float | bool | str]] = {
+    "adam": {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
+    "sgd": {"lr": 1e-3, "sgd_momentum": 0.0},
+    "muon": {
+        "muon_momentum": 0.95,
+        "muon_nesterov": True,
+        "muon_scale_mode": "shape_scaling",
+        "muon_coefficient_type": "simple",
+    },
+}
+"""What parameters mean that an optimizer does not name."""
+OF_ONE_RANK = "the global batch above is that of one data-parallel rank; import again with --dp N for N of them"
+
 SCHEDULER_FLAGS = {
     "warmup_num_steps": "--lr-warmup-iters",
     "warmup_max_lr": "--lr",
@@ -83,6 +96,8 @@ FP16: dict[str, Rule] = {
     "consecutive_hysteresis": NOT_THERE,
     "fp16_master_weights_and_grads": dropped("master weights and gradients are in fp32, more exactly"),
 }
+
+FP16_DEFAULTS = {"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0}
 
 ZERO: dict[str, Rule] = {
     "stage": field("zero_stage"),

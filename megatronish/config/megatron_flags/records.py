@@ -134,7 +134,7 @@ DEEPSPEED: dict[str, Known] = {
         valued="deepscale-config",
     ),
     "deepspeed-config": instead(
-        "DeepSpeed's JSON file is not read, the flags of this command line decide; tools/from_deepspeed.py FILE.json "
+        "DeepSpeed's JSON file is not read, the flags of this command line decide; megatronish from-deepspeed FILE.json "
         "turns it into a config of this project",
         1,
     ),
@@ -174,6 +174,6 @@ TRAINER: dict[str, Known] = {
     "gradient-accumulation-steps": refused(
         "use --global-batch-size, which is --micro-batch-size times this times the data-parallel size", 1
     ),
-    "num-train-epochs": refused("use --train-iters or --train-samples", 1),
+    "num-train-epochs": renamed("num_epochs"),
     "model-name-or-path": renamed("load_hf"),
 }

@@ -80,8 +80,9 @@ def _evaluation_batch(config: Config) -> str | None:
 
 
 def _length_of_run(config: Config) -> str | None:
-    if config.training.train_iters is None and config.training.train_samples is None:
-        return "the length of the run is not given; add --train-iters or --train-samples"
+    training = config.training
+    if training.train_iters is None and training.train_samples is None and training.num_epochs is None:
+        return "the length of the run is not given; add --train-iters, --train-samples or --num-epochs"
     return None
 
 
@@ -116,7 +117,7 @@ BATCH_RULES = (
     ConfigRule((*_BATCH, "rampup_batch_size"), _ramp_up),
     ConfigRule((*_BATCH, "step_batch_size_schedule", "seq_length"), _step_wise),
     ConfigRule((*_BATCH, "eval_global_batch_size"), _evaluation_batch),
-    ConfigRule(("train_iters", "train_samples"), _length_of_run),
+    ConfigRule(("train_iters", "train_samples", "num_epochs"), _length_of_run),
     ConfigRule((*_BATCH, "train_samples"), _at_least_a_step),
 )
 

@@ -7,9 +7,12 @@ A format that ends a turn with a control token of its own needs a tokenizer that
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "templates"
-BUILT_IN = ("chatml", "llama3", "llama2", "mistral", "gemma", "phi3", "zephyr", "alpaca", "vicuna", "plain")
+BUILT_IN = (
+    *("chatml", "llama3", "llama2", "mistral", "gemma", "phi3", "zephyr", "alpaca", "vicuna", "plain"),
+    *("qwen25", "qwen3"),
+)
 """Names for --chat-template."""
-WITH_TOOLS = ("chatml",)
+WITH_TOOLS = ("chatml", "qwen25", "qwen3")
 """Templates that have a place for tools and their calls; the others are put behind templates/prelude.jinja."""
 
 

@@ -11,6 +11,8 @@ A chat that is longer than a row is cut: its beginning stays. If no trained toke
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,6 +86,14 @@ class ChatDataset:
         """Rows of the first epoch; others may have a few more or less."""
         return len(self.epoch(0).packs)
 
+    def samples_until(self, num_epochs: float) -> int:
+        """Rows of so many epochs from the start, each packed for itself; those of a part of an epoch are rounded up."""
+        number = int(num_epochs)
+        part = Fraction(num_epochs) - number
+        last = len(self.epoch(number).packs) if part else 0
+        self._plan_until(number)
+        return self._first_rows[number] + ceil(part * last)
+
     @property
     def names(self) -> list[str]:
         """Names of the files, as their losses are reported: the whole path where two have one name."""
@@ -124,12 +134,16 @@ class ChatDataset:
 
     def epoch(self, number: int) -> ChatEpoch:
         """Plan of an epoch; the plans before it are made first, because they say where its rows begin."""
-        for each in range(len(self._first_rows) - 1, number + 1):
-            self._keep(each, self._planned(each))
-            self._first_rows.append(self._first_rows[each] + len(self._epochs[each].packs))
+        self._plan_until(number + 1)
         if number not in self._epochs:
             self._keep(number, self._planned(number))
         return self._epochs[number]
+
+    def _plan_until(self, end: int) -> None:
+        """Plan the epochs before `end`, so that it is known at which row each begins."""
+        for each in range(len(self._first_rows) - 1, end):
+            self._keep(each, self._planned(each))
+            self._first_rows.append(self._first_rows[each] + len(self._epochs[each].packs))
 
     def _keep(self, number: int, epoch: ChatEpoch) -> None:
         while len(self._epochs) >= EPOCHS_IN_MEMORY:

@@ -1,9 +1,9 @@
 """Chat templates in the files of a tokenizer: chat_template.jinja, tokenizer_config.json and what they name."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatronish import foreign
 from megatronish.errors import UserError
 from megatronish.files import ordinary
 
@@ -51,7 +51,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(ordinary(path).read_text(encoding="utf-8"))
+        found = foreign.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); correct or remove it") from error
     if not isinstance(found, dict):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatronish import foreign
 from megatronish.errors import UserError
-from megatronish.files import ordinary
 
 CONFIG = "config.json"
 CORRECT = "correct that line"
@@ -62,7 +62,7 @@ def read_json(folder: Path) -> dict[str, Any]:
     """Content of a folder's config.json; UserError if there is none, or it is no JSON object."""
     path = folder / CONFIG
     try:
-        values = json.loads(ordinary(path).read_text(encoding="utf-8"))
+        values = foreign.read_json(path)
     except OSError as error:
         problem = f"{path} cannot be read ({error.strerror})"
         if isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatronish import foreign
 from megatronish.config.data import DataConfig
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
-from megatronish.files import new_folder, ordinary
+from megatronish.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
@@ -61,7 +62,7 @@ def _stops_of_generation(load: Path) -> set[int]:
     if not path.is_file():
         return set()
     try:
-        stops = json.loads(ordinary(path).read_text(encoding="utf-8"))
+        stops = foreign.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
     if not isinstance(stops, dict):

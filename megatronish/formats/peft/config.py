@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatronish import foreign
 from megatronish.config.adapter import AdapterConfig
 from megatronish.errors import UserError
-from megatronish.files import ordinary
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.weights import Description
 from megatronish.model.adapters import lora_settings
@@ -71,7 +71,7 @@ def their_config(
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(ordinary(path).read_text(encoding="utf-8"))
+        found = foreign.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; name a folder that PEFT has saved") from error
     if not isinstance(found, dict):

@@ -1,0 +1,290 @@
+"""Tests of configs by strangers: no importer writes a key that it did not mean, and none ends in a traceback."""
+
+import json
+import random
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatronish.commands.import_config import Framework, imported
+from megatronish.config.config import Config
+from megatronish.config.data_lists import splits_of_file
+from megatronish.config.dump import to_toml, toml_value, write_toml
+from megatronish.config.fields import SECTIONS, with_fields
+from megatronish.config.importers.accelerate import MEGATRON, PARALLELISM
+from megatronish.config.importers.accelerate import TOP as ACCELERATE
+from megatronish.config.importers.axolotl import _OWN, RULES
+from megatronish.config.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO
+from megatronish.config.importers.deepspeed_keys import SCHEDULER_FLAGS
+from megatronish.errors import UserError
+from megatronish.foreign import MOST_VALUES, parse_json, parse_yaml, shown
+from megatronish.planner.calibrate import to_toml as device_toml
+from megatronish.planner.devices import find_device, read_device
+
+yaml = pytest.importorskip("yaml")
+
+EVIL = '[plugins]\nplugin = ["/x/evil.py"]\n'
+ENDS = (
+    "\n",
+    "\r",
+    "\r\n",
+    "\x85",
+    "\u2028",
+    "\u2029",
+    "\x0b",
+    "\x0c",
+    "\x1b[2J",
+    "\0",
+    "\x7f",
+    '"\n',
+    "'''\n",
+    '"""\n',
+)
+WORDS: tuple[Any, ...] = (
+    *(end + EVIL + "#" for end in ENDS),
+    *(
+        "\ud800",
+        "\u202e",
+        "a" * 70_000,
+        "auto",
+        "",
+        " ",
+        "#",
+        "]",
+        '"',
+        "\\",
+        "\\u000a[plugins]",
+        "=\n",
+        "none",
+        "1e999",
+    ),
+    *(float("inf"), float("-inf"), float("nan"), 10**400, -(10**400), 2**63, -1, 0, 0.5, 1.5, 1e308, True, False, None),
+    *([], {}, [[]], [None], [EVIL], {"\n" + EVIL: 1}, {"path": EVIL}, {"enabled": EVIL}, {"device": "\n" + EVIL}),
+    *(["a", 1, {}], [{"path": "x/y", "type": "\n" + EVIL, "data_files": [EVIL, {}]}], {"params": {EVIL: 1}}),
+)
+LISTS: dict[Framework, dict[str, tuple[str, ...]]] = {
+    "deepspeed": {
+        "": (
+            *TOP,
+            "optimizer",
+            "scheduler",
+            "fp16",
+            "bf16",
+            "zero_optimization",
+            "activation_checkpointing",
+            "compile",
+        ),
+        "optimizer": ("type", "params"),
+        "scheduler": ("type", "params"),
+        "params": (*ADAM, "betas", *SCHEDULER_FLAGS, "warmup_type"),
+        "fp16": (*FP16, "initial_scale_power"),
+        "bf16": ("enabled",),
+        "zero_optimization": (*ZERO, "offload_optimizer", "offload_param"),
+        "activation_checkpointing": (*ACTIVATIONS, "cpu_checkpointing"),
+    },
+    "axolotl": {
+        "": (*RULES, *_OWN),
+        "datasets": ("path", "type", "data_files", "field_messages", "split"),
+        "fsdp_config": ("sharding_strategy", "offload_params", "fsdp_sharding_strategy", "reshard_after_forward"),
+        "bnb_config_kwargs": ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+    },
+    "accelerate": {
+        "": (
+            *(*ACCELERATE, "mixed_precision", "num_processes", "use_cpu", "fsdp_config", "deepspeed_config"),
+            *("megatron_lm_config", "parallelism_config", "dynamo_config", "distributed_type"),
+        ),
+        "deepspeed_config": ("zero_stage", "gradient_clipping", "deepspeed_config_file", "offload_optimizer_device"),
+        "fsdp_config": ("fsdp_sharding_strategy", "fsdp_offload_params", "fsdp_version"),
+        "megatron_lm_config": tuple(f"megatron_lm_{key}" for key in MEGATRON),
+        "parallelism_config": tuple(f"parallelism_config_{key}" for key in PARALLELISM),
+    },
+}
+SOUND: dict[str, tuple[Any, ...]] = {
+    "type": ("AdamW", "SGD", "WarmupLR", "WarmupCosineLR", "OneCycle", "chat_template"),
+    "distributed_type": ("DEEPSPEED", "FSDP", "MEGATRON_LM", "MULTI_GPU"),
+    "adapter": ("lora", "qlora"),
+    "rl": ("dpo", "kto", "simpo"),
+    "enabled": (True, False),
+}
+
+
+def configs(framework: Framework, numbers: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """Configs of known and unknown keys with odd values."""
+    keys = LISTS[framework]
+
+    def objects(name: str, depth: int) -> dict[str, Any]:
+        known = keys.get(name, ())
+        found: dict[str, Any] = {}
+        for _ in range(numbers.randint(1, 6)):
+            is_known = known and numbers.random() < 0.85
+            key = numbers.choice(known) if is_known else str(numbers.choice(WORDS))
+            if key in keys and depth < 4 and numbers.random() < 0.85:
+                inner = objects(key, depth + 1)
+                found[key] = [inner] if key == "datasets" else inner
+            elif key in SOUND and numbers.random() < 0.7:
+                found[key] = numbers.choice(SOUND[key])
+            else:
+                found[key] = numbers.choice(WORDS)
+        return found
+
+    for _ in range(count):
+        yield objects("", 0)
+
+
+@pytest.mark.parametrize("framework", list(LISTS))
+def test_no_config_of_a_stranger_becomes_a_key_that_was_not_meant(framework: Framework, tmp_path: Path) -> None:
+    numbers, read, refused = random.Random(31), 0, list[str]()
+    for number, values in enumerate(configs(framework, numbers, 400)):
+        path = tmp_path / f"{number}\n[plugins]\n#.json"
+        path.write_text(json.dumps(values))
+        try:
+            found = imported(framework, path, dp=numbers.choice((None, 2)))
+            text = found.to_toml(path)
+        except UserError as error:
+            refused.append(str(error))
+            continue
+        finally:
+            path.unlink()
+        tables = tomllib.loads(text)
+        assert tables.keys() <= set(SECTIONS) - {"plugins"}
+        said = {name: value for table in tables.values() for name, value in table.items()}
+        assert said == {name: list(each) if isinstance(each, tuple) else each for name, each in found.settings.items()}
+        assert all(line.isprintable() for line in text.splitlines())
+        read += 1
+    assert read > 30 and len(refused) > 30
+    assert [sentence for sentence in refused if not sentence.isprintable() or len(sentence) > 700] == []
+
+
+def test_the_config_that_ran_code_becomes_a_comment(tmp_path: Path) -> None:
+    key = f"a\n{EVIL}#"
+    for values in (
+        {"train_batch_size": 4, key: 1},
+        {"optimizer": {"type": "Adam", "params": {key: 1}}},
+        {"zero_optimization": {"stage": 1, "offload_param": {"device": key}}},
+    ):
+        (tmp_path / "ds.json").write_text(json.dumps(values))
+        text = imported("deepspeed", tmp_path / "ds.json").to_toml(tmp_path / "ds.json")
+        assert "plugins" not in tomllib.loads(text)
+        assert r"\n[plugins]\nplugin = " in text
+    (tmp_path / "a.yml").write_text(yaml.safe_dump({key: 1, "datasets": [{"path": key}]}))
+    assert "plugins" not in tomllib.loads(imported("axolotl", tmp_path / "a.yml").to_toml(Path(f"a\n{EVIL}.yml")))
+
+
+def test_what_a_run_and_a_plan_write_reads_as_what_it_was(tmp_path: Path) -> None:
+    numbers = random.Random(5)
+    for _ in range(20):
+        text = "".join(numbers.choice((*ENDS, EVIL, "a", '"', "\\", "é", "\U0001f600", "]")) for _ in range(4))
+        lr = numbers.choice((1e22, float("inf"), 5e-324))
+        config = with_fields(Config(), run_dir=text, data_path=(text, "b"), lr=lr)
+        assert tomllib.loads(to_toml(config))["log"]["run_dir"] == text
+        device = tmp_path / "device.toml"
+        device.write_text(device_toml(replace(find_device("a100-sxm"), name=text)), encoding="utf-8")
+        assert read_device(device).name == text
+
+
+@pytest.mark.parametrize("value", [None, {"a": 1}, "\ud800", [object()]])
+def test_what_toml_cannot_hold_is_refused(value: Any) -> None:
+    with pytest.raises(UserError, match=r"no TOML file can hold|has no place in a TOML file"):
+        write_toml({"a": {"b": value}})
+
+
+def test_numbers_that_are_no_json_are_toml() -> None:
+    assert [toml_value(value) for value in (float("inf"), float("-inf"), float("nan"))] == ["inf", "-inf", "nan"]
+
+
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (f"{LAUGHS}base_model: *j\n", f"makes more than {MOST_VALUES:,} values of it"),
+        ("a: &a {b: *a}", "an anchor may hold itself"),
+        ("&a [*a]", "an anchor may hold itself"),
+        ("a: &a\n  <<: *a\n", "an anchor may hold itself"),
+        ("? [1, 2]\n: 3\n", "is a list or an object as a key"),
+        ("a: !!python/object/apply:os.system ['true']", "which is no plain value"),
+        ("a: !!set {b, c}", "which is no plain value"),
+        ("a: !mine 3", "which is no plain value"),
+        ("a: !!int b", "which is no int"),
+        (f"a: {'1' * 200}", "is a number of 200 characters"),
+        ("[" * 2000, "more than 50 deep"),
+        ("- " * 3000, "more than 50 deep"),
+        ("- " * 60 + "a", "is more than 50 lists and objects deep"),
+        ("a: b: c", "mapping values are not allowed here"),
+        ("a: \0", "special characters are not allowed"),
+        ("<<: 3", "is merged by <<, and is no object"),
+    ],
+)
+def test_yaml_that_is_not_plain_or_too_much_is_refused_in_a_sentence(text: str, sentence: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=sentence) as error:
+        parse_yaml(text)
+    assert len(str(error.value)) < 300 and str(error.value).isprintable()
+    assert time.monotonic() - start < 10
+
+
+def test_yaml_is_read_as_plain_values_with_texts_as_keys() -> None:
+    text = "1: 2001-01-01\non: {~: 0x10}\nx: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\nz: [*x, .inf, yes, 1_000, 2e-4, '1']\n"
+    assert parse_yaml(text) == {
+        "1": "2001-01-01",
+        "on": {"~": 16},
+        "x": {"a": 1, "b": 2},
+        "y": {"a": 1, "b": 3},
+        "z": [{"a": 1, "b": 2}, float("inf"), True, 1000, "2e-4", "1"],
+    }
+    assert parse_yaml("") is None and parse_yaml("# nothing") is None
+
+
+def test_json_that_is_too_deep_or_too_large_is_refused(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, "[" * 60 + "]" * 60, '{"a":' * 60 + "1" + "}" * 60):
+        with pytest.raises(ValueError, match="more than 50 deep"):
+            parse_json(text)
+    (tmp_path / "large.yml").write_text("a: 1\n" * 100_000)
+    with pytest.raises(UserError, match=r"large.yml is not YAML: it has more than 65,536 bytes"):
+        imported("axolotl", tmp_path / "large.yml")
+    assert shown("a\nb" * 100, most=20) == r"a\nba\nba\nba\nba\nb..."[:17] + "..."
+
+
+@pytest.mark.parametrize(
+    "text", ['{"train": 3}', '{"train": {"a": 1}}', '{"train": [[1]]}', "[" * 5000, '{"train": ["a", null]}', "[]", "3"]
+)
+def test_a_list_of_splits_that_is_none_is_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "splits.json").write_text(text)
+    with pytest.raises(ValueError, match=r"splits.json (must hold lists|is not JSON)"):
+        splits_of_file(str(tmp_path / "splits.json"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("val_set_size: [1]", r"val_set_size=\[1\] must be a number"),
+        ("val_set_size: -1", "val_set_size=-1 must not be negative"),
+        ("val_set_size: .nan", "val_set_size=NaN must be a number"),
+        ("micro_batch_size: {}\nlora_r: 2", None),
+        ("micro_batch_size: 1.5", "micro_batch_size=1.5 must be a whole number"),
+        ("micro_batch_size: 0", "micro_batch_size=0 and gradient_accumulation_steps=1 must be at least 1"),
+        ("gradient_accumulation_steps: 0.5", "gradient_accumulation_steps=0.5 must be a whole number"),
+        ("learning_rate: 2001-01-01", "learning_rate=2001-01-01 must be a number"),
+        ("base_model: 2001-01-01", None),
+        ("1: 2", None),
+        ("base_model: [a]", r"base_model=\[.*a.*\] must be a text"),
+        ("adapter: {a: 1}", "adapter=.* must be a text"),
+        ("num_epochs: .inf", "num_epochs=Infinity must be a number"),
+        ("num_epochs: 0", "num_epochs=0 must be greater than 0"),
+    ],
+)
+def test_an_odd_value_of_axolotl_is_read_or_refused(lines: str, sentence: str | None, tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(f"{lines}\n")
+    if sentence is None:
+        assert tomllib.loads(imported("axolotl", tmp_path / "a.yml").to_toml(tmp_path / "a.yml"))
+        return
+    with pytest.raises(UserError, match=sentence):
+        imported("axolotl", tmp_path / "a.yml")

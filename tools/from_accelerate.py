@@ -1,0 +1,9 @@
+#!/usr/bin/env python
+"""Accelerate's default_config.yaml as TOML: `megatronish from-accelerate` as a script of the checkout."""
+
+import sys
+
+from megatronish.commands.main import run_script
+
+if __name__ == "__main__":
+    sys.exit(run_script("from-accelerate", program="from_accelerate.py"))
