@@ -1,9 +1,47 @@
 """Errors that end a program with a sentence and an exit status, without a traceback."""
 
+import re
+
+LONGEST_LINE, MOST_LINES = 2_000, 400
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shown(text: str, *, longest: int = LONGEST_LINE) -> str:
+    """The text as a terminal may show it: control characters spelled out, and a long line without its middle.
+
+    What a user gave stands in sentences, and that may be a file of a stranger: it moves no cursor, and fills no screen.
+    """
+    text = spelled(text)
+    if len(text) <= longest:
+        return text
+    lines = [_shortened(line, longest) for line in text.split("\n")]
+    if len(lines) > MOST_LINES:
+        half = MOST_LINES // 2
+        lines[half:-half] = [f"[{len(lines) - 2 * half:,} lines]"]
+    return "\n".join(lines)
+
+
+def spelled(text: str) -> str:
+    """The text with its control characters as escapes; ends of lines and tabs stay."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def _shortened(line: str, longest: int) -> str:
+    if len(line) <= longest:
+        return line
+    head, tail = longest // 2, longest // 4
+    return f"{line[:head]}[{len(line) - head - tail:,} characters]{line[-tail:]}"
+
 
 class UserError(ValueError):
     """Mistake that the user can correct: the sentence has the value, the rule and the remedy. Exit status 2."""
 
+    def __str__(self) -> str:
+        return shown(super().__str__())
+
 
 class RunError(RuntimeError):
     """Failure of the machine that ended a run: the sentence says what happened and what to do. Exit status 1."""
+
+    def __str__(self) -> str:
+        return shown(super().__str__())

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megatronish"
 # own folder (comm, sharding, ...) may import each other within a row.
 ROWS = (
     ("errors",),
-    ("files",),
+    ("files", "contained"),
     ("foreign",),
     ("figures", "layout"),
     ("schedule",),

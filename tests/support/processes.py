@@ -25,6 +25,8 @@ STARTERS = {
     ("megatronish.launch.local", "run_local_ranks"),
     ("megatronish.ops.build", "build_cuda"),
     ("megatronish.ops.build", "build_emulated"),
+    ("megatronish.contained", "Contained"),
+    ("megatronish.data.chat.template", "ChatTemplate"),
 }
 STARTING_MODULES = (subprocess, multiprocessing)
 

@@ -16,15 +16,26 @@ their own, each ended by the answer: so the model sees what it will see when it 
 """
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatronish.data.chat.conversation import Conversation, Message
 from megatronish.data.chat.sandbox import GENERATION_MARKS
-from megatronish.data.chat.template import LARGEST_MARK, MARKS, ChatTemplate
+from megatronish.data.chat.template import (
+    LARGEST_MARK,
+    MARKS,
+    ChatTemplate,
+    Rendering,
+    without_generation_marks,
+)
 
-TAIL = 24  # characters of a text that a message shows
+TAIL = 24  # characters of a text that a message shows, or that are compared
+MOST_RENDERED = 64  # answers of a conversation whose beginnings are rendered
+RENDERED_AT_ONCE = 8
 _MARK = re.compile(f"[{chr(MARKS)}-{chr(LARGEST_MARK)}]")
 _BLOCK_MARK = re.compile(f"[{''.join(GENERATION_MARKS)}]")
 
@@ -48,14 +59,57 @@ class UnclearError(ValueError):
     """ValueError: which tokens are the answer's cannot be said for certain."""
 
 
+class _Beginning(NamedTuple):
+    """Where an answer begins and its turn ends, None for what is no beginning of the whole text.
+
+    `space` is before the content of the answer where the conversation ends with it.
+    """
+
+    begin: int | None
+    until: int | None
+    space: str
+
+
+class _Frame(NamedTuple):
+    """Text around the content of an answer: before the answer, in it before its content, and after that."""
+
+    before: str
+    lead: str
+    trail: str
+
+
 def render_answers(template: ChatTemplate, chat: Conversation, answers: Sequence[int]) -> Rendered:
     """The whole conversation, which is shielded, with the places of these answers.
 
     UnclearError if one of them cannot be found for certain, another ValueError if the template refuses the messages.
+
+    Each beginning is rendered for itself, which takes the square of the turns. So of a very long conversation only the
+    first and the last answers are found by beginnings, and the others by marks where the text around them is the same.
     """
     search = _AnswerSearch.of(template, chat)
-    places = [search.answer(number) for number in answers]
-    return Rendered(search.text, search.controls, places)
+    half = MOST_RENDERED // 2
+    near, far = (
+        (answers, []) if len(answers) <= MOST_RENDERED else ([*answers[:half], *answers[-half:]], answers[half:-half])
+    )
+    places: dict[int, TextSpan] = {}
+    for start in range(0, len(near), RENDERED_AT_ONCE):
+        numbers = near[start : start + RENDERED_AT_ONCE]
+        for number, beginning in zip(numbers, search.beginnings(numbers), strict=True):
+            places[number] = search.answer(number, beginning)
+    frames = {search.frame(number, place) for number, place in places.items()} - {None} if far else set()
+    num_left = MOST_RENDERED
+    for number in far:
+        found = search.answer_like(number, frames)
+        if found is None:
+            if not (num_left := num_left - 1):
+                raise ValueError(
+                    f"it has {len(answers):,} answers, which the chat template {template.name} writes in many ways, "
+                    "so that finding them takes too long; cut it into shorter conversations"
+                )
+            found = search.answer(number, search.beginnings([number])[0])
+            frames |= {search.frame(number, found)} - {None}
+        places[number] = found
+    return Rendered(search.text, search.controls, [places[number] for number in answers])
 
 
 @dataclass(frozen=True)
@@ -73,15 +127,67 @@ class _AnswerSearch:
 
     @classmethod
     def of(cls, template: ChatTemplate, chat: Conversation) -> "_AnswerSearch":
-        text = template.render(chat.messages, chat.tools)
-        contents = _contents_by_marks(template, chat, text)
-        has_blocks = template.has_generation_blocks
-        generated = _generated(template.render_marked(chat.messages, chat.tools)) if has_blocks else []
+        marked = _with_marks(chat)
+        wanted = [chat.messages] if marked is None else [chat.messages, marked]
+        first, *others = template.render_all([Rendering(each) for each in wanted], chat.tools)
+        if isinstance(first, ValueError):
+            raise first
+        text = without_generation_marks(first)
+        contents = _contents_by_marks(chat, text, others[0] if others else None)
+        generated = _generated(first) if template.has_generation_blocks else []
         return cls(template, chat, text, template.control_places(text), contents, generated)
 
-    def answer(self, number: int) -> TextSpan:
+    def beginnings(self, numbers: Sequence[int]) -> list[_Beginning]:
+        """What the beginnings of the conversation say of these answers: up to each of them, and to its end."""
+        messages = self.chat.messages
+        wanted = [
+            rendering
+            for number in numbers
+            for rendering in (Rendering(messages[:number], True), Rendering(messages[: number + 1]))
+        ]
+        if numbers[-1] + 1 == len(messages):
+            wanted.pop()
+        found: list[str | None] = [
+            None if isinstance(text, ValueError) else without_generation_marks(text)
+            for text in self.template.render_all(wanted, self.chat.tools)
+        ]
+        if len(found) % 2:
+            found.append(self.text)
+        return [self._beginning(prompt, until) for prompt, until in zip(found[::2], found[1::2], strict=True)]
+
+    def _beginning(self, prompt: str | None, until: str | None) -> _Beginning:
+        begin = None if prompt is None or not self.text.startswith(prompt) else len(prompt)
+        space = ""
+        if prompt is not None and until is not None and until.startswith(prompt):
+            space = until[len(prompt) : len(until) - len(until[len(prompt) :].lstrip())]
+        if begin is None or until is None or len(until) <= begin or not self.text.startswith(until):
+            return _Beginning(begin, None, space)
+        return _Beginning(begin, len(until), space)
+
+    def frame(self, number: int, answer: TextSpan) -> _Frame | None:
+        """The text around the content of an answer that was found; None if marks have not found its content."""
+        if (content := self.contents.get(number)) is None or "tool_calls" in self.chat.messages[number]:
+            return None
+        before = self.text[max(answer.begin - TAIL, 0) : answer.begin]
+        return _Frame(before, self.text[answer.begin : content.begin], self.text[content.end : answer.end])
+
+    def answer_like(self, number: int, frames: Iterable[_Frame | None]) -> TextSpan | None:
+        """TextSpan of an answer whose content marks have found, in a frame that another one has; None if it has none."""
+        content = self.contents.get(number)
+        if content is None or "tool_calls" in self.chat.messages[number]:
+            return None
+        end = self._end_after(content.end, None)
+        for frame in frames:
+            assert frame is not None
+            place = TextSpan(content.begin - len(frame.lead), content.end + len(frame.trail))
+            if place.end == end and frame == self.frame(number, place):
+                self._check_blocks(number, place, content, None)
+                return place
+        return None
+
+    def answer(self, number: int, beginning: _Beginning) -> TextSpan:
         """TextSpan of an answer, with the token that ends the turn."""
-        prompt, until, space = self._by_beginnings(number)
+        prompt, until, space = beginning
         content = self.contents.get(number)
         has_calls = "tool_calls" in self.chat.messages[number]
         if until is None and (content is None or has_calls):
@@ -102,23 +208,6 @@ class _AnswerSearch:
         self._check_blocks(number, place, content, until)
         return place
 
-    def _by_beginnings(self, number: int) -> tuple[int | None, int | None, str]:
-        """Where an answer begins, and where its turn ends; None for what is no beginning of the whole text.
-
-        Then the space that is before the content of the answer where the conversation ends with it.
-        """
-        messages, tools = self.chat.messages, self.chat.tools
-        prompt = _rendered(self.template, messages[:number], tools, generation_prompt=True)
-        is_last = number + 1 == len(messages)
-        until = self.text if is_last else _rendered(self.template, messages[: number + 1], tools)
-        begin = None if prompt is None or not self.text.startswith(prompt) else len(prompt)
-        space = ""
-        if prompt is not None and until is not None and until.startswith(prompt):
-            space = until[len(prompt) : len(until) - len(until[len(prompt) :].lstrip())]
-        if begin is None or until is None or len(until) <= begin or not self.text.startswith(until):
-            return begin, None, space
-        return begin, len(until), space
-
     def _before(self, content: TextSpan | None, space: str) -> int | None:
         """Beginning of an answer by its content, with the space that the model writes before it."""
         if content is None:
@@ -127,23 +216,28 @@ class _AnswerSearch:
 
     def _end_in(self, begin: int, until: int) -> int | None:
         """End of the last control token before `until`, if nothing but space follows it."""
-        ends = [end for start, end in self.controls if begin <= start and end <= until]
-        return ends[-1] if ends and not self.text[ends[-1] : until].strip() else None
+        last = bisect_right(self.controls, until, key=itemgetter(1)) - 1
+        if last < 0 or self.controls[last][0] < begin:
+            return None
+        end = self.controls[last][1]
+        return end if not self.text[end:until].strip() else None
 
     def _end_after(self, content_end: int, until: int | None) -> int | None:
         """End of the first control token after a content; without `until` it must follow with space between alone."""
-        for start, end in self.controls:
-            if start >= content_end:
-                is_near = not self.text[content_end:start].strip() if until is None else end <= until
-                return end if is_near else None
-        return None
+        first = bisect_left(self.controls, content_end, key=itemgetter(0))
+        if first == len(self.controls):
+            return None
+        start, end = self.controls[first]
+        is_near = not self.text[content_end:start].strip() if until is None else end <= until
+        return end if is_near else None
 
     def _check_blocks(self, number: int, answer: TextSpan, content: TextSpan | None, until: int | None) -> None:
         """UnclearError if {% generation %} blocks say otherwise. They may leave the token out that ends the turn."""
         if not self.template.has_generation_blocks:
             return
         last = max(answer.end, until or 0)
-        inside = [block for block in self.generated if answer.begin <= block.begin and block.end <= last]
+        first = bisect_left(self.generated, answer.begin, key=itemgetter(0))
+        inside = [*takewhile(lambda block: block.end <= last, islice(self.generated, first, None))]
         if content is not None:
             inside = [block for block in inside if block.begin <= content.begin and content.end <= block.end]
         if not inside:
@@ -165,24 +259,11 @@ class _AnswerSearch:
         )
 
 
-def _rendered(
-    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[object], *, generation_prompt: bool = False
-) -> str | None:
-    """Text of a part of a conversation; None if the template refuses it, as it may refuse no message at all."""
-    try:
-        return template.render(messages, tools, generation_prompt=generation_prompt)
-    except ValueError:
-        return None
-
-
-def _contents_by_marks(template: ChatTemplate, chat: Conversation, text: str) -> dict[int, TextSpan]:
-    """Places of the contents of answers, by marks around them, except of those that lose their marks.
-
-    Each content has marks of its own. None is found if the marks have changed the rest of the text.
-    """
-    answers = [number for number in chat.answers if (chat.messages[number]["content"] or "").strip()]
+def _with_marks(chat: Conversation) -> list[Message] | None:
+    """The messages with marks of its own around the content of each answer; None if there are too many."""
+    answers = _answers_with_content(chat)
     if MARKS + 2 * len(answers) > LARGEST_MARK:
-        return {}
+        return None
     messages = list(chat.messages)
     for order, number in enumerate(answers):
         content = messages[number]["content"]
@@ -191,14 +272,25 @@ def _contents_by_marks(template: ChatTemplate, chat: Conversation, text: str) ->
         begin, end = chr(MARKS + 2 * order), chr(MARKS + 2 * order + 1)
         marked = f"{content[:first]}{begin}{inner}{end}{content[first + len(inner) :]}"
         messages[number] = {**messages[number], "content": marked}
-    rendered = _rendered(template, messages, chat.tools)
-    if rendered is None:
+    return messages
+
+
+def _answers_with_content(chat: Conversation) -> list[int]:
+    return [number for number in chat.answers if (chat.messages[number]["content"] or "").strip()]
+
+
+def _contents_by_marks(chat: Conversation, text: str, rendered: str | ValueError | None) -> dict[int, TextSpan]:
+    """Places of the contents of answers, by marks around them, except of those that lose their marks.
+
+    None is found if the marks have changed the rest of the text.
+    """
+    if rendered is None or isinstance(rendered, ValueError):
         return {}
-    plain, places = _without_marks(rendered)
+    plain, places = _without_marks(without_generation_marks(rendered))
     if plain != text:
         return {}
     found = {}
-    for order, number in enumerate(answers):
+    for order, number in enumerate(_answers_with_content(chat)):
         begins, ends = places.get(2 * order, []), places.get(2 * order + 1, [])
         if len(begins) == len(ends) == 1 and text[begins[0] : ends[0]] == chat.messages[number]["content"].strip():
             found[number] = TextSpan(begins[0], ends[0])

@@ -14,10 +14,12 @@ from megatronish.data.chat.counts import MOST_TOLD
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.errors import spelled
 from megatronish.tokenizer import Tokenizer
 
 NUM_SHOWN = 3
 LONGEST_SHOWN = 600  # characters of a run of tokens in a terminal
+TOKENS_BEFORE = 16  # that a run is decoded with
 GREEN, PLAIN = "\033[32m", "\033[0m"
 STYLE = "body{font-family:sans-serif;margin:2em}pre{white-space:pre-wrap;border:1px solid #ccc;padding:1em}"
 STYLE += "mark{background:#b7f0b1}"
@@ -120,7 +122,11 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _short(text: str, whole: bool) -> str:
-    """The text, or its beginning and end with the number of characters that are left out between."""
+    """The text, or its beginning and end with the number of characters that are left out between.
+
+    Control characters are spelled out, as data of strangers may move the cursor.
+    """
+    text = spelled(text)
     if whole or len(text) <= LONGEST_SHOWN:
         return text
     half = LONGEST_SHOWN // 2
@@ -156,21 +162,21 @@ def _titles(file: ChatFile, place: int) -> list[str]:
 def runs_of(ids: Sequence[int], mask: Sequence[bool], tokenizer: Tokenizer, controls: ControlEncoder) -> list[Run]:
     """Text of tokens in runs; a control token is shown by its name.
 
-    What a tokenizer drops at the beginning of a text, the space before a word, is kept within: a run is what a longer
-    beginning of the text adds.
+    What a tokenizer drops at the beginning of a text, the space before a word, is kept within: a run is what it adds to
+    the tokens before it.
     """
     names = {number: name for name, number in controls.names.items()}
     found: list[Run] = []
-    texts, done = "", 0
+    plain: list[int] = []  # the last tokens before the run, without control tokens
     groups = groupby(range(len(ids)), key=lambda place: (bool(mask[place]), names.get(ids[place])))
     for (is_trained, name), members in groups:
         places = list(members)
         if name is not None:
             text = name * len(places)
         else:
-            done = places[-1] + 1
-            longer = tokenizer.decode([token for token in ids[:done] if token not in names])
-            text, texts = longer[len(texts) :], longer
+            run = [ids[place] for place in places]
+            text = tokenizer.decode([*plain, *run])[len(tokenizer.decode(plain)) :]
+            plain = [*plain, *run][-TOKENS_BEFORE:]
         if found and found[-1].is_trained == is_trained:
             found[-1] = Run(found[-1].text + text, is_trained)
         else:

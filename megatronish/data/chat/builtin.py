@@ -20,3 +20,8 @@ def built_in_template(name: str) -> str:
     """Source of the template of this name."""
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     return source if name in WITH_TOOLS else (FOLDER / "prelude.jinja").read_text(encoding="utf-8") + source
+
+
+def is_built_in(source: str) -> bool:
+    """Whether this is the text of a template that is known here, so that it needs no bounds."""
+    return any(source == built_in_template(name) for name in BUILT_IN)

@@ -5,7 +5,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatronish.errors import shown
+
 MOST_TOLD = 20
+LONGEST_REASON = 400
 
 
 @dataclass
@@ -44,7 +47,7 @@ class ChatCounts:
         reason = _reason(error)
         self.bad[reason] = self.bad.get(reason, 0) + 1
         if len(self.told) < MOST_TOLD:
-            self.told.append(f"{where}: {error}")
+            self.told.append(shown(f"{where}: {error}"))
 
     def add_ends(self, names: list[str]) -> None:
         """Count the tokens that end the answers of a sample."""
@@ -66,4 +69,4 @@ class ChatCounts:
 
 def _reason(error: Exception) -> str:
     """The sentence of an error without its numbers, so that equal reasons are counted together."""
-    return re.sub(r"\b\d+\b", "N", str(error))
+    return shown(re.sub(r"\b\d+\b", "N", str(error)), longest=LONGEST_REASON)

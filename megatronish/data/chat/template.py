@@ -7,18 +7,25 @@ template's own. Rendered texts stay shielded until they are tokenized; replacing
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
-
+from megatronish.contained import ContainedError
+from megatronish.data.chat.builtin import is_built_in
 from megatronish.data.chat.conversation import Message
-from megatronish.data.chat.sandbox import GENERATION_MARKS, template_environment
-from megatronish.errors import UserError
+from megatronish.data.chat.sandbox import GENERATION_MARKS, ContainedWriter, TemplateWriter
+from megatronish.errors import UserError, shown
 
 SHIELD = 0xF0000
 MARKS = 0xF1000
 LARGEST_MARK = 0xFE000
 RESERVED = re.compile("[\U000f0000-\U0010ffff]")
+
+
+class Rendering(NamedTuple):
+    """Messages to be written, up to where the model answers or not."""
+
+    messages: Sequence[Message]
+    generation_prompt: bool = False
 
 
 class ChatTemplate:
@@ -33,11 +40,12 @@ class ChatTemplate:
         self.reads_date = "strftime_now" in source
         """Whether what it writes may depend on the date."""
         try:
-            self._template = template_environment(date).from_string(source)
-        except (jinja2.exceptions.TemplateSyntaxError, RecursionError) as error:
-            line = f" in line {error.lineno}" if isinstance(error, jinja2.exceptions.TemplateSyntaxError) else ""
+            self._write = (TemplateWriter if is_built_in(source) else ContainedWriter)(source, date)
+        except ContainedError as error:
+            raise self._unbounded(error) from error
+        except ValueError as error:
             raise UserError(
-                f"the chat template {name} is no Jinja template: {error}{line}; correct it, or name another with "
+                f"the chat template {name} is no Jinja template: {shown(str(error))}; correct it, or name another with "
                 "--chat-template"
             ) from error
         self._variables = dict(variables)
@@ -71,29 +79,46 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False) -> str:
         """Text of shielded messages; ValueError, a sentence, if the template cannot write them."""
-        return _without_generation_marks(self.render_marked(messages, tools, generation_prompt=generation_prompt))
+        return without_generation_marks(self.render_marked(messages, tools, generation_prompt=generation_prompt))
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False
     ) -> str:
         """The same with GENERATION_MARKS around what {% generation %} blocks write."""
-        try:
-            return self._template.render(
+        (found,) = self.render_all([Rendering(messages, generation_prompt)], tools)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def render_all(self, renderings: Sequence[Rendering], tools: Sequence[Any]) -> list[str | ValueError]:
+        """Each text with its GENERATION_MARKS, or why there is none. UserError where the template has no bounds."""
+        values = [
+            {
                 **self._variables,
-                messages=list(messages),
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-            )
-        except jinja2.exceptions.TemplateError as error:
-            raise ValueError(f"the chat template {self.name} refuses it: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(
-                f"the chat template {self.name} cannot write it: {type(error).__name__}: {error}"
-            ) from error
+                "messages": list(each.messages),
+                "tools": list(tools) or None,
+                "documents": None,
+                "add_generation_prompt": each.generation_prompt,
+            }
+            for each in renderings
+        ]
+        try:
+            found = self._write(values)
+        except ContainedError as error:
+            raise self._unbounded(error) from error
+        return [
+            ValueError(f"the chat template {self.name} {shown(why)}") if text is None else text for text, why in found
+        ]
+
+    def _unbounded(self, error: ContainedError) -> UserError:
+        return UserError(
+            f"the chat template {self.name} {error}; correct it, or name another with --chat-template: a template has "
+            "a part of the memory and of the time that any real one stays far below"
+        )
 
 
-def _without_generation_marks(text: str) -> str:
+def without_generation_marks(text: str) -> str:
+    """The text as the model sees it."""
     for mark in GENERATION_MARKS:
         text = text.replace(mark, "")
     return text

@@ -5,6 +5,7 @@ Every format of calls has the names of functions as they are, and every template
 what it says as it is.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,13 +25,14 @@ def refuse_left_out(template: ChatTemplate, chat: Conversation, text: str) -> No
         return
     # The text has the name of a function where the tools are, too: so each call is given a name of its own.
     marked = template.render([_marked(number, each) for number, each in enumerate(chat.messages, 1)], chat.tools)
+    marks = frozenset(re.findall(_mark(r"\d+", r"\d+"), marked))
     for number, message in enumerate(chat.messages, 1):
         for place, name in enumerate(_names(message.get("tool_calls", ()))):
-            if _mark(number, place) not in marked:
+            if _mark(number, place) not in marks:
                 raise _left_out(f"the call of {name} in message {number}", template)
 
 
-def _mark(number: int, place: int) -> str:
+def _mark(number: int | str, place: int | str) -> str:
     return f"_mark_{number}_{place}_"
 
 
