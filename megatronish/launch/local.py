@@ -105,7 +105,7 @@ def launch(
             )
         return function(place)
 
-    if place.rendezvous is not None and place.rendezvous.startswith("tcp://127."):
+    if place.rendezvous is not None and place.is_on_one_machine:
         meet_on_loopback()
     if place.world_size > 1 or place.rendezvous is not None:
         end_with_agent()

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from megatronish.files import private_folder
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kernels"
 EMULATOR = SOURCES / "emulator"
@@ -200,8 +202,7 @@ def _cache() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # the sources may belong to another
-        folder = Path(tempfile.gettempdir()) / f"megatronish-kernels-{os.getuid()}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(Path(tempfile.gettempdir()) / f"megatronish-kernels-{os.getuid()}")
     return folder
 
 
