@@ -81,6 +81,21 @@ def refuse_unwritable_file(path: Path, *, flag: str) -> None:
         raise UserError(f"{flag} {path} cannot be written: {error.strerror}; choose another") from error
 
 
+def private_folder(folder: Path) -> Path:
+    """The folder, made if it is missing, into which this user alone can write; OSError if it is not this user's.
+
+    In a directory that all users share, another one may have made it before, or a link of its name.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "another user has made it, or it is a link", str(folder))
+    if status.st_mode & 0o022:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+    return folder
+
+
 def sync_folder(folder: Path) -> None:
     """fsync of a folder: the names in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

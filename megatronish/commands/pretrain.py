@@ -44,6 +44,7 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
         from megatronish.checkpoint.remote import is_url
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
+        from megatronish.launch.rank import DISK_SECONDS
         from megatronish.launch.restarts import Restarts
         from megatronish.train.folder import last_step
         from megatronish.train.hooks.health import HEALTH
@@ -64,8 +65,9 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
 
     save = None if is_url(config.save_place) else Path(config.save_place)
     restarts = Restarts(config.resilience.max_restarts, last_made, config.run_dir, save)
-    logs = config.run_dir / "logs"
-    status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts)
+    logs, wanted = config.run_dir / "logs", config.resilience
+    patience = wanted.hang_seconds_start or wanted.hang_seconds or DISK_SECONDS
+    status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts, patience=patience)
     return status or (print_sample(config) if place_from_environment() is None else 0)
 
 

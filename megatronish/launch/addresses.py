@@ -1,5 +1,6 @@
 """Check of the variables that say where ranks meet, before torch is asked: a wrong one is a sentence, not a timeout."""
 
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -8,6 +9,33 @@ from megatronish.errors import UserError
 from megatronish.launch.launcher import integer
 
 LARGEST_PORT = 65535
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own, which no other machine reaches."""
+    return host == "localhost" or (_is_number(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def address_to_listen_on(host: str, *, is_on_one_machine: bool) -> str | None:
+    """The one address on which rank 0 listens for those that look for it at `host`; None for all of the machine's.
+
+    A name of several machines' runs may mean another address on each of them, 127.0.1.1 on its own.
+    """
+    if not (is_on_one_machine or is_loopback(host) or _is_number(host)):
+        return None
+    try:
+        found = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return None
+    return next((each for each in found if ":" not in each), next(iter(found), None))
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def refuse_addresses(environ: Mapping[str, str] = os.environ) -> None:

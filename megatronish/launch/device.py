@@ -5,16 +5,20 @@ differently. Ranks that a plain start forked see the same, so each decides by it
 rank sees what its launcher shows it, so they tell each other in the store in which they meet anyway.
 """
 
+import errno
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 
 from megatronish.errors import RunError, UserError
+from megatronish.launch.addresses import address_to_listen_on
 from megatronish.launch.meeting import has_lasting_store, store_of_attempt
 from megatronish.launch.place import Place
 
@@ -85,8 +89,11 @@ def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store 
         return None
     timeout = timedelta(minutes=timeout_minutes)
     try:
-        meeting = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
-        store, _rank, _world_size = next(meeting)
+        if has_lasting_store():
+            meeting = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
+            store, _rank, _world_size = next(meeting)
+        else:
+            store = _store_of_ranks(place, timeout)
     except dist.DistNetworkError as error:
         where = place.rendezvous
         if where == "env://":
@@ -100,6 +107,36 @@ def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store 
     if place.rendezvous == "env://" and has_lasting_store():
         return store_of_attempt(store, place, timeout=timeout)
     return store
+
+
+def _store_of_ranks(place: Place, timeout: timedelta) -> dist.Store:
+    """The store that rank 0 keeps. It listens where the others look for it alone, as far as that is known there."""
+    url = urlparse(place.rendezvous)
+    host, port = url.hostname, url.port
+    if place.rendezvous == "env://":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    assert host is not None and port is not None
+    is_keeper, listening = place.rank == 0, None
+    if is_keeper and (address := address_to_listen_on(host, is_on_one_machine=place.is_on_one_machine)) is not None:
+        listening = _listen(address, port)
+    options: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening.detach()}
+    return dist.TCPStore(host, port, place.world_size, is_keeper, timeout=timeout, multi_tenant=True, **options)
+
+
+def _listen(address: str, port: int) -> socket.socket | None:
+    """A socket that listens there; None where the address is none of this machine's. DistNetworkError if it is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((address, port))
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRNOTAVAIL:  # that of a service, or before a translation of addresses
+            return None
+        raise dist.DistNetworkError(f"port {port} of {address} cannot be listened on: {error.strerror}") from error
+    return listening
 
 
 def client_of(store: dist.Store) -> Any:

@@ -32,14 +32,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megatronish.errors import UserError
+from megatronish.launch.guard import LOOK_SECONDS, Guard, report_of
 from megatronish.launch.imports import importing
 from megatronish.launch.leftovers import meeting_folder
 from megatronish.launch.orphans import end_with_agent, end_with_parent
 from megatronish.launch.place import Place, place_from_environment, threads_per_rank
-from megatronish.launch.rank import Ending, failure, run_here, run_rank
+from megatronish.launch.pulse import Pulses, pulses_of_children
+from megatronish.launch.rank import DISK_SECONDS, INTERRUPTED, Ending, failure, run_here, run_rank
 from megatronish.launch.restarts import Restarts
 from megatronish.launch.slurm import unused_places
 from megatronish.launch.stopped import is_stopped
+from megatronish.launch.terminal import say, say_at_once
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
 # system libraries do not survive one, and a spawned rank imports torch by itself, a few seconds later.
@@ -52,7 +55,6 @@ GRACE_SECONDS = 0.2  # after the first failure, for others to say that they fail
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ABORT_SECONDS = 2.0  # the same where a rank was ended by SIGABRT
 FINISH_SECONDS = 300.0  # for the ranks that still run when one has finished
-LOOK_SECONDS = 0.5
 STOPPED_LOOKS = 10  # in a row, at which one of them is stopped: nobody is left who would tell
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
 REASONS: dict[int, str] = {
@@ -63,6 +65,9 @@ REASONS: dict[int, str] = {
     ),
 }
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
+HANG_LEAVE_SECONDS = 0.3  # the same where the run hangs: what could react has left by itself
+KILL_SECONDS = 0.5  # for a process to end after SIGKILL; one that waits for a disk does not
+STUCK_SECONDS = 300.0  # for a disk, before a restart
 
 
 def launch(
@@ -72,6 +77,7 @@ def launch(
     log_dir: Path | None = None,
     interactive: bool = False,
     restarts: Restarts | None = None,
+    patience: float = DISK_SECONDS,
 ) -> int:
     """Run `function` on every rank of a run of `world_size`; the exit status of the run.
 
@@ -79,7 +85,8 @@ def launch(
     anything else with a traceback and 1. Under torchrun, srun or mpirun this process is one rank; a single rank runs in
     this process too; else the ranks are its children. Call it from the main thread, with signals as they are.
     `interactive`: rank 0 reads the terminal, so Ctrl-C is for it alone, if it handles SIGINT. `restarts` are for ranks
-    that are children of this process, which a single one then is, too; other launchers have restarts of their own.
+    that are children of this process, which a single one then is, too; other launchers have restarts of their own. The
+    disk of the logs has `patience` seconds to answer.
     """
     restarts = restarts or Restarts()
     place = place_from_environment()
@@ -88,7 +95,7 @@ def launch(
     place = place or (Place() if world_size == 1 and restarts.most == 0 else None)
     if place is None:
         ranks: dict[str, Any] = {"world_size": world_size, "log_dir": log_dir, "interactive": interactive}
-        return run_local_ranks(function, **ranks, restarts=restarts)
+        return run_local_ranks(function, **ranks, restarts=restarts, patience=patience)
 
     def checked(place: Place) -> int:
         if place.world_size != world_size:
@@ -98,12 +105,12 @@ def launch(
             )
         return function(place)
 
-    if place.rendezvous is not None and place.rendezvous.startswith("tcp://127."):
+    if place.rendezvous is not None and place.is_on_one_machine:
         meet_on_loopback()
     if place.world_size > 1 or place.rendezvous is not None:
         end_with_agent()
     _use_threads(place)
-    return run_here(checked, place, log_dir)
+    return run_here(checked, place, log_dir, patience=patience)
 
 
 def run_local_ranks(
@@ -114,16 +121,19 @@ def run_local_ranks(
     start_method: Literal["fork", "spawn"] = START_METHOD,
     interactive: bool = False,
     restarts: Restarts | None = None,
+    patience: float = DISK_SECONDS,
 ) -> int:
     """Start `world_size` ranks on this machine, wait for them, tell the first failure; the exit status of the run."""
     with importing():
         for module in WARM:
             importlib.import_module(module)
     restarts = restarts or Restarts()
-    ranks = _RanksToStart(function, world_size, log_dir, start_method, interactive)
+    ranks = _RanksToStart(function, world_size, log_dir, start_method, interactive, patience)
     launch, begin = uuid.uuid4().hex, time.monotonic()
     while True:
         attempt = _attempt(ranks, launch, begin)
+        if attempt.stuck and not _ended_later(attempt.stuck, waits=restarts.most > 0 and not attempt.was_asked_to_end):
+            return attempt.status
         if attempt.was_asked_to_end or not restarts.again(attempt.status, attempt.sentence):
             return attempt.status
 
@@ -134,21 +144,28 @@ class _RanksToStart(NamedTuple):
     log_dir: Path | None
     start_method: Literal["fork", "spawn"]
     interactive: bool
+    patience: float
 
 
 class _Attempt(NamedTuple):
-    """How the ranks have ended: the exit status, the sentence that was printed, and whether a signal asked for it."""
+    """How the ranks have ended: the exit status, the sentence that was printed, and whether a signal asked for it.
+
+    `stuck` are ranks that not even SIGKILL has ended.
+    """
 
     status: int
     sentence: str = ""
     was_asked_to_end: bool = False
+    stuck: tuple["LocalRank", ...] = ()
 
 
 def _attempt(wanted: _RanksToStart, launch: str, begin: float) -> _Attempt:
     """Start the ranks, and wait for them; the first attempt of the launch began at `begin`."""
-    function, world_size, log_dir, start_method, interactive = wanted
+    function, world_size, log_dir, start_method, interactive, patience = wanted
     context = multiprocessing.get_context(start_method)
     ranks: list[LocalRank] = []
+    pulses = pulses_of_children(world_size, start_method)
+    stuck: tuple[LocalRank, ...] = ()
     forwarded = _forwarded_signals(ranks, ignores_interrupts=interactive)
     with meeting_folder() as folder, forwarded as received:
         try:
@@ -156,18 +173,20 @@ def _attempt(wanted: _RanksToStart, launch: str, begin: float) -> _Attempt:
                 for rank in range(world_size):
                     sizes = rank, world_size, rank, world_size
                     place = Place(*sizes, f"file://{folder}/meet", launch=launch, launched=begin)
+                    place = replace(place, guarded=partial(contextlib.nullcontext, pulses))
                     report, writer = context.Pipe(duplex=False)
-                    process = context.Process(target=_be_rank, args=(function, place, log_dir, writer))  # type: ignore[attr-defined]
+                    process = context.Process(target=_be_rank, args=(function, place, log_dir, patience, writer))  # type: ignore[attr-defined]
                     process.start()
                     writer.close()
                     ranks.append(LocalRank(place, process, report))
-            failed = _wait_for_failures(ranks)
+            failed = _wait_for_failures(ranks, pulses)
         finally:
-            _end(ranks)
-    asked = any(signum in _ENDING for signum in received)
-    if received.count(signal.SIGINT) > 1:
-        return _Attempt(128 + signal.SIGINT, was_asked_to_end=True)
-    return _Attempt(*_tell(failed, received), asked) if failed else _Attempt(0)
+            stuck = _end(ranks)
+        # Before the folder is removed: its disk may be the one that does not answer.
+        asked = any(signum in _ENDING for signum in received)
+        if received.count(signal.SIGINT) > 1:
+            return _Attempt(128 + signal.SIGINT, "", True, stuck)
+        return _Attempt(*_tell(failed, received), asked, stuck) if failed else _Attempt(0, "", asked, stuck)
 
 
 @dataclass
@@ -179,23 +198,42 @@ class LocalRank:
     report: Connection
     late: str = ""
     _ending: Ending | None = None
+    _is_open: bool = True
 
     @property
     def ending(self) -> Ending | None:
         """What the rank has said of its ending; None if it has said nothing so far, or never will."""
-        with contextlib.suppress(EOFError):
-            if self._ending is None and self.report.poll():
+        try:
+            if self._ending is None and self._is_open and self.report.poll():
                 self._ending = self.report.recv()
+        except (EOFError, OSError):
+            self._is_open = False
         return self._ending
 
     @property
     def has_failed(self) -> bool:
-        """Whether the rank has ended without having finished; one that ends with 0 says so before."""
-        code = self.process.exitcode
-        return bool(self.late) or (code is not None and (code != 0 or self.ending is None))
+        """Whether the rank has ended without having finished; one that ends with 0 says so before.
+
+        One that has said why it fails need not be able to end: a thread of it may wait for a disk.
+        """
+        code, ending = self.process.exitcode, self.ending
+        has_said = ending is not None and ending.status != 0
+        return bool(self.late) or has_said or (code is not None and (code != 0 or ending is None))
+
+    @property
+    def signs(self) -> list[Any]:
+        """What `multiprocessing.connection.wait` sees when the rank has something to say, or ends."""
+        is_silent = self.ending is None and self._is_open
+        return [self.process.sentinel, self.report] if is_silent else [self.process.sentinel]
+
+    def hangs(self, report: str) -> None:
+        """Let the rank have ended with a report about the run, which others make of it."""
+        self._ending = Ending(time.monotonic(), 1, report, is_of_run=True)
 
 
-def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None, report: Connection) -> None:
+def _be_rank(
+    function: Callable[[Place], int], place: Place, log_dir: Path | None, patience: float, report: Connection
+) -> None:
     """The main function of a local rank: set up the process, run, report the ending, exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher says what it means
     for signum in FORWARDED[1:]:
@@ -204,9 +242,10 @@ def _be_rank(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     _die_with_launcher()
     meet_on_loopback()
     _use_threads(place)
-    ending = run_rank(function, replace(place, leave=partial(_leave, report)), log_dir)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    ending = run_rank(function, replace(place, leave=partial(_leave, report)), log_dir, patience=patience)
+    if log_dir is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
     report.send(ending._replace(message=ending.message and _shortened(ending.message)))
     os._exit(ending.status)  # waits for no thread and no peer; sockets close now, not before
 
@@ -252,14 +291,16 @@ def _die_with_launcher() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
+def _wait_for_failures(ranks: Sequence[LocalRank], pulses: Pulses | None) -> list[LocalRank]:
     """Wait until every rank has ended, or shortly beyond the first failure; the ranks that failed by themselves.
 
     A rank that ends with 0 and does not say so has not finished. Others may not run long after one that has, and less
-    long if they are stopped. Looks are counted there, for the launcher may be stopped meanwhile, too.
+    long if they are stopped. Looks are counted there, for the launcher may be stopped meanwhile, too. Where all ranks
+    that could say that the run hangs are silent, their guard says it.
     """
     deadline, finish, stopped = None, None, Counter[int]()
-    while running := [rank.process for rank in ranks if rank.process.exitcode is None]:
+    guard = None if pulses is None else Guard(pulses)
+    while running := [rank for rank in ranks if rank.process.exitcode is None]:
         if deadline is None and (failed := [rank for rank in ranks if rank.has_failed]):
             # gloo aborts where ranks differ, and the others then say in what; that is worth the wait.
             aborted = any(rank.process.exitcode == -signal.SIGABRT for rank in failed)
@@ -275,14 +316,24 @@ def _wait_for_failures(ranks: Sequence[LocalRank]) -> list[LocalRank]:
                 rank.late = why
             break
         left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
+        if (left is not None and left <= 0) or (deadline is None and guard is not None and _are_silent(ranks, guard)):
             break
         # A helper process of a dead rank can keep its sentinel silent, so it is checked every half second.
-        sentinels = [process.sentinel for process in running]
-        if not wait(sentinels, timeout=LOOK_SECONDS if left is None else left) and finish is not None:
-            are_stopped = [process.pid for process in running if process.pid is not None and is_stopped(process.pid)]
-            stopped = Counter({pid: stopped[pid] + 1 for pid in are_stopped})
+        signs = [sign for rank in running for sign in rank.signs]
+        if not wait(signs, timeout=LOOK_SECONDS if left is None else left) and finish is not None:
+            pids = [rank.process.pid for rank in running if rank.process.pid is not None]
+            stopped = Counter({pid: stopped[pid] + 1 for pid in pids if is_stopped(pid)})
     return [rank for rank in ranks if rank.has_failed]
+
+
+def _are_silent(ranks: Sequence[LocalRank], guard: Guard) -> bool:
+    """Whether ranks are silent, and none is left that would say so; the report is made theirs."""
+    silent = guard.look()
+    if silent:
+        report = report_of(silent, guard.flag(next(iter(silent))))
+        for place in silent:
+            ranks[place].hangs(report)
+    return bool(silent)
 
 
 def _late(ranks: Sequence[LocalRank], stopped: Mapping[int, int], finish: float) -> list[tuple[LocalRank, str]]:
@@ -298,15 +349,39 @@ def _late(ranks: Sequence[LocalRank], stopped: Mapping[int, int], finish: float)
     ]
 
 
-def _end(ranks: Sequence[LocalRank]) -> None:
-    """End what still runs: kindly, then for sure."""
+def _end(ranks: Sequence[LocalRank]) -> tuple[LocalRank, ...]:
+    """End what still runs: kindly, then for sure. Returns ranks that did not end: they wait for a disk."""
+    hangs = any(rank.ending is not None and rank.ending.is_of_run for rank in ranks)
     _send(ranks, signal.SIGTERM)
-    deadline = time.monotonic() + LEAVE_SECONDS
+    _join(ranks, HANG_LEAVE_SECONDS if hangs else LEAVE_SECONDS)
+    _send(ranks, signal.SIGKILL)
+    _join(ranks, KILL_SECONDS)
+    stuck = tuple(rank for rank in ranks if rank.process.exitcode is None)
+    for rank in stuck:  # what ends this process would wait for them
+        multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]
+    return stuck
+
+
+def _join(ranks: Sequence[LocalRank], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
-    _send(ranks, signal.SIGKILL)
-    for rank in ranks:
-        rank.process.join()
+
+
+def _ended_later(stuck: Sequence[LocalRank], *, waits: bool) -> bool:
+    """Say that ranks cannot be ended, and wait for them before a restart; whether they have ended."""
+    names = ", ".join(f"rank {rank.place.rank} (process {rank.process.pid})" for rank in stuck[:4])
+    more = f" and {len(stuck) - 4} more" if len(stuck) > 4 else ""
+    cannot = f"{names}{more} cannot be ended as long as the disk that it waits for does not answer"
+    if not waits:
+        say(f"{cannot}; it ends then, and a new start can follow")
+        return False
+    say(f"{cannot}; a restart waits for that, at most {STUCK_SECONDS:g} s")
+    _join(stuck, STUCK_SECONDS)
+    if any(rank.process.exitcode is None for rank in stuck):
+        say("no restart: the disk does not answer; start again when it does")
+        return False
+    return True
 
 
 def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, str]:
@@ -317,7 +392,7 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, st
     asked = next((signum for signum in received if _meaning(signum) == -code), None)
     if ending is None and asked is not None:
         sentence = f"stopped by {signal.Signals(asked).name} before it could save"
-        print(sentence, file=sys.stderr, flush=True)
+        say(sentence)
         return 128 + asked, sentence
     status, message = (1, None) if ending is None else (ending.status, ending.message)
     if ending is None and culprit.late:
@@ -333,7 +408,7 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, st
     is_of_run = ending is not None and ending.is_of_run
     origin = None if ending is None else ending.origin
     sentence = message if is_of_run else failure(culprit.place, message, origin=origin)
-    print(sentence, file=sys.stderr, flush=True)
+    say(sentence)
     return status, sentence
 
 
@@ -367,7 +442,7 @@ def _forwarded_signals(ranks: Sequence[LocalRank], *, ignores_interrupts: bool) 
             _send(ranks, signal.SIGKILL)
             return
         if signum == signal.SIGINT:
-            os.write(2, b"interrupted: saving before leaving; press Ctrl-C again to leave at once\n")
+            say_at_once(INTERRUPTED)
         _send(ranks, _meaning(signum))
 
     # A job in the background of a shell ignores Ctrl-C and continues to.

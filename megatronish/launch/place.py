@@ -8,10 +8,12 @@ number of ranks before anything heavy is imported.
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from megatronish.errors import UserError
 from megatronish.launch.launcher import Launcher, integer, refuse_hidden_peers
+from megatronish.launch.pulse import Pulses
 from megatronish.launch.slurm import Slurm
 
 ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -114,7 +116,8 @@ class Place:
     the whole run, which every rank has; the second argument says whether this rank is the one to print it. `launch` is
     the same in all starts by a launcher of this package that starts again, and in no others; `launched` is when the
     first of them began, in seconds of the machine's monotonic clock. Other launchers say neither here: under torchrun
-    the name of the launch is in the store in which ranks meet.
+    the name of the launch is in the store in which ranks meet. `guarded` is the context in which pulses of this rank
+    are watched from outside of its process: see guard.py.
     """
 
     rank: int = 0
@@ -126,6 +129,7 @@ class Place:
     leave: Callable[[str, bool], None] = field(default=leave_quietly, compare=False, repr=False)
     launch: str = ""
     launched: float | None = None
+    guarded: Callable[[], AbstractContextManager[Pulses | None]] = field(default=nullcontext, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, size_name in (("rank", "world_size"), ("local_rank", "local_world_size")):

@@ -18,8 +18,14 @@ from typing import Any, NamedTuple, TextIO, cast
 from megatronish.config.plugins import naming_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.launch.elastic import report_to_torchrun
+from megatronish.launch.guard import own_guard
 from megatronish.launch.mishaps import mishap
+from megatronish.launch.patience import within
 from megatronish.launch.place import Place
+from megatronish.launch.terminal import patient, say, say_at_once
+
+INTERRUPTED = "interrupted: saving before leaving; press Ctrl-C again to leave at once"
+DISK_SECONDS = 60.0  # for the disk of the logs, before a run begins
 
 
 class Ending(NamedTuple):
@@ -36,29 +42,47 @@ class Ending(NamedTuple):
     origin: int | None = None
 
 
-def run_rank(function: Callable[[Place], int], place: Place, log_dir: Path | None) -> Ending:
+def run_rank(
+    function: Callable[[Place], int], place: Place, log_dir: Path | None, *, patience: float = DISK_SECONDS
+) -> Ending:
     """Call `function` and turn whatever happens into an ending; nothing is raised.
 
-    With a `log_dir`, what the rank writes goes to `rank_<r>.log` in it; rank 0's goes to the terminal as well.
+    With a `log_dir`, what the rank writes goes to `rank_<r>.log` in it; rank 0's goes to the terminal as well. Its disk
+    has `patience` seconds to answer.
     """
     if log_dir is None:
         return _ending(function, place)
     path = log_dir / f"rank_{place.rank}.log"
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        if path.is_fifo():  # without a reader, opening it would block
-            raise FileExistsError(errno.EEXIST, "it is a pipe")
-        log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        log = within(patience, partial(_opened, path), otherwise=None)
     except OSError as error:
         return Ending(time.monotonic(), 2, f"cannot write the log {path}: {error.strerror}; choose another run folder")
+    if log is None:
+        silent = f"the disk of {path} has not answered for {patience:g} s; look at its server, and start again"
+        return Ending(time.monotonic(), 1, silent)
     with _written_to(log, and_terminal=place.rank == 0):
         ending = _ending(function, place)
-    with contextlib.suppress(OSError), log:
-        log.write(f"{ending.message}\n" if ending.message else "")
+    within(1.0, partial(_close, log, ending.message), otherwise=None)  # the launcher waits for the ending
     return ending
 
 
-def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | None) -> int:
+def _opened(path: Path) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_fifo():  # without a reader, opening it would block
+        raise FileExistsError(errno.EEXIST, "it is a pipe")
+    log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.utime(path)  # a disk that does not answer may still open what it has in its cache
+    return log
+
+
+def _close(log: TextIO, message: str | None) -> None:
+    with contextlib.suppress(OSError), log:
+        log.write(f"{message}\n" if message else "")
+
+
+def run_here(
+    function: Callable[[Place], int], place: Place, log_dir: Path | None, *, patience: float = DISK_SECONDS
+) -> int:
     """Be the rank at `place` in this very process, under torchrun, srun or alone; the exit status.
 
     Where there are peers, a failed rank speaks after a second and then leaves at once. What makes its peers fail is
@@ -66,9 +90,9 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
     mistake which every rank has noticed is reported once.
     """
     terminal = os.dup(2)  # of a rank with a log of its own, 2 is that log meanwhile
-    place = replace(place, leave=partial(_leave, terminal))
+    place = replace(place, leave=partial(_leave, terminal), guarded=partial(own_guard, terminal))
     with _interrupt_as_sigterm():
-        ending = run_rank(function, place, log_dir)
+        ending = run_rank(function, place, log_dir, patience=patience)
     os.close(terminal)
     if place.world_size > 1 and ending.status != 0:
         if threading.current_thread() is threading.main_thread():
@@ -76,7 +100,7 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
         time.sleep(1.0 if place.rank == 0 else 1.5)
     if ending.message:
         line = failure(place, ending.message, origin=ending.origin)
-        print(line, file=sys.stderr, flush=True)
+        say(line)
         report_to_torchrun(line)
     if place.world_size > 1 and ending.status != 0:
         sys.stdout.flush()
@@ -87,8 +111,8 @@ def run_here(function: Callable[[Place], int], place: Place, log_dir: Path | Non
 def _leave(terminal: int, report: str, is_reporter: bool) -> None:
     """End this rank with a report about the run, whatever its main thread does."""
     if is_reporter:
-        os.write(terminal, f"{report}\n".encode())
-    report_to_torchrun(report)
+        within(1.0, lambda: os.write(terminal, f"{report}\n".encode()), otherwise=0)
+    within(1.0, lambda: report_to_torchrun(report), otherwise=None)
     os._exit(1)
 
 
@@ -137,7 +161,7 @@ def _interrupt_as_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise KeyboardInterrupt
-        os.write(2, b"interrupted: saving before leaving; press Ctrl-C again to leave at once\n")
+        say_at_once(INTERRUPTED)
         signal.raise_signal(signal.SIGTERM)
 
     # A job in the background of a shell ignores Ctrl-C and continues to.
@@ -163,7 +187,8 @@ def _written_to(log: TextIO, *, and_terminal: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if not and_terminal:
             stack.enter_context(_descriptors_at(log))
-        out, err = (_Copied(stream if and_terminal else None, log) for stream in (sys.stdout, sys.stderr))
+        shown = stack.enter_context(patient(sys.stdout, sys.stderr)) if and_terminal else (None, None)
+        out, err = (_Copied(stream, log) for stream in shown)
         stack.enter_context(contextlib.redirect_stdout(cast(TextIO, out)))
         stack.enter_context(contextlib.redirect_stderr(cast(TextIO, err)))
         yield
@@ -207,10 +232,12 @@ class _Copied:
         self._log = log
 
     def write(self, text: str) -> int:
+        if self._terminal is not None:
+            self._terminal.write(text)  # first: the disk of the log may be what does not answer
         if self._terminal is None or not text.startswith("\r"):  # a progress bar that draws itself again
             with contextlib.suppress(OSError):
                 self._log.write(text.logged if isinstance(text, Shown) else text)
-        return len(text) if self._terminal is None else self._terminal.write(text)
+        return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):

@@ -6,16 +6,19 @@ sentence at the same step, several times in a row, is none of a machine's, and e
 """
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatronish.launch.patience import within
+from megatronish.launch.terminal import say
+
 GOOD_STEPS = 10  # beyond the step of the failure before, after which restarts are counted from zero
 SAME_TIMES = 3  # the same failure at the same step in a row ends the run
 PAUSE_SECONDS = 1.0  # before the second restart without a new step, doubled for each further one
 LONGEST_PAUSE = 30.0
+DISK_SECONDS = 10.0  # for the disk of the run folder to say what the last step was
 
 
 def _no_step() -> int:
@@ -44,10 +47,13 @@ class Restarts:
         """Whether to begin again after an attempt that ended so; prints why, if there are restarts at all."""
         if self.most == 0 or status != 1 or not sentence:  # a planned stop may have any status, and says nothing
             return False
-        step = self.last_step()
-        gone = [path for path in (self.folder, self.save if step else None) if path is not None and _is_gone(path)]
+        seen = within(DISK_SECONDS, self._look, otherwise=None)
+        if seen is None:
+            say(f"no restart: the disk of {self.folder} does not answer; start again when it does")
+            return False
+        step, gone = seen
         if gone:
-            _tell(f"no restart: {gone[0]} was moved or removed while the run was in it; move it back, and start again")
+            say(f"no restart: {gone[0]} was moved or removed while the run was in it; move it back, and start again")
             return False
         if step >= self._step + GOOD_STEPS:
             self.used = 0
@@ -56,15 +62,21 @@ class Restarts:
         pause = 0.0 if step > self._step else min(PAUSE_SECONDS * 2**self.used, LONGEST_PAUSE)
         self._step, self._place = max(step, self._step), place
         if self._same >= SAME_TIMES:
-            _tell(f"no restart: the run failed {self._same} times after step {step} with the same sentence")
+            say(f"no restart: the run failed {self._same} times after step {step} with the same sentence")
             return False
         if self.used >= self.most:
-            _tell(f"no restart: --max-restarts {self.most} are used up")
+            say(f"no restart: --max-restarts {self.most} are used up")
             return False
         self.used += 1
-        _tell(f"restart {self.used} of {self.most}, after step {step}")
+        say(f"restart {self.used} of {self.most}, after step {step}")
         time.sleep(pause)
         return True
+
+    def _look(self) -> tuple[int, list[Path]]:
+        """The last step, and which folders are not there."""
+        step = self.last_step()
+        folders = (self.folder, self.save if step else None)
+        return step, [path for path in folders if path is not None and _is_gone(path)]
 
 
 def _is_gone(folder: Path) -> bool:
@@ -76,7 +88,3 @@ def _is_gone(folder: Path) -> bool:
     except OSError:
         pass
     return False
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

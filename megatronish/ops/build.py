@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from megatronish.files import private_folder
 from megatronish.ops.machine_code import accesses_of
 
 ROOT = Path(__file__).parents[2]
@@ -243,8 +244,7 @@ def _cache() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # the sources may belong to another
-        folder = Path(tempfile.gettempdir()) / f"megatronish-kernels-{os.getuid()}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(Path(tempfile.gettempdir()) / f"megatronish-kernels-{os.getuid()}")
     return folder
 
 

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from megatronish.files import private_folder
 from megatronish.ops.build import BuildError, find_compiler
 
 SOURCE = Path(__file__).with_name("dropout.cpp")
@@ -54,16 +55,17 @@ def native() -> Native:
 
 
 def cache_folder() -> Path:
-    """Folder of the library: megatronish in the user's cache folder, or where that cannot be written, in a new one."""
+    """Folder of the library: megatronish in the user's cache folder, else one in the temporary directory.
+
+    What is loaded from it is executed, so it is this user's alone. OSError where neither can be written.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(home) / "megatronish"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+    with suppress(OSError):
+        private_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):  # not os.access: some disks refuse what its modes allow
             return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="megatronish-"))
+    return private_folder(Path(tempfile.gettempdir()) / f"megatronish-cache-{os.getuid()}")
 
 
 def _built() -> Path:
@@ -73,11 +75,19 @@ def _built() -> Path:
     parts = (source, repr((FLAGS, WISHES)), f"{real} {real.stat().st_size} {real.stat().st_mtime_ns}", _cpu())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     output = cache_folder() / f"dropout-{key}.so"
-    if not output.exists():
+    if not _is_own(output):
         with _lock(output.with_suffix(".lock")):
-            if not output.exists():  # built by another process, while this one waited
+            if not _is_own(output):  # built by another process, while this one waited
                 _compile(compiler, output)
     return output
+
+
+def _is_own(library: Path) -> bool:
+    """Whether a library is there, and this user has built it."""
+    try:
+        return library.lstat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
 
 
 def _compile(compiler: str, output: Path) -> None:

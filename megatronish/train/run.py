@@ -58,7 +58,7 @@ def train(config: Config, notes: Sequence[str], place: Place, *, hooks: Sequence
     record.enter_phase("start", "the folders of the run")
     if not config.resilience.watch:
         return _train_watched(config, notes, place, record, None, hooks)
-    with watchdog_of(config, place, record) as watchdog:
+    with place.guarded() as pulses, watchdog_of(config, place, record, pulses) as watchdog:
         start_sharing(watchdog, place)
         try:
             return _train_watched(config, notes, place, record, watchdog, hooks)

@@ -12,6 +12,7 @@ from megatronish.launch.flight_recorder import dump_flight_record
 from megatronish.launch.leftovers import RINGS
 from megatronish.launch.meeting import has_lasting_store
 from megatronish.launch.place import Place
+from megatronish.launch.pulse import Pulses
 from megatronish.watch.beat import Beat
 from megatronish.watch.board import FolderBoard, KeyValueStore, OwnBoard, PatientBoard, StoreBoard
 from megatronish.watch.limits import HangLimits
@@ -23,8 +24,8 @@ HANG = "hang.json"
 """File in the folder of logs: the report of the last hang, and the state of every rank."""
 
 
-def watchdog_of(config: Config, place: Place, record: RankRecord) -> Watchdog:
-    """The watchdog of a run's rank, which has no board yet."""
+def watchdog_of(config: Config, place: Place, record: RankRecord, pulses: Pulses | None = None) -> Watchdog:
+    """The watchdog of a run's rank, which has no board yet; its guard sees `pulses`."""
     wanted, logs = config.resilience, config.run_dir / "logs"
     limits = HangLimits.of(
         step=wanted.hang_seconds,
@@ -40,7 +41,10 @@ def watchdog_of(config: Config, place: Place, record: RankRecord) -> Watchdog:
             (logs / HANG).write_text(json.dumps(state, indent=1), encoding="utf-8")
         dump_flight_record(logs / f"flight_record_rank_{place.rank}")
 
-    return Watchdog(record, limits, config.layout, rank=place.rank, leave=place.leave, on_report=keep)
+    watchdog = Watchdog(record, limits, config.layout, rank=place.rank, leave=place.leave, on_report=keep)
+    if pulses is not None:
+        watchdog.pulse_to(pulses, place.rank if pulses.count > 1 else 0)
+    return watchdog
 
 
 def start_sharing(watchdog: Watchdog, place: Place) -> None:

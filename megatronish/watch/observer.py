@@ -1,7 +1,8 @@
 """Observer of one rank: its record and its stacks as a beat, and how long each of its threads has made no progress.
 
 Progress is any change of what a thread does: another phase, action or layer, a newer collective, another one to wait
-for. It is seen by comparing with the look before, so that the threads themselves note no times for it.
+for. It is seen by comparing with the look before, so that the threads themselves note no times for it. The clock of an
+observer stands still while its process is stopped: after Ctrl-Z and fg a run goes on, and nothing has hung.
 """
 
 import os
@@ -22,6 +23,8 @@ COMPOSITE = ("writing of tensors", "reading of tensors")
 """Operations of torch that communicate by themselves, and work in between."""
 _KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 _HELPERS = {"data": "prefetch", "save": "save", "hook": "save", "end": "save"}
+_LONGEST_GAP = 2.5  # seconds between two looks, beyond which this process was stopped meanwhile
+_GAP = 0.5  # seconds that count then
 _RECENT = 64  # collectives of each line that a pausing rank adds to its beat
 
 
@@ -43,10 +46,14 @@ class Observer:
         self.born = (birth_of(self.pid) or "").split(" ")[0]
         self._seen: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._number = 0
+        self.clock, self._looked = 0.0, time.monotonic()
 
     def look(self, *, recent: bool = False, ended: str = "") -> Beat:
         """The beat of this moment; with `recent` it has the last collectives of each line, and its ranks."""
         self._number += 1
+        now = time.monotonic()
+        self.clock += now - self._looked if now - self._looked < _LONGEST_GAP else _GAP
+        self._looked = now
         record = self.record
         return Beat(
             rank=self.rank,
@@ -78,8 +85,8 @@ class Observer:
         before = self._seen.get(ident)
         # Entries are compared by identity: torch's shapes and dtypes take part in no comparison.
         if before is None or any(old is not new for old, new in zip(before[0], what, strict=True)):
-            self._seen[ident] = (what, now)
-        idle = now - self._seen[ident][1]
+            self._seen[ident] = (what, self.clock)
+        idle = self.clock - self._seen[ident][1]
         if idle < 0.5:
             return ThreadBeat(name, phase.name, phase.detail, idle, self._limit(phase), self._collective(entry, now))
         frame = frame_of(ident)

@@ -13,6 +13,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+from megatronish.files import private_folder
 from megatronish.watch.beat import Collective
 
 RING = 256
@@ -26,7 +27,7 @@ PIECES_DIFFER = ("all_to_all_rows", "all_gather_object")
 
 
 class SharedRing:
-    """Writer of a ring. OSError if there is no room for it.
+    """Writer of a ring, in a folder of this user alone. OSError if there is no room for it, or none such a folder.
 
     All of the file is written first: a page without room on the disk would end the process by SIGBUS when it is used.
     """
@@ -34,9 +35,10 @@ class SharedRing:
     __slots__ = ("_end", "_kinds", "_memory")
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         try:
-            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb+") as file:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            with os.fdopen(os.open(path, flags, 0o600), "wb+") as file:
                 file.write(bytes(_SIZE))
                 file.flush()
                 self._memory = mmap.mmap(file.fileno(), _SIZE)

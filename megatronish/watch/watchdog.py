@@ -6,6 +6,7 @@ so that whoever started the run can start it again. That is before torch's timeo
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import threading
@@ -14,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from megatronish.launch.pulse import Pulse, Pulses
 from megatronish.layout import Layout
 from megatronish.watch.beat import Beat, ThreadBeat, bare_beat, beat_of
 from megatronish.watch.board import REPORT, Board
 from megatronish.watch.limits import HangLimits
-from megatronish.watch.observer import Observer, birth_of
+from megatronish.watch.observer import MAIN, Observer, birth_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import SharedRing, read_ring
 from megatronish.watch.verdict import Culprit, RanksSeen, different, verdict
@@ -27,6 +29,7 @@ from megatronish.watch.words import RankWords
 SHORTEST, LONGEST = 0.1, 1.0  # seconds between two beats
 SILENT_AFTER = 10.0  # seconds without a beat, or 0.4 of the limit if that is less
 PATIENCE = 3.0  # for the report of another rank that has claimed it
+KEEP_SECONDS = 0.6  # for the files of a report: the disk may be what hangs
 
 FLAGS = {
     "start": "--hang-seconds-start",
@@ -64,11 +67,14 @@ class Watchdog:
         self._board: Board | None = None
         self._kept_by = ""
         self._rings: Path | None = None
+        self._pulses: Pulses | None = None
+        self._slot, self._trace, self._armed = 0, -1, -1.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._newest: dict[int, tuple[Beat, float]] = {}  # beats of all ranks, and when each was new here
 
     def __enter__(self) -> "Watchdog":
+        self._pulse(self._observer.look())
         self._thread.start()
         return self
 
@@ -77,6 +83,15 @@ class Watchdog:
         self._thread.join(timeout=2 * LONGEST)
         with contextlib.suppress(Exception):
             self._put(ended="ended with status 0" if kind is None else "failed")
+        if self._trace >= 0:
+            faulthandler.cancel_dump_traceback_later()
+            os.close(self._trace)
+            self._trace = -1
+
+    def pulse_to(self, pulses: Pulses, place: int) -> None:
+        """Leave pulses there for a guard, which speaks where this process cannot. Before it is entered; Linux alone."""
+        self._pulses, self._slot = pulses, place
+        self._trace = os.memfd_create("stacks")
 
     def share(self, board: Board, *, kept_by: str = "") -> None:
         """Exchange beats with the other ranks from now on; `kept_by` is the process without which none could."""
@@ -115,9 +130,24 @@ class Watchdog:
 
     def _put(self, *, recent: bool = False, ended: str = "") -> Beat:
         beat = self._observer.look(recent=recent, ended=ended)
+        self._pulse(beat)
         if self._board is not None:
             self._board.put(f"rank_{self.rank}", beat.to_json())
         return beat
+
+    def _pulse(self, beat: Beat) -> None:
+        """Leave a pulse, and let Python's C code write the stacks if the next ones do not come."""
+        main = beat.thread(MAIN)
+        if self._pulses is None or main is None:
+            return
+        if (now := time.monotonic()) > self._armed + 0.25 * main.limit and not beat.ended:
+            self._armed = now
+            os.ftruncate(self._trace, 0)
+            os.lseek(self._trace, 0, os.SEEK_SET)
+            faulthandler.dump_traceback_later(0.75 * main.limit, file=self._trace)
+        said = {"who": self._words.rank(self.rank), "seen": self._words.seen(main, beat), "limit": main.limit}
+        number, pid, flag = beat.number, beat.pid, FLAGS.get(main.phase, "--hang-seconds")
+        self._pulses.put(self._slot, Pulse(number, pid, **said, flag=flag, trace=self._trace, ended=bool(beat.ended)))
 
     def _look(self) -> bool:
         """One round: a beat, and what follows from it. Returns whether this rank makes no progress for some time."""
@@ -136,7 +166,7 @@ class Watchdog:
         return True
 
     def _read(self, mine: Beat) -> None:
-        now = time.monotonic()
+        now = self._observer.clock
         self._newest[self.rank] = mine, now
         if (board := self._board) is None:
             return
@@ -149,7 +179,7 @@ class Watchdog:
                 self._newest[rank] = beat, now
 
     def _seen(self, limit: float) -> RanksSeen:
-        now, silent_after = time.monotonic(), min(SILENT_AFTER, 0.4 * limit)
+        now, silent_after = self._observer.clock, min(SILENT_AFTER, 0.4 * limit)
         silent = {
             rank: now - since
             for rank, (beat, since) in self._newest.items()
@@ -188,9 +218,9 @@ class Watchdog:
             return
         keeping = threading.Thread(target=self._on_report, args=(report, beats if prints else {}), daemon=True)
         keeping.start()
-        keeping.join(timeout=1.0)  # the disk may be what hangs
-        if self.rank != 0:  # rank 0 speaks for all, and must not complain of lost peers first
-            time.sleep(self._interval + 2 * SHORTEST)
+        pause = 0.0 if self.rank == 0 else self._interval + 2 * SHORTEST
+        time.sleep(pause)  # rank 0 speaks for all, and must not complain of lost peers first
+        keeping.join(timeout=max(0.0, KEEP_SECONDS - pause))
         for culprit in culprits if prints else ():
             if culprit.kind == "silent":
                 self._kill(beats[culprit.rank])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megatronish.launch.stopped import why_silent
 from megatronish.layout import Layout
 from megatronish.watch.beat import Beat, Collective, ThreadBeat
 from megatronish.watch.observer import MAIN, birth_of
@@ -45,6 +46,10 @@ class RankWords:
             f"{kept_by or 'the place of the beats of all ranks'} does not answer: it is stopped, dead or cut off. "
             f"{self.rank(rank)} {waits} for {thread.idle:.0f} s. It is {_phase(thread, beat)}{_stack(thread)}"
         )
+
+    def seen(self, thread: ThreadBeat, beat: Beat) -> str:
+        """in step 9. Its stack: ... < ..."""
+        return f"{_phase(thread, beat)}{_stack(thread)}"
 
     def _sentence(self, culprit: Culprit, seen: RanksSeen) -> str:
         who, lacks = self.rank(culprit.rank), culprit.lacks
@@ -157,11 +162,7 @@ def _stack(thread: ThreadBeat | None, *, of: int | None = None) -> str:
 
 def _why_silent(beat: Beat, host: str) -> str:
     """What the system says of a process that is silent, if it is on this machine."""
-    if beat.host == host and beat.born:
-        born, _, state = (birth_of(beat.pid) or "").partition(" ")
-        if born != beat.born or state in ("Z", "X"):
-            return "has ended"
-        if state in ("T", "t"):
-            return "is stopped by a signal"
-        return "does not respond"
-    return "is stopped, dead or cut off"
+    if beat.host != host or not beat.born:
+        return "is stopped, dead or cut off"
+    is_same = (birth_of(beat.pid) or "").partition(" ")[0] == beat.born
+    return why_silent(beat.pid) if is_same else "has ended"

@@ -5,6 +5,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from megatronish.files import private_folder
+
 PRIVATE = 0o700
 
 
@@ -16,10 +18,10 @@ def folder_of_user() -> str:
 def make_folder(folder: Path) -> Path:
     """The folder, made if it is missing; OSError if it cannot be, or if another user has made what lies around it."""
     parent = folder.parent
-    with suppress(FileExistsError):
-        parent.mkdir(mode=PRIVATE, parents=True)
-    if parent.name == folder_of_user() and (parent.is_symlink() or parent.stat().st_uid != os.getuid()):
-        raise OSError(None, "another user has made it")
+    if parent.name == folder_of_user():
+        private_folder(parent)
+    else:
+        parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     folder.mkdir(mode=PRIVATE, exist_ok=True)
     return folder
 

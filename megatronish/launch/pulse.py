@@ -1,0 +1,62 @@
+"""Pulses: what each rank of a machine said of itself last, in memory that the process which guards it sees, too.
+
+A watchdog is a thread of its rank. A rank that a signal has stopped, or whose main thread keeps Python's lock inside
+native code, has no watchdog either. Then its last pulse gets old, and the guard says what the watchdog cannot.
+"""
+
+import json
+import mmap
+import sys
+import zlib
+from dataclasses import asdict, dataclass
+from struct import Struct
+
+SLOT = 4096
+_HEAD = Struct("<II")  # length and sum of the text behind it
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """State of a rank in words: `who` it is and where it was `seen`, with the limit of its phase and the flag of that.
+
+    `number` grows with every pulse. `trace` is the descriptor, in its process, of a file for the stacks of its threads.
+    """
+
+    number: int
+    pid: int
+    who: str
+    seen: str
+    limit: float
+    flag: str
+    trace: int = -1
+    ended: bool = False
+
+
+class Pulses:
+    """Pulses of some ranks in shared memory: that of a descriptor, or without one memory for forked children."""
+
+    def __init__(self, count: int, descriptor: int = -1) -> None:
+        self.count = count
+        self._memory = mmap.mmap(descriptor, count * SLOT)
+
+    def put(self, place: int, pulse: Pulse) -> None:
+        """Replace the pulse of a place."""
+        text = json.dumps(asdict(pulse)).encode()
+        if len(text) > SLOT - _HEAD.size:
+            longer = len(text) - (SLOT - _HEAD.size)
+            text = json.dumps(asdict(pulse) | {"seen": pulse.seen[: max(0, len(pulse.seen) - longer - 16)]}).encode()
+        if len(text) <= SLOT - _HEAD.size:
+            begin = place * SLOT
+            self._memory[begin : begin + _HEAD.size + len(text)] = _HEAD.pack(len(text), zlib.crc32(text)) + text
+
+    def get(self, place: int) -> Pulse | None:
+        """The pulse of a place; None if there is none, or while it is being replaced."""
+        begin = place * SLOT
+        length, checksum = _HEAD.unpack_from(self._memory, begin)
+        text = self._memory[begin + _HEAD.size : begin + _HEAD.size + min(length, SLOT - _HEAD.size)]
+        return Pulse(**json.loads(text)) if length and zlib.crc32(text) == checksum else None
+
+
+def pulses_of_children(count: int, start_method: str) -> Pulses | None:
+    """Memory that forked children share with this process; None where children are not forked."""
+    return Pulses(count) if start_method == "fork" and sys.platform == "linux" else None
