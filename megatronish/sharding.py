@@ -274,10 +274,16 @@ def initialize(
 ) -> None:
     """Fill every parameter as (seed, its name, its place in the global tensor) says; padding is zero."""
     for name, parameter in module.named_parameters():
-        sharding = shardings[name]
         parameter.zero_()
-        for piece in sharding.pieces(domains[sharding.domain].model):
-            fill_initial(piece.view(parameter), sharding, piece.global_offset, names=(seed, "init", name))
+        fill_zeros(parameter, shardings[name], domains, names=(seed, "init", name))
+
+
+def fill_zeros(
+    zeros: Tensor, sharding: Sharding, domains: Mapping[str, Domain], *, names: tuple[str | int, ...]
+) -> None:
+    """Write the initial values of what this rank holds of a parameter, in any precision, into zeros of its shape."""
+    for piece in sharding.pieces(domains[sharding.domain].model):
+        fill_initial(piece.view(zeros), sharding, piece.global_offset, names=names)
 
 
 def fill_initial(
@@ -288,4 +294,4 @@ def fill_initial(
         target.fill_(sharding.init.value)
         return
     values = normal_rectangle(sharding.shape, global_offset, tuple(target.shape), names=names)
-    target.copy_(values * sharding.init.std)
+    target.copy_(values.mul_(sharding.init.std))

@@ -87,6 +87,12 @@ def test_the_peak_of_memory_is_near_the_expected_one(results: Results) -> None:
     assert not far, far
 
 
+def test_a_rank_is_built_in_less_memory_than_its_step_takes(results: Results) -> None:
+    """So what fits a plan can be built: nothing is whole in fp32 that is kept in 16 bits or in parts."""
+    for case, result in results:
+        assert result["build_peak_bytes"] <= result["peak_bytes"], case.name
+
+
 def test_model_state_is_what_is_expected_but_for_padding(results: Results) -> None:
     for case, result in results:
         owners, expected = result["owners"], result["expected_memory"]

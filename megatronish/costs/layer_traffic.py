@@ -6,10 +6,38 @@ something before it learns: in the first layer of the first stage not before the
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatronish.costs.adapters import all_patterns, is_target
 from megatronish.costs.step_traffic import SCALAR, StepTraffic
 from megatronish.layer_specs import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, layer_specs
+
+
+class RingBytes(NamedTuple):
+    """Bytes that a rank sends round the ring of attention in a forward and in a backward.
+
+    `last` of the backward's are those of the last step: sums of gradients come home, and no block is computed with.
+    """
+
+    forward: int
+    backward: int
+    last: int
+
+    @classmethod
+    def of(cls, block: int, *, cp: int, width: int) -> "RingBytes":
+        """Of so many elements of keys and values on a rank. Sums of their gradients go one step further, in fp32."""
+        blocks, sums = (cp - 1) * block * width, block * 4
+        return cls(blocks, blocks + cp * sums, sums)
+
+
+def traded_heads(num_heads: int, num_kv_heads: int, *, tp: int, cp: int) -> int:
+    """Heads whose channels are traded for the sequence in a forward: queries, keys, values, and the output.
+
+    Key-value heads are repeated until the ranks of cp can share them out.
+    """
+    group, on_rank = num_heads // num_kv_heads, num_kv_heads // tp
+    copies = next(n for n in range(1, group + 1) if group % n == 0 and on_rank * n % cp == 0)
+    return 2 * num_heads + 2 * copies * num_kv_heads
 
 
 @dataclass
@@ -100,14 +128,12 @@ class LayerTraffic(StepTraffic):
             return
         tokens = self.num_microbatches * self.tokens * attention.head_size // layout.tp
         if self.config.parallel.cp_comm_type == "p2p":
-            block = 2 * tokens * attention.num_kv_heads
-            size = (forwards + 1) * (layout.cp - 1) * block * self.width + layout.cp * block * 4
+            ring = RingBytes.of(2 * tokens * attention.num_kv_heads, cp=layout.cp, width=self.width)
+            size = forwards * ring.forward + ring.backward
             self.add("cp", "send", size)
             self.add("cp", "receive", size)
         else:
-            group, kv_heads = attention.num_heads // attention.num_kv_heads, attention.num_kv_heads // layout.tp
-            copies = next(n for n in range(1, group + 1) if group % n == 0 and kv_heads * n % layout.cp == 0)
-            heads = 2 * attention.num_heads + 2 * copies * attention.num_kv_heads
+            heads = traded_heads(attention.num_heads, attention.num_kv_heads, tp=layout.tp, cp=layout.cp)
             self.add("cp", "all-to-all", (forwards + 1) * tokens * heads * self.width)
 
     def _experts(self, spec: ExpertsSpec, forwards: int) -> None:

@@ -1,7 +1,9 @@
 """Flat parameter buffers (ZeRO 0 to 2): the model computes with views of them, and each rank keeps masters of its part.
 
 Of each bucket a rank keeps the fp32 masters of its own part alone; in an fp32 model they are that part of the buffer.
-Frozen parameters have no masters in any precision: no step changes them. After an update the parts are gathered, in the
+Frozen parameters have no masters in any precision: no step changes them. Values are drawn when their bucket is
+allocated, what is frozen in the precision of the run: while a rank is built it holds what it keeps, and one bucket in
+fp32 at most. After an update the parts are gathered, in the
 order in which a forward needs them, and each layer waits for its own when its forward begins: what is left of the
 all-gather overlaps with the layers before it.
 """
@@ -17,13 +19,14 @@ from megatronish import comm
 from megatronish.data_parallel.offload import memory_on
 from megatronish.data_parallel.plan import BucketPlan
 from megatronish.data_parallel.settings import DataParallelSettings
-from megatronish.sharding import Shard, Sharding, flat_pieces
+from megatronish.mesh import Domain
+from megatronish.sharding import Shard, Sharding, fill_zeros, flat_pieces
 
 
 class FlatParameters:
-    """Parameters in flat buffers of `settings.dtype` (integers: of their own), with the values that they hold now.
+    """Parameters in flat buffers of `settings.dtype` (integers: of their own), with the initial values of a seed.
 
-    `shards` is what this rank keeps of each, `masters` the flat tensors these are views of. Unless
+    Without `seed` they are zeros. `shards` is what this rank keeps of each, `masters` the flat tensors these are views of. Unless
     `settings.overlap_gather`, `gather` waits for what it gathers.
     """
 
@@ -31,9 +34,13 @@ class FlatParameters:
         self,
         parameters: Mapping[str, nn.Parameter],
         shardings: Mapping[str, Sharding],
+        domains: Mapping[str, Domain],
         plans: Sequence[BucketPlan],
         frozen: Sequence[BucketPlan],
         settings: DataParallelSettings,
+        *,
+        device: torch.device,
+        seed: int | None,
     ) -> None:
         self.overlap = settings.overlap_gather
         self.plans, self._num_learning = (*plans, *frozen), len(plans)
@@ -42,16 +49,19 @@ class FlatParameters:
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
         for number, plan in enumerate(self.plans):
-            # The values of the bucket in fp32, rounded once into the buffer that the model computes with. Integers are
-            # a stored form (quantised weights) and stay what they are.
+            # Values are drawn in fp32 and rounded once: those of a master into the buffer that the model computes with,
+            # those of what is frozen as they are drawn. Integers are a stored form (quantised weights), for a loader.
             first = parameters[plan.names[0]]
-            values = first.new_zeros(plan.size, dtype=torch.float32 if first.is_floating_point() else first.dtype)
-            for name, view in plan.views(values, parameters).items():
-                view.copy_(parameters[name].detach())
-            flat = values.to(settings.dtype) if first.is_floating_point() else values
             learns = number < self._num_learning
             apart = learns and (settings.dtype != torch.float32 or settings.masters_on is not None)
+            dtype = settings.dtype if first.is_floating_point() else first.dtype
+            values = torch.zeros(plan.size, dtype=torch.float32 if apart else dtype, device=device)
+            if seed is not None:
+                for name, view in plan.views(values, parameters).items():
+                    fill_zeros(view, shardings[name], domains, names=(seed, "init", name))
+            flat = values.to(dtype)
             master = _away(plan.part(values), settings.masters_on) if apart else plan.part(flat)
+            del values
             # The model's parameters become views of the buffer.
             for name, view in plan.views(flat, parameters).items():
                 parameters[name].data = view

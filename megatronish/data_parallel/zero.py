@@ -6,6 +6,7 @@ sharded, and over how many these are replicated. Plain data parallelism shards o
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from megatronish.data_parallel.gradients import GradientBuckets
@@ -20,7 +21,8 @@ from megatronish.sharding import Shard, Sharding
 class Zero:
     """Parameters and gradients of one rank's stage in flat buckets: a `DataParallel`.
 
-    `sources` are the actions from which the gradient of each parameter comes.
+    The parameters have shapes and no values yet: the buckets hold those that names and `seed` say, or with `seed` None
+    zeros, for a checkpoint to fill. `sources` are the actions from which the gradient of each parameter comes.
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class Zero:
         domains: Mapping[str, Domain],
         settings: DataParallelSettings,
         *,
+        device: torch.device,
+        seed: int | None,
         sources: Mapping[str, frozenset[Source]],
         gives_back: bool = True,
     ) -> None:
@@ -44,10 +48,13 @@ class Zero:
                 bucket_size=settings.bucket_size,
                 alignment=settings.alignment if some is learning else 16,  # int8 has one byte
                 sources=sources,
+                device=device,
             )
             for some in (learning, resting)
         )
-        self.parameters = FlatParameters(parameters, shardings, plans, frozen, settings)
+        self.parameters = FlatParameters(
+            parameters, shardings, domains, plans, frozen, settings, device=device, seed=seed
+        )
         self.buckets = GradientBuckets(learning, plans, settings, gives_back=gives_back)
         self.shards: dict[str, Shard] = self.parameters.shards
         self._offloaded = OffloadedGradients(self.buckets.parts, settings.masters_on)

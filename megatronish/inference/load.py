@@ -84,11 +84,12 @@ def load_found(found: SavedModel, mesh: Mesh, *, dtype: torch.dtype) -> LoadedMo
         mesh,
         vocab_size=description.vocab_size,
         num_positions=description.num_positions,
+        device=torch.device("meta"),  # nothing is there in fp32 first
     )
     adapters = found.read_adapters()
     for number, saved in enumerate(adapters.values()):
-        built = with_adapters(built, saved.config, device=mesh.device, name=str(number))
-    model, shardings = built.model.to(dtype), built.shardings
+        built = with_adapters(built, saved.config, device=torch.device("meta"), name=str(number))
+    model, shardings = built.model.to(dtype).to_empty(device=mesh.device), built.shardings
     shards = {
         name: Shard(parameter.detach(), tuple(shardings[name].pieces(mesh.domains[shardings[name].domain].model)))
         for name, parameter in model.named_parameters()

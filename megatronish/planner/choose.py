@@ -69,7 +69,8 @@ def _first_that_holds(search: Search, found: Iterator[Found]) -> list[Planned]:
 def conventional(search: Search, found: list[Found]) -> Planned | None:
     """What most would choose: tp = node (experts: ep = node), 1F1B on as few stages as fit, ZeRO-1, and no cp.
 
-    Where tp of a whole node is not legal, the largest that is.
+    Where tp of a whole node is not legal, the largest that is. More stages, and then cp, come before recomputing whole
+    layers, which computes a third more.
     """
     node, has_experts = search.device.gpus_per_node, search.config.model.num_experts is not None
 
@@ -77,16 +78,17 @@ def conventional(search: Search, found: list[Found]) -> Planned | None:
         mesh = each.candidate.mesh
         across = mesh.ep * mesh.etp if has_experts else mesh.tp
         return (
-            mesh.cp,
             across > node,
+            each.candidate.recompute == "full",
+            mesh.cp,
             -across,
             mesh.tp if has_experts else 0,
             abs(each.candidate.zero - 1),
-            each.candidate.recompute == "full",
-            mesh.pp,
             each.candidate.schedule != "1f1b",
             mesh.tp > 1 and not each.candidate.sequence_parallel,
+            mesh.pp,
             each.seconds,
         )
 
-    return next(iter(_first_that_holds(search, iter(sorted(found, key=strangeness)[:MOST_TRIES]))), None)
+    fitting = [each for each in found if each.nbytes <= search.limit]  # layouts near the limit would take all tries
+    return next(iter(_first_that_holds(search, iter(sorted(fitting, key=strangeness)[:MOST_TRIES]))), None)

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
+from megatronish.costs.layer_traffic import RingBytes, traded_heads
 from megatronish.layer_costs import AttentionCore, LayerCost, LinearShape
 from megatronish.planner.adapter_time import AdapterSeconds
 from megatronish.planner.candidate import Candidate, MeshSizes
@@ -148,7 +149,7 @@ class LayerClock:
         if candidate.recompute == "full":
             backward = backward.plus(forward)
         elif candidate.recompute == "selective":
-            backward = backward.plus(Parts(attention=attended[0]))
+            backward = backward.plus(Parts(attention=attended[0], context=sum(part[0] for part in ring)))
         hideable = min(tensor, weight.total) + sum(part[2] for part in ring)
         return Passes(forward, backward, weight, hideable, of_experts + 2 * exchanged if has_experts else 0.0)
 
@@ -262,20 +263,22 @@ class LayerClock:
     ) -> tuple[float, float, float]:
         """What cp adds forward and backward, and what of it attention can hide.
 
-        Keys and values go round a ring, in the backward with their gradients; or heads are traded for sequence.
+        Keys and values go round a ring, in the backward with sums of their gradients; or heads are traded for sequence.
         """
-        cp, tp, size = mesh.cp, mesh.tp, self.work.element_bytes
+        cp, tp, width = mesh.cp, mesh.tp, self.work.element_bytes
         if cp == 1:
             return 0.0, 0.0, 0.0
-        queries = core.num_heads * core.query_size
-        keys_values = row.linears[0].out_features - queries
+        keys_values = row.linears[0].out_features - core.num_heads * core.query_size
         if not self.work.ring:
-            each = self.links.all_to_all(cp, tp, size * tokens * (2 * queries + keys_values) / tp)
+            heads = traded_heads(core.num_heads, keys_values // (2 * core.query_size), tp=tp, cp=cp)
+            each = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)
             return each, each, 0.0
-        block = size * tokens * keys_values / tp / self.links.bandwidth(cp, tp) + self.links.latency
-        forward, backward = (cp - 1) * block, 2 * (cp - 1) * block
+        ring, rate = RingBytes.of(tokens * keys_values // tp, cp=cp, width=width), self.links.bandwidth(cp, tp)
+        forward = ring.forward / rate + (cp - 1) * self.links.latency
+        last = ring.last / rate + self.links.latency  # behind nothing
+        backward = (ring.backward - ring.last) / rate + 2 * (cp - 1) * self.links.latency
         hides = (cp - 1) / cp * self.efficiencies.hidden
-        return forward, backward, min(forward, hides * seconds[0]) + min(backward, hides * seconds[1])
+        return forward, backward + last, min(forward, hides * seconds[0]) + min(backward, hides * seconds[1])
 
     def _expert_transfers(self, row: LayerCost, mesh: MeshSizes, tokens: int) -> float:
         """All-to-all of tokens to experts and back, and gathers over etp."""

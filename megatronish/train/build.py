@@ -3,7 +3,7 @@
 build_stage         the modules of this rank's stage (pipeline/stage.py)
 with_adapters       adapters of its linear layers; with --quantize-base the layers themselves in 4 bits
 freeze              which parameters learn (trainable.py)
-make_data_parallel  initial values; parameters and gradients over the data ranks, as the ZeRO stage says
+make_data_parallel  parameters and gradients over the data ranks, as the ZeRO stage says, and their initial values
 split_backward      weight gradients deferred to W actions, where the schedule has them
 add_in_place        weight gradients added to the sums of a step by the layers themselves
 Optimizer           over the fp32 masters that this rank keeps
@@ -52,7 +52,7 @@ from megatronish.pipeline.replayed import Record, ReplayingExecutor, record_on_c
 from megatronish.pipeline.stage import ModelStage, build_stage
 from megatronish.pipeline.stages import Stages
 from megatronish.pipeline.transfers import Boundary
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.sharding import collect_shardings
 from megatronish.train.chunks import run_chunk
 from megatronish.train.engine import Engine
 from megatronish.train.preparation import PairPreparation, Scorer
@@ -75,17 +75,17 @@ def build_engine(
     """This rank's share of a training run.
 
     Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision. Those of
-    an engine that only evaluates (`trainable=nothing`) are for a checkpoint to fill; without `initialises` nothing
-    fills them, for a dry run.
+    an engine that only evaluates (`trainable=nothing`) are zeros for a checkpoint to fill; without `initialises` all
+    are, for a dry run.
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
     objective = objective or objective_of(config)
     settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
-    # ZeRO-3 allocates each rank's rows alone; what it shards need not be anywhere whole. Nor need what is quantised.
-    is_later = settings.zero_stage == 3 or config.adapter.quantize_base is not None
-    device = torch.device("meta") if is_later else mesh.device
+    # Parameters have no memory until they lie where they stay, a bucket after the other, in the precision in which they
+    # stay: a second copy in fp32, of what is frozen or shared, may be what a device has no place for.
+    device = torch.device("meta")
     stage = build_stage(
         model,
         stages,
@@ -100,8 +100,8 @@ def build_engine(
     if config.adapter.is_used:
         stage = with_adapters(stage, config.adapter, device=device)
         trainable = adapters_alone if trainable is everything else trainable
-    if is_later and settings.zero_stage < 3:
-        allocate(stage.model, mesh.device)
+    if settings.zero_stage < 3:
+        place_on(stage.model, mesh.device)
     learning = freeze(stage, trainable)
     seed = training.seed if initialises and trainable is not nothing else None
     data_parallel = make_data_parallel(stage, mesh, settings, seed=seed, gives_back=not training.cuda_graph)
@@ -120,12 +120,15 @@ def build_engine(
     return engine
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a model on the meta device memory of its own there. Tensors are new ones, which a dry run needs."""
+def place_on(model: nn.Module, device: torch.device) -> None:
+    """Make a model of the meta device one of this device, of whose parameters one element is there and stands for all.
+
+    Buckets hold the values. Tensors are new ones: one of the meta device cannot become a view of those.
+    """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            module.register_parameter(name, empty)
+            one = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            module.register_parameter(name, nn.Parameter(one, requires_grad=parameter.requires_grad))
 
 
 def place_weight_gradients(
@@ -230,14 +233,14 @@ def make_data_parallel(
             model, chunks, stage.shardings, mesh.domains, settings, device=mesh.device, seed=seed
         )
     else:
-        if seed is not None:
-            initialize(model, stage.shardings, seed=seed, domains=mesh.domains)
         deferred = "W" if stage.stages.schedule.has_weight_gradients else "B"
         data_parallel = Zero(
             dict(model.named_parameters()),
             stage.shardings,
             mesh.domains,
             settings,
+            device=mesh.device,
+            seed=seed,
             sources={
                 name: frozenset((user.chunk, deferred if user.is_linear else "B") for user in users)
                 for name, users in model.users().items()

@@ -17,9 +17,10 @@ from megatronish.sharding import Sharding
 from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.run import start_mesh
-from megatronish.train.trainable import nothing
+from megatronish.train.trainable import Trainable, everything, nothing
 
-LARGE = "--num-layers 6 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8 --dp 4 --zero-stage 3"
+SIZES = "--num-layers 6 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8"
+LARGE = f"{SIZES} --dp 4 --zero-stage 3"
 
 
 def bytes_alive() -> int:
@@ -70,7 +71,7 @@ def test_what_is_frozen_of_a_learning_engine_has_no_master() -> None:
     assert expected <= kept < expected * 1.02
 
 
-def peak_while_building(place: Place, flags: str) -> tuple[int, int]:
+def peak_while_building(place: Place, flags: str, trainable: Trainable = everything) -> tuple[int, int]:
     """By how many bytes this rank grows at most while it builds, and those of all parameters in fp32.
 
     A small engine is built first: the first engine of a process costs 11 to 17 MB more than its parameters, however
@@ -78,11 +79,11 @@ def peak_while_building(place: Place, flags: str) -> tuple[int, int]:
     """
     config, _ = read_config(tiny(Path("never-written"), flags))
     mesh = start_mesh(config, place)
-    small, _ = read_config(tiny(Path("never-written"), "--dp 4 --zero-stage 3"))
-    build_engine(small, mesh, vocab_size=VOCABULARY)
+    small, _ = read_config(tiny(Path("never-written"), flags[len(SIZES) :]))
+    build_engine(small, mesh, vocab_size=VOCABULARY, trainable=trainable)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = peak()
-    engine = build_engine(config, mesh, vocab_size=VOCABULARY)
+    engine = build_engine(config, mesh, vocab_size=VOCABULARY, trainable=trainable)
     return peak() - before, 4 * sum(parameter.numel() for parameter in engine.stage.model.parameters())
 
 
@@ -97,6 +98,14 @@ def test_zero_3_never_holds_a_whole_stage() -> None:
     for grown, whole in run_ranks(4, peak_while_building, LARGE):
         assert whole > 70e6
         assert grown < 4 * whole / 4 + 12e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux, which tells the peak of memory")
+def test_what_is_frozen_is_never_whole_in_fp32() -> None:
+    """Two bytes a parameter in bf16: an 8B model with adapters is built on a device that its 30 GiB would not fit."""
+    ((grown, whole),) = run_ranks(1, peak_while_building, f"{SIZES} --bf16", nothing)
+    assert whole > 70e6
+    assert grown < whole / 2 + 12e6
 
 
 def unaligned(place: Place, flags: str) -> list[str]:

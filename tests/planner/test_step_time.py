@@ -1,9 +1,14 @@
 """Tests of times of steps that are no plain training: adapters, references, Muon, pipelines of many micro-batches."""
 
+from dataclasses import replace
+
 import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
+from megatronish.costs.step_traffic import TrafficKey
+from megatronish.costs.traffic import expected_traffic
+from megatronish.pipeline.stages import Stages
 from megatronish.planner.devices import find_device
 from megatronish.planner.exact import exact_step
 from megatronish.planner.layout_config import config_of, without_layout
@@ -83,6 +88,25 @@ def test_what_no_measured_step_confirms_is_said() -> None:
         ("--optimizer-cpu-offload", "the update by the CPU are not modelled"),
     ):
         assert part in said(flags)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["p2p", "a2a"])
+def test_cp_takes_as_long_as_the_bytes_that_the_engine_sends(kind: str, recompute: str) -> None:
+    """Those of a dry run, with sums of gradients in fp32 and repeated heads; here without latency."""
+    argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), "--cp-comm-type", kind]
+    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    work, device = Workload.of(config, 128256), replace(find_device("h100-sxm"), latency_us=1e-9)
+    candidate = read_layout(f"tp=2,cp=4,recompute={recompute},zero=1", gpus=8)
+    layers = Search(config, work, device, 8).clock.layers
+    passes, rate = layers.passes(work.kinds[0], candidate), layers.links.bandwidth(4, 2)
+    sent = (passes.forward.context + passes.backward.context) * rate * (1 if kind == "p2p" else 4 / 3)
+    run = config_of(config, candidate)
+    stages = Stages.of(run.parallel, run.model, vocab_size=128256, seq_length=8192)
+    m = candidate.num_microbatches(config.global_batch_size)
+    traffic = expected_traffic(run, stages.loads(m)[0], 0, vocab_size=128256)
+    of_cp = traffic[TrafficKey("cp", "send" if kind == "p2p" else "all-to-all")]
+    assert sent == pytest.approx(of_cp / (m * config.model.num_layers), rel=1e-6)
 
 
 def test_transfers_grow_evenly_with_the_micro_batches() -> None:

@@ -33,7 +33,7 @@ from megatronish.model.quantised import quantised_weights
 from megatronish.ops.nf4 import dequantise, dequantise_scales, quantise, quantise_scales
 from megatronish.sharding import Piece, fill_initial
 from megatronish.train.base import draw_base
-from megatronish.train.build import allocate, build_engine
+from megatronish.train.build import build_engine, place_on
 from megatronish.train.run import start_mesh
 from megatronish.train.state import base_tensors_of
 
@@ -304,13 +304,13 @@ def test_what_cannot_be_quantised_is_one_sentence(
     assert_told(call_main(tiny(tmp_path / "run", f"{SIZES} {flags}".replace("BASE", str(base)))), *words)
 
 
-def test_a_quantised_model_is_allocated_on_tensors_without_memory_too() -> None:
+def test_a_model_of_the_meta_device_is_placed_on_tensors_without_memory_too() -> None:
     """As a dry run does; there parameters cannot be moved, only replaced."""
     with FakeTensorMode():
         model = torch.nn.Linear(4, 2, device="meta")
         model.bias.requires_grad_(False)
         kept = weakref.ref(model.weight)
-        allocate(model, torch.device("cpu"))
+        place_on(model, torch.device("cpu"))
         assert kept() is not model.weight
         found = [(each.device.type, tuple(each.shape), each.requires_grad) for each in model.parameters()]
     assert found == [("cpu", (2, 4), True), ("cpu", (2,), False)]
