@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
+from megatronish.config.portable import from_here
 from megatronish.config.suggest import one_of_sections, unknown
 from megatronish.config.understand import Settings, report, understand
 
@@ -53,7 +54,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 def read_file(path: Path) -> Settings:
     """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all."""
     found = Settings.empty()
-    for section, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
+    for section, entries in from_here(tomllib.loads(path.read_text(encoding="utf-8")), path.parent).items():
         if section == "plugin" and not isinstance(entries, dict):  # it comes before all sections, and may stand there
             _read_entry(found, section="plugins", key=section, value=entries)
         elif not isinstance(entries, dict):
