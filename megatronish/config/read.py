@@ -18,7 +18,7 @@ from megatronish.config.files import missing_files
 from megatronish.config.hub import from_hub
 from megatronish.config.plugins import import_plugins
 from megatronish.config.settings import read_command_line, read_file
-from megatronish.config.settle import merge, settle
+from megatronish.config.settle import merge, settle, with_passwords
 from megatronish.config.shipped import config_path, shipped_configs
 from megatronish.config.starting import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.understand import Setting, Settings
@@ -80,10 +80,12 @@ def read_config(
         found_plugins = import_plugins(merged.settings["plugin"].values if "plugin" in merged.settings else ())
     except UserError as error:
         raise ConfigError([str(error), *file.problems, *line.flags.problems, *merged.problems]) from error
-    values, type_errors = _values(merged.settings)
-    settled = settle({name: merged.settings[name] for name in values}, values)
+    settings, hidden = with_passwords(merged.settings)
+    values, type_errors = _values(settings)
+    settled = settle({name: settings[name] for name in values}, values)
     given = {name: values[name] for name in settled.settings}
     wrong = [*file.problems, *line.flags.problems, *merged.problems, *type_errors.values(), *settled.problems]
+    wrong += hidden
     try:
         downloaded, from_where = ({}, []) if wrong else from_hub(given)
     except UserError as error:
