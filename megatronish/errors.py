@@ -1,6 +1,39 @@
-"""Errors that end a program with a sentence and an exit status, without a traceback."""
+"""Errors that end a program with a sentence and an exit status, without a traceback; and texts without passwords.
+
+A URL may hold a password, and a token may stand in a query or an option. What is printed or written, other than to the
+server that it is for, shows *** there: every error, every line of a rank, every file that describes a run.
+"""
 
 import re
+
+STARS = "***"
+_SECRET = (
+    r"pass(?:word|wd|phrase)?|pwd|secret|token|api_?key|access_?key|account_?key|signature|sig|credential|auth|sas"
+)
+_IN_URL = (
+    # scheme://user:PASSWORD@host, also where the password has a slash; and what may be a token alone, of HTTP.
+    (re.compile(r"(\b[A-Za-z][\w+.-]*://[^\s/:@'\"]*:)(?!\*\*\*@)[^\s/'\"]+(?=@)"), rf"\1{STARS}"),
+    (re.compile(r"(\b[A-Za-z][\w+.-]*://[^\s/:@'\"]*:)(?!\*\*\*@|\d+(?:/|$))[^\s'\"]+(?=@)"), rf"\1{STARS}"),
+    (re.compile(r"(\bhttps?://)(?!\*\*\*@)[^\s/:@'\"]+(?=@)"), rf"\1{STARS}"),
+    (re.compile(rf"([?&;#][\w.%-]*(?:{_SECRET})[\w.%-]*=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{STARS}"),
+)
+_ELSEWHERE = (
+    (re.compile(r"\b((?:\w+[_-])?(?:password|passwd|passphrase|secret|api_?key|access_?key|auth_?token|access_?token)"
+                r"(?:[_-]\w+)?=)(?!\*\*\*)[^\s,;&#'\"]+", re.IGNORECASE), rf"\1{STARS}"),
+    (re.compile(r"(\bBearer )[\w.~+/-]{8,}=*"), rf"\1{STARS}"),
+    (re.compile(r"\b(hf_|gh[pousr]_|github_pat_|glpat-|sk-|AKIA|ASIA)[\w-]{16,}"), rf"\1{STARS}"),
+)  # fmt: skip
+
+
+def without_passwords(text: str) -> str:
+    """The text with *** for passwords in URLs, for tokens in queries and options, and for what looks like a token."""
+    if "://" in text:
+        for pattern, hidden in _IN_URL:
+            text = pattern.sub(hidden, text)
+    for pattern, hidden in _ELSEWHERE:
+        text = pattern.sub(hidden, text)
+    return text
+
 
 LONGEST_LINE, MOST_LINES = 2_000, 400
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -37,11 +70,11 @@ class UserError(ValueError):
     """Mistake that the user can correct: the sentence has the value, the rule and the remedy. Exit status 2."""
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return shown(without_passwords(super().__str__()))
 
 
 class RunError(RuntimeError):
     """Failure of the machine that ended a run: the sentence says what happened and what to do. Exit status 1."""
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return shown(without_passwords(super().__str__()))

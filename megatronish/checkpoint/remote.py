@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from megatronish.checkpoint.listing import objects_below
-from megatronish.errors import RunError, UserError
+from megatronish.errors import RunError, UserError, without_passwords
 from megatronish.files import write_durably
 
 BLOCK_BYTES = 8 * 2**20
@@ -35,14 +35,18 @@ class RemoteStatus(NamedTuple):
     st_mtime: float
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, repr=False)
 class RemotePath:
     """URL of an object, or of a folder: the objects whose names begin with it and a slash."""
 
     url: str
 
     def __str__(self) -> str:
-        return self.url
+        """The URL as it may be shown; `url` has its password."""
+        return without_passwords(self.url)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
 
     def __truediv__(self, name: str) -> "RemotePath":
         return RemotePath(f"{self.url.rstrip('/')}/{name}")
@@ -266,6 +270,7 @@ def _is_local(fs: Any) -> bool:
 @contextmanager
 def _told_as_os_error(url: str) -> Iterator[None]:
     """Context in which every error of a store, whatever its class, is an OSError with a line of text."""
+    url = without_passwords(url)
     try:
         yield
     except ImportError:
@@ -274,6 +279,7 @@ def _told_as_os_error(url: str) -> Iterator[None]:
         if error.errno is not None and not isinstance(error, (ConnectionError, TimeoutError)):
             raise
         reason = error.strerror or (str(error).splitlines() or [type(error).__name__])[0][:300]
+        reason = without_passwords(reason)
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(errno.ENOENT, reason, url) from error
         raise OSError(errno.EACCES if isinstance(error, MISTAKES) else errno.EIO, reason, url) from error
@@ -282,4 +288,4 @@ def _told_as_os_error(url: str) -> Iterator[None]:
         # A store that can only be read, as https://, has no writing: another start finds the same.
         is_mistake = type(error) in (ValueError, TypeError, NotImplementedError)
         is_mistake = is_mistake or "Credentials" in name or "Validation" in name
-        raise OSError(errno.EINVAL if is_mistake else errno.EIO, f"{name}: {line}", url) from error
+        raise OSError(errno.EINVAL if is_mistake else errno.EIO, f"{name}: {without_passwords(line)}", url) from error

@@ -6,6 +6,7 @@ from typing import Any
 from megatronish.commands.audit_flags import AuditArguments
 from megatronish.config.chat import ChatConfig
 from megatronish.config.data import DataConfig
+from megatronish.config.hub import data_files, local_tokenizer
 from megatronish.config.plugins import import_plugins
 from megatronish.config.starting import implied_tokenizer
 from megatronish.config.tokenizer_names import tokenizer_type
@@ -60,11 +61,13 @@ def data_settings(arguments: AuditArguments) -> DataConfig:
     """Section [data] of these arguments."""
     given: dict[str, Any] = {}
     if arguments.tokenizer_model is not None:
-        given["tokenizer_model"] = arguments.tokenizer_model
+        given["tokenizer_model"] = str(local_tokenizer(arguments.tokenizer_model))
     if arguments.tokenizer_type is not None:
         given["tokenizer_type"] = tokenizer_type(arguments.tokenizer_type)
+    words = arguments.data_path
+    paths = (path for word in words for path in data_files(word, "data_path", is_alone=len(words) == 1))
     return DataConfig(
-        train_data_path=arguments.data_path,
+        train_data_path=tuple(paths),
         dataset_type="chat",
         data_cache_path=arguments.data_cache_path,
         **given | implied_tokenizer(given),

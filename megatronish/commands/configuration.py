@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from megatronish.config import read
+from megatronish.config.hub import fetch_weights
 from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.costs.adapters import refuse_wrong_targets
 from megatronish.costs.quantised import refuse_cut_blocks
@@ -22,4 +23,6 @@ def read_config(
     refuse_wrong_targets(found.config.model, found.config.adapter)
     refuse_cut_blocks(found.config)
     refuse_unknown_device(found.config)
+    if not found.config.log.dry_run:
+        fetch_weights(found.config.checkpoint.load_hf)
     return found

@@ -1,7 +1,7 @@
 """Converter of models between Hugging Face, Megatron-LM and megatronish, one tensor at a time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +10,7 @@ import tyro
 from megatronish.commands.ending import exit_status
 from megatronish.commands.plugin_flag import PluginNames
 from megatronish.config.arguments import read_arguments
+from megatronish.config.hub import local_model
 from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
 from megatronish.formats.hf.config_json import CONFIG
@@ -27,7 +28,7 @@ class ConvertArguments:
     target: Annotated[Literal["hf", "megatronish", "megatron", "peft"], tyro.conf.arg(name="to")]
     """The format of --save. peft: the adapter of a run, by itself."""
     load: Path
-    """A Hugging Face folder, or Megatron-LM's, or our run folder, checkpoints folder or one step's folder."""
+    """A Hugging Face folder, or org/name of its hub, or Megatron-LM's folder, or our run folder or one in it."""
     save: Path
     """A new folder. In the format megatronish it is a run's `checkpoints` folder, for --load."""
     plugin: PluginNames = ()
@@ -71,6 +72,8 @@ def run(arguments: ConvertArguments) -> int:
     from megatronish.formats.prove import prove
 
     import_plugins(arguments.plugin)
+    if arguments.source == "hf":
+        arguments = replace(arguments, load=local_model(arguments.load, flag="--load"))
     _refuse_other_format(arguments)
     if arguments.target == "peft":
         _refuse_for_peft(arguments)

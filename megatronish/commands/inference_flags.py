@@ -99,6 +99,16 @@ class ServeArguments(ModelArguments):
     """Address to listen at. Whoever reaches it can use the model: there are no keys."""
     port: int = 8000
     """Port to listen at; 0 for any that is free."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which requests may call this server, besides localhost and --host; * for any. See docs/SECURITY.md."""
+    max_request_bytes: int = 2**21
+    """Largest body of a request."""
+    max_request_seconds: float = 30.0
+    """Seconds in which the headers of a request must have arrived, and then its body."""
+    max_connections: int = 200
+    """Connections at a time."""
+    max_queue: int = 64
+    """Requests that wait for the one that is answered; further ones are told to come again."""
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: the one of
     the run, or the model's own."""

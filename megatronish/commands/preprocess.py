@@ -23,6 +23,7 @@ from megatronish.commands.plugin_flag import PluginNames
 from megatronish.commands.preprocess_flags import without_megatron_flags
 from megatronish.config.arguments import read_arguments
 from megatronish.config.data import DataConfig
+from megatronish.config.hub import local_tokenizer
 from megatronish.config.plugins import import_plugins
 from megatronish.config.starting import implied_tokenizer
 from megatronish.config.tokenizer_names import tokenizer_type
@@ -163,6 +164,8 @@ def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:
         for name in ("tokenizer_model", "vocab_file", "merge_file")
         if (value := getattr(arguments, name)) is not None
     }
+    if "tokenizer_model" in given:
+        given["tokenizer_model"] = str(local_tokenizer(given["tokenizer_model"]))
     if arguments.tokenizer_type is not None:
         given["tokenizer_type"] = tokenizer_type(arguments.tokenizer_type)
     settings: dict[str, Any] = {

@@ -41,6 +41,9 @@ def prepare(arguments: ServeArguments) -> ServerTask:
             importlib.import_module(name)
         except ImportError as error:
             raise UserError(f"{name} is not installed; pip install megatronish[serve]") from error
+    for name in ("max_request_bytes", "max_request_seconds", "max_connections", "max_queue"):
+        if not 0 < getattr(arguments, name) < 2**53:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be above 0; or leave it out")
     listen(arguments).close()
     model = open_model(arguments, waits=True)
     if BASE in model.found.adapters:
@@ -92,6 +95,7 @@ def answer_requests(task: ServerTask, session: Session, listening: socket.socket
     """Serve until a signal asks to end, on the main rank."""
     import uvicorn  # an extra
 
+    from megatronish.inference.limits import Limits, limited, protocol
     from megatronish.inference.openai_app import make_app
     from megatronish.inference.openai_requests import ServedModel
 
@@ -99,8 +103,14 @@ def answer_requests(task: ServerTask, session: Session, listening: socket.socket
     served = ServedModel(
         model.tokenizer, model.stops, model.seq_length, tuple(model.found.adapters), task.prompts, task.why
     )
-    texts = TextQueue(session, model.tokenizer.decode)
-    server = uvicorn.Server(uvicorn.Config(make_app(served, texts), log_level="warning", timeout_graceful_shutdown=3))
+    asked = task.arguments
+    texts = TextQueue(session, model.tokenizer.decode, most=asked.max_queue)
+    limits = Limits(
+        asked.host, asked.allowed_hosts, asked.max_request_bytes, asked.max_request_seconds, asked.max_connections
+    )
+    app = limited(make_app(served, texts), limits)
+    options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 3, "ws": "none"}
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol(limits), **options))
     thread = threading.Thread(target=partial(server.run, sockets=[listening]), daemon=True)
 
     def end(*_: Any) -> None:

@@ -59,6 +59,10 @@ class Config:
         """Folder of all files that the run writes; for one on object storage, the local folder that is copied there."""
         name = self.log.run_dir or "runs/pretrain_gpt"
         protocol, separator, rest = name.partition("://")
+        if separator:  # neither a password nor a key is a part of a folder's name
+            rest = rest.partition("?")[0]
+            host, slash, path = rest.rpartition("@")[2].partition("/")
+            rest = f"{host}{slash}{path}"
         return Path("runs", protocol, *rest.split("/")) if separator else Path(name)
 
     @property

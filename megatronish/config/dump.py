@@ -9,23 +9,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatronish.config.config import Config
-from megatronish.config.fields import fields_of
-from megatronish.errors import UserError
+from megatronish.config.fields import VERBATIM, fields_of
+from megatronish.errors import UserError, without_passwords
 from megatronish.foreign import shown
 
 LONGEST_COMMENT = 400
 
 
 def resolved(config: Config) -> dict[str, dict[str, Any]]:
-    """{section: {field: value}} of TOML's and JSON's types; without fields that are None, as in a file."""
+    """{section: {field: value}} of TOML's and JSON's types; without fields that are None, and without passwords."""
     return {
-        section: {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in fields.items()
-            if value is not None
-        }
+        section: {name: _shown(name, value) for name, value in fields.items() if value is not None}
         for section, fields in dataclasses.asdict(config).items()
     }
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_shown(name, each) for each in value]
+    return without_passwords(value) if isinstance(value, str) and name not in VERBATIM else value
 
 
 Section = TypeVar("Section")

@@ -116,6 +116,10 @@ def read_fields(config: Config) -> dict[str, Any]:
     return {name: getattr(getattr(config, field.section), name) for name, field in FIELDS.items()}
 
 
+VERBATIM = ("sample_prompt",)
+"""Fields whose text is what it is: quotation marks belong to it, and it is no URL."""
+
+
 def with_fields(config: Config, **values: Any) -> Config:
     """Copy of a config with these values of fields of any section."""
     by_section: dict[str, dict[str, Any]] = {}

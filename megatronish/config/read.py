@@ -15,9 +15,10 @@ from megatronish.config.derive import Derived, derive
 from megatronish.config.experts import ExpertOptions
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
+from megatronish.config.hub import from_hub
 from megatronish.config.plugins import import_plugins
 from megatronish.config.settings import asks_for_mock_data, read_command_line, read_file
-from megatronish.config.settle import merge, settle
+from megatronish.config.settle import merge, settle, with_passwords
 from megatronish.config.shipped import config_path, of_other_framework, shipped_configs
 from megatronish.config.starting import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.understand import Setting, Settings
@@ -79,24 +80,28 @@ def read_config(
         found_plugins = import_plugins(merged.settings["plugin"].values if "plugin" in merged.settings else ())
     except UserError as error:
         raise ConfigError([str(error), *file.problems, *line.flags.problems, *merged.problems]) from error
-    values, type_errors = _values(merged.settings)
-    settled = settle({name: merged.settings[name] for name in values}, values)
+    settings, hidden = with_passwords(merged.settings)
+    values, type_errors = _values(settings)
+    settled = settle({name: settings[name] for name in values}, values)
     given = {name: values[name] for name in settled.settings}
+    wrong = [*file.problems, *line.flags.problems, *merged.problems, *type_errors.values(), *settled.problems]
+    wrong += hidden
+    try:
+        downloaded, from_where = ({}, []) if wrong else from_hub(given)
+    except UserError as error:
+        raise ConfigError([str(error)]) from error
+    given |= downloaded
     given |= implied_tokenizer(given)
 
     # The model that the run starts from fills in what is not given.
     start = _start(given, read_start)
     if isinstance(start, str):
-        raise ConfigError([start, *file.problems, *line.flags.problems, *merged.problems, *type_errors.values()])
+        raise ConfigError([start, *wrong])
     config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
     invalid = {*type_errors, *file.invalid}
     derived = _settled(derive(config, path=path, world_size=world_size, invalid=invalid), settle_layout)
     problems = [
-        *file.problems,
-        *line.flags.problems,
-        *merged.problems,
-        *type_errors.values(),
-        *settled.problems,
+        *wrong,
         *([] if start is None else contradictions(start, _of_start(settled.settings, given), given)),
         *derived.problems,
         *broken_rules(derived.config, invalid=invalid),
@@ -104,7 +109,15 @@ def read_config(
     ]
     if problems:
         raise ConfigError(problems)
-    notes = [*found_plugins, *_idle(settled.idle, path), *merged.notes, *file.notes, *line.flags.notes, *derived.notes]
+    notes = [
+        *found_plugins,
+        *from_where,
+        *_idle(settled.idle, path),
+        *merged.notes,
+        *file.notes,
+        *line.flags.notes,
+        *derived.notes,
+    ]
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
+from megatronish.config.portable import from_here
 from megatronish.config.suggest import one_of_sections, unknown
 from megatronish.config.understand import Settings, report, understand
 
@@ -65,7 +66,7 @@ def asks_for_mock_data(argv: Sequence[str]) -> bool:
 def read_file(path: Path, *, is_mock: bool = False) -> Settings:
     """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all. `is_mock`: by --mock-data."""
     found = Settings.empty()
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    tables = from_here(tomllib.loads(path.read_text(encoding="utf-8")), path.parent)
     data = tables.get("data")
     is_mock = is_mock or (isinstance(data, dict) and data.get("mock_data") is True)
     for section, entries in tables.items():

@@ -4,12 +4,14 @@ A flag wins over the file; of one flag given several times the last counts; two 
 keys of the file, are an error.
 """
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatronish.config.fields import FIELDS
+from megatronish.config.fields import FIELDS, VERBATIM
 from megatronish.config.marks import ADDS_UP
 from megatronish.config.understand import Setting
+from megatronish.errors import STARS
 
 Values = Mapping[str, Any]
 
@@ -180,3 +182,26 @@ def settle(settings: dict[str, Setting], values: Values) -> Settled:
 
 def _typed(settings: list[Setting]) -> list[Setting]:
     return [setting for setting in settings if setting.typed]
+
+
+def with_passwords(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
+    """Settings in which a password that a file shows as *** is left to the environment, and complaints where it is not.
+
+    A run keeps no password (errors.py). For a store, fsspec reads FSSPEC_<PROTOCOL>_PASSWORD.
+    """
+    found, problems = dict(settings), []
+    for name, setting in settings.items():
+        if name in VERBATIM or not any(STARS in value and ("://" in value or "=" in value) for value in setting.values):
+            continue
+        protocol = setting.values[0].partition("://")[0].upper()
+        variable = f"FSSPEC_{protocol}_PASSWORD"
+        if variable in os.environ and f":{STARS}@" in setting.values[0]:
+            values = tuple(value.replace(f":{STARS}@", "@") for value in setting.values)
+            found[name] = setting._replace(values=values)
+            continue
+        remedy = f", or set {variable}" if f":{STARS}@" in setting.values[0] else ""
+        problems.append(
+            f"{setting.spelled}: {STARS} stands for a password, which is not kept in files; give it again with "
+            f"{FIELDS[name].flag}{remedy}"
+        )
+    return found, problems

@@ -7,7 +7,7 @@ reads (dropout, initialisation) may be set to anything. `formats/start.py` reads
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.dump import section_of
@@ -16,13 +16,12 @@ from megatronish.config.layer_pattern import canonical
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.model import ModelConfig
 from megatronish.config.names import BLOCK_NAMES
+from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.run import CheckpointConfig
 from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.config.understand import Setting
 from megatronish.errors import UserError
 
-TOKENIZER = "tokenizer"  # the folder of a checkpoint in which its tokenizer may lie
-TOKENIZER_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
 TOKENIZER_FIELDS = ("tokenizer_type", *TOKENIZER_PATHS, *TIKTOKEN_FIELDS)
 
@@ -71,15 +70,13 @@ def implied_tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def start_of_state(state: Mapping[str, Any], folder: Path) -> Start:
     """Model of the checkpoint in `folder`, from its state.json; KeyError or TypeError for other fields than ours."""
-    config = state["config"]
+    config = with_copies(state, folder)
     refuse_unknown_block(config, folder)
     saved = {name: config["data"][name] for name in TOKENIZER_FIELDS if name in config["data"]}
     data = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     source = f"--use-checkpoint-args of {folder}"
     seq_length = config["training"]["seq_length"]
-    return Start(
-        source, section_of(ModelConfig, config["model"]), state["vocab_size"], seq_length, located(data, folder)
-    )
+    return Start(source, section_of(ModelConfig, config["model"]), state["vocab_size"], seq_length, data)
 
 
 def refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
@@ -95,15 +92,6 @@ def refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
             f"{folder} is of a model with block={block}, which a plug-in of its run registers; add {flags}, which runs "
             "that code"
         )
-
-
-def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Fields of DataConfig with the present paths of tokenizer files that were saved inside a checkpoint's folder."""
-    found = dict(data)
-    for name in TOKENIZER_PATHS:
-        if PurePosixPath(data.get(name) or "/").parts[0] == TOKENIZER and (folder / data[name]).exists():
-            found[name] = str(folder / data[name])
-    return found
 
 
 def contradictions(start: Start, settings: Mapping[str, Setting], values: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,23 @@ MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "NullTokenizer": "null",
 }
 
+NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "tekken.json",
+)
+"""Files of a tokenizer in a Hugging Face folder, and what stands beside them and is read with them."""
+
+TEMPLATES = "additional_chat_templates"
+"""Folder beside them that may have more templates (.jinja)."""
+
 
 def tokenizer_type(name: str) -> str:
     """Kind of tokenizer that `name`, one of the table or of Megatron-LM, stands for; UserError if there is none."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatronish.config.data_lists import DATA_LISTS, Lists
-from megatronish.config.fields import ALIASES, FIELDS
+from megatronish.config.fields import ALIASES, FIELDS, VERBATIM
 from megatronish.config.megatron_flags.families import FAMILIES
 from megatronish.config.megatron_flags.known import GIVEN, Known, Pairs, Status
 from megatronish.config.megatron_flags.table import known_flag
@@ -17,9 +17,6 @@ from megatronish.config.megatron_flags.values import (
     VALUES,
 )
 from megatronish.config.suggest import unknown
-
-VERBATIM = ("sample_prompt",)
-"""Fields whose quotation marks belong to the value."""
 
 
 class Setting(NamedTuple):

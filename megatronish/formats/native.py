@@ -36,7 +36,8 @@ from megatronish.config.data import DataConfig
 from megatronish.config.dump import resolved, section_of
 from megatronish.config.model import ModelConfig
 from megatronish.config.plugins import PluginsConfig
-from megatronish.config.starting import TOKENIZER, located, refuse_unknown_block
+from megatronish.config.portable import TOKENIZER, with_copies
+from megatronish.config.starting import refuse_unknown_block
 from megatronish.config.training import TrainingConfig
 from megatronish.errors import UserError
 from megatronish.files import new_folder
@@ -109,9 +110,9 @@ def description_of(folder: Path) -> Description:
     """Description of the model in a step's folder, from its state; tokenizer files are named where they lie now."""
     state = read_state(folder)
     try:
-        config = state["config"]
+        config = with_copies(state, folder)
         refuse_unknown_block(config, folder)
-        data = data_of(config["data"], folder)
+        data = section_of(DataConfig, config["data"])
         return Description(
             model=section_of(ModelConfig, config["model"]),
             vocab_size=state["vocab_size"],
@@ -126,11 +127,6 @@ def description_of(folder: Path) -> Description:
         raise DamagedError(folder, f"state.json lacks {error.args[0]}") from error
     except TypeError as error:
         raise DamagedError(folder, f"its config is not one of this version ({error})") from error
-
-
-def data_of(saved: Mapping[str, Any], folder: Path) -> DataConfig:
-    """Data section of a checkpoint's config; tokenizer files that lie in its folder are named with their full paths."""
-    return section_of(DataConfig, located(saved, folder))
 
 
 def _files_of(data: DataConfig, folder: Path) -> dict[str, Path]:

@@ -6,20 +6,8 @@ from pathlib import Path, PurePath
 from typing import Any, get_args
 
 from megatronish.config.data import DataConfig
-from megatronish.config.tokenizer_names import TokenizerType, tokenizer_of_files
+from megatronish.config.tokenizer_names import NAMES, TEMPLATES, TokenizerType, tokenizer_of_files
 
-NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "tekken.json",
-)
 _TOKENS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
@@ -49,6 +37,26 @@ def files_of(data: DataConfig) -> dict[str, Path]:
         beside = {name: path for name, path in in_folder(model.parent).items() if name not in _TOKENS}
         files = beside | {"tokenizer.json": model}
     return {name: path for name, path in files.items() if path.is_file()}
+
+
+def read_files_of(data: DataConfig) -> dict[str, Path]:
+    """All files that a tokenizer of a config, and chats with it, are read from, by names that they keep in a copy.
+
+    None for a plug-in's tokenizer: which files it reads, the plug-in knows alone.
+    """
+    if data.tokenizer_type not in ("sentencepiece", "huggingface", "tiktoken"):
+        return {}
+    if data.vocab_file and data.merge_file and not data.tokenizer_model:
+        return {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file)}
+    if data.tokenizer_model is None:
+        return {}
+    model = Path(data.tokenizer_model)
+    folder = model if model.is_dir() else model.parent
+    beside = in_folder(folder)
+    if not model.is_dir():
+        beside = {name: path for name, path in beside.items() if name not in _TOKENS} | {model.name: model}
+    templates = {f"{TEMPLATES}/{path.name}": path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    return beside | templates
 
 
 def copy(files: Mapping[str, Path], folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.config.chat import ChatConfig
 from megatronish.config.dump import section_of
+from megatronish.config.portable import with_copies
 from megatronish.data.chat.conversation import Message, conversation_of
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.setup import ChatSetup
@@ -85,7 +86,9 @@ def _trained_with(found: SavedModel) -> ChatConfig:
 
 def _config_of(folder: Path) -> ChatConfig:
     checkpoint = find_checkpoint(folder) if folder.is_dir() else None
-    saved: dict[str, Any] = {} if checkpoint is None else read_state(checkpoint)["config"].get("chat", {})
+    saved: dict[str, Any] = (
+        {} if checkpoint is None else with_copies(read_state(checkpoint), checkpoint).get("chat", {})
+    )
     return section_of(ChatConfig, saved)
 
 

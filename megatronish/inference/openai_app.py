@@ -93,7 +93,8 @@ def make_app(model: ServedModel, texts: TextQueue) -> Any:
         return await respond(Answer(request, model.of_text(request)), http)
 
     async def respond(answer: Answer, http: Request) -> Any:
-        texts.add(answer.wanted)
+        if not texts.add(answer.wanted):
+            raise ApiError("as many requests wait as may (--max-queue); ask again later", status=429)
         pieces = answer.wanted.pieces(http.is_disconnected)
         if answer.request.stream:
             return StreamingResponse(answer.lines(pieces), media_type="text/event-stream")

@@ -11,6 +11,7 @@ from megatronish.config.adapter import AdapterConfig
 from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.config.data import DataConfig
+from megatronish.config.hub import local_model, local_tokenizer
 from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.model import too_few_positions
@@ -109,11 +110,12 @@ def find_trained(
     tokenizer: Path | None = None,
     adapters: Mapping[str, Path] = NO_ADAPTERS,
 ) -> SavedModel:
-    """The checkpoint in a run folder, a checkpoints folder or one step's folder, or the model of a Hugging Face folder.
+    """The checkpoint in a run folder, a checkpoints folder or one step's folder, or a Hugging Face folder or org/name.
 
     UserError if there is none. `step` None takes the newest. `tokenizer` is a file or folder to use instead of the
     model's own. `adapters` are folders of PEFT, or of runs with adapters, by name.
     """
+    load = local_model(load, flag="--load")
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
     if checkpoint is not None:
         state = read_state(checkpoint)
@@ -125,4 +127,4 @@ def find_trained(
         raise UserError(f"{load} holds a model in another format; convert it with megatronish convert")
     else:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    return found if tokenizer is None else found.with_tokenizer(tokenizer)
+    return found if tokenizer is None else found.with_tokenizer(local_tokenizer(tokenizer))

@@ -52,13 +52,17 @@ class WantedText:
 class TextQueue:
     """Texts that are wanted from a session, written in the order in which they were asked for."""
 
-    def __init__(self, session: Session, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, session: Session, decode: Callable[[Sequence[int]], str], *, most: int = 64) -> None:
         self._session, self._decode = session, decode
-        self._wanted: queue.Queue[WantedText] = queue.Queue()
+        self._wanted: queue.Queue[WantedText] = queue.Queue(most)
 
-    def add(self, wanted: WantedText) -> None:
-        """Put a text at the end of the queue."""
-        self._wanted.put(wanted)
+    def add(self, wanted: WantedText) -> bool:
+        """Put a text at the end of the queue; False if as many wait as may."""
+        try:
+            self._wanted.put_nowait(wanted)
+        except queue.Full:
+            return False
+        return True
 
     def work(self, is_over: Callable[[], bool]) -> None:
         """Write texts until `is_over`, on the main rank, by the thread that uses the model."""

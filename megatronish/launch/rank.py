@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
 from megatronish.config.plugins import naming_plugins
-from megatronish.errors import RunError, UserError
+from megatronish.errors import RunError, UserError, without_passwords
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.guard import own_guard
 from megatronish.launch.mishaps import mishap
@@ -150,7 +150,7 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0, f"sys.exit({error.code}) was called" if error.code else None
         return 1, str(error.code)
-    return 1, mishap(error) or "".join(traceback.format_exception(error)).rstrip()
+    return 1, without_passwords(mishap(error) or "".join(traceback.format_exception(error)).rstrip())
 
 
 @contextlib.contextmanager
@@ -232,6 +232,8 @@ class _Copied:
         self._log = log
 
     def write(self, text: str) -> int:
+        if (shown := without_passwords(text)) != text:  # else it may be a `Shown`
+            text = shown
         if self._terminal is not None:
             self._terminal.write(text)  # first: the disk of the log may be what does not answer
         if self._terminal is None or not text.startswith("\r"):  # a progress bar that draws itself again

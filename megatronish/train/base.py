@@ -1,5 +1,6 @@
 """The frozen model that a run's adapters are for: its loading, and the check that it is the same one again."""
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
 
     model = all_or_none(axis, read)
     engine.data_parallel.gather_parameters(frozen=True)
-    return Base(str(source), identity_of(model.tensors, over=axis), dict(model.description.origin))
+    return Base(os.path.abspath(source), identity_of(model.tensors, over=axis), dict(model.description.origin))
 
 
 def refuse_adapters(state: Mapping[str, Any], source: Location | str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.config.fields import one_of, with_fields
 from megatronish.config.names import OBJECTIVE_NAMES
+from megatronish.config.portable import absolute
 from megatronish.costs.devices import peak_tflops
 from megatronish.costs.flops import model_flops_per_token
 from megatronish.data.chat.dataset import ChatDataset
@@ -33,6 +35,7 @@ from megatronish.train.base_tokenizer import refuse_other_tokenizer
 from megatronish.train.build import build_engine
 from megatronish.train.engine import Engine
 from megatronish.train.hooks.log import Speed
+from megatronish.train.own_files import OwnFiles
 from megatronish.train.trainer import Progress
 
 
@@ -70,11 +73,17 @@ class TrainingJob:
     def facts(self) -> dict[str, Any]:
         """Description of the run that a checkpoint keeps, with which its continuation is compared."""
         return {
-            "config": resolved(self.config),
+            "config": resolved(absolute(self.config)),
+            **self.own_files.facts,
             "vocab_size": self.vocab_size,
             "data": self.datasets.train.identity,
             "eod": self.tokenizer.eod,
         }
+
+    @cached_property
+    def own_files(self) -> OwnFiles:
+        """Files of which the run's folder has copies."""
+        return OwnFiles.of(self.config)
 
     @property
     def device_name(self) -> str:

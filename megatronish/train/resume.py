@@ -22,6 +22,7 @@ from megatronish.checkpoint.folder import (
 from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
+from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
 from megatronish.formats import native
@@ -34,6 +35,7 @@ from megatronish.train.base import Base, load_base, refuse_adapters, refuse_othe
 from megatronish.train.engine import Engine
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.job import TrainingJob
+from megatronish.train.own_files import other_tokenizer
 from megatronish.train.state import read_run, saved_schedule, tensors_of
 from megatronish.train.trainer import Progress
 
@@ -101,8 +103,7 @@ def begin(
         refuse_other_base(state.get("base"), base, checkpoint)
         refuse_other_reference(state.get("reference"), reference, checkpoint)
         refuse_other_run(state, job.facts)
-        if changed := differences(state["config"], job.facts["config"]):
-            say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
+        _say_changes(state, job, checkpoint, say)
 
     progress = resume(
         engine,
@@ -117,6 +118,20 @@ def begin(
     hooks = {} if weights_only else saved.get("hooks", {})
     newest = max(seen.saved_last, 0.0 if copies is None else copies.newest_time())
     return Begun(progress, saved.get("origin", {}), hooks, schedule, base, copy is None, newest)
+
+
+def _say_changes(state: dict[str, Any], job: TrainingJob, checkpoint: Location, say: Callable[[str], None]) -> None:
+    """Print in what the config, and the tokenizer, differ from those of the checkpoint."""
+    facts, names = job.facts, [f"data.{name}" for name in TOKENIZER_PATHS]
+    changed = differences(state["config"], facts["config"])
+    if state.get("tokenizer") is not None and state["tokenizer"] == facts["tokenizer"]:  # the same, read from elsewhere
+        changed = {name: values for name, values in changed.items() if name not in names}
+    if changed:
+        say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
+    before = with_copies(state, checkpoint)["data"] if isinstance(checkpoint, Path) else state["config"]["data"]
+    paths = [next(filter(None, map(data.get, TOKENIZER_PATHS)), None) for data in (before, facts["config"]["data"])]
+    if told := other_tokenizer(state, facts, before=paths[0], given=paths[1]):
+        say(told)
 
 
 def _schedule(

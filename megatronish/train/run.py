@@ -207,7 +207,7 @@ def _train(
     )
     trainer.load_hook_states(begun.hook_states)
     if mesh.is_main:
-        (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        job.own_files.copy(config)
     record.enter_phase("start", "the first step")
     trainer.run()
     record.enter_phase("end", "the last files")

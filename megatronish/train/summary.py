@@ -14,6 +14,7 @@ from megatronish.costs.memory import bytes_of_uneven_load
 from megatronish.costs.memory_table import format_bytes, memory_table
 from megatronish.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
 from megatronish.costs.peak import memory_of_stages
+from megatronish.errors import without_passwords
 from megatronish.formats.fill import open_hf
 from megatronish.launch.device import choose_device
 from megatronish.launch.place import Place, place_from_environment
@@ -94,7 +95,7 @@ def first_lines(
         *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
         *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
     ]
-    return "\n".join(lines)
+    return without_passwords("\n".join(lines))
 
 
 def _adapters(config: Config, vocab_size: int) -> list[str]:

@@ -113,12 +113,12 @@ class Finished(NamedTuple):
     errors: str
 
 
-def call_main(argv: Sequence[str], **environ: str) -> Finished:
+def call_main(argv: Sequence[str], *, main: Callable[[list[str]], int] = main, **environ: str) -> Finished:
     """`pretrain_gpt.py ARGV` in a worker of ranks.py: quick, for what a single process finds wrong."""
-    return run_ranks(1, _in_worker, list(argv), environ)[0]
+    return run_ranks(1, _in_worker, list(argv), environ, main)[0]
 
 
-def _in_worker(_place: Place, argv: list[str], environ: dict[str, str]) -> Finished:
+def _in_worker(_place: Place, argv: list[str], environ: dict[str, str], main: Callable[[list[str]], int]) -> Finished:
     before = dict(os.environ)
     os.environ.update(environ)
     try:

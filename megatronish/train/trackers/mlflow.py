@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.config import Config
+from megatronish.errors import without_passwords
 from megatronish.train.trackers.tracker import Points, RunDescription, RunSummary, Tracker, flattened, keep_id, kept_id
 
 MOST_PARAMETERS, MOST_METRICS = 100, 1000  # of one call
@@ -48,7 +49,8 @@ class MLflow(Tracker):
             keep_id(run, "mlflow", run_id)
         self._run_id = run_id
         self._add_parameters(run, known)
-        return f"MLflow: run {run_id} of experiment {self.log.mlflow_experiment} in {self._client.tracking_uri}"
+        where = without_passwords(self._client.tracking_uri)
+        return f"MLflow: run {run_id} of experiment {self.log.mlflow_experiment} in {where}"
 
     def _known(self, run_id: str) -> dict[str, str] | None:
         """Parameters of a run of an earlier start, which runs again; None if this store does not have it."""

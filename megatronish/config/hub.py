@@ -1,0 +1,324 @@
+"""Names of Hugging Face's hub in the place of folders and files: org/name, org/name@revision, org/name:FILE.
+
+What a name stands for is downloaded through `huggingface_hub` into its cache, at one commit, and from there on is a
+folder like any other. Only files that are read here are fetched: config.json, the tokenizer's files, safetensors; JSON
+lines of a data set. No pickle and no code is. Of the ranks on a machine one downloads and the others wait: a file in
+the cache is locked meanwhile, and says which commit it was, so that all of them read the same.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+from megatronish.config.tokenizer_names import NAMES, TEMPLATES
+from megatronish.errors import UserError
+
+RepoType = Literal["model", "dataset"]
+Choose = Callable[[Sequence[str]], list[str]]
+"""Names of all files of a repository -> those to download."""
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]*\w)(?:@([\w./-]+))?(?::(\S+))?")
+_FILES = (
+    ".model",
+    ".json",
+    ".jsonl",
+    ".gz",
+    ".zst",
+    ".bin",
+    ".idx",
+    ".tiktoken",
+    ".txt",
+    ".jinja",
+    ".parquet",
+    ".safetensors",
+)
+_SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?$")
+LAUNCHED = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+_TIMEOUT = 10.0  # seconds for an answer about a repository
+_CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_SHARD = re.compile(r"model[\w.-]*-\d+-of-\d+\.safetensors")
+DATA = (".jsonl", ".json")
+SPLITS = {"valid_data_path": ("valid", "dev", "eval"), "test_data_path": ("test",)}
+
+
+class HubName(NamedTuple):
+    """Name of a repository, with the revision and the file that it asks for."""
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
+
+    @property
+    def download(self) -> str:
+        """Command that downloads it on a machine with a network."""
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"hf download {self.repo}{revision} --local-dir {self.repo.partition('/')[2]}"
+
+
+class Hub(NamedTuple):
+    """The library, its constants and its errors, with the server and the cache that the environment names now."""
+
+    library: Any
+    constants: Any
+    errors: Any
+
+    @property
+    def url(self) -> str:
+        """Address of the hub."""
+        return os.environ.get("HF_ENDPOINT") or self.constants.ENDPOINT
+
+    @property
+    def cache(self) -> Path:
+        """Folder of what was downloaded, by any program."""
+        home = os.environ.get("HF_HOME")
+        return Path(os.environ.get("HF_HUB_CACHE") or (f"{home}/hub" if home else self.constants.HF_HUB_CACHE))
+
+
+def hub_name(text: str) -> HubName | None:
+    """The name that a text is; None for a path: something or its first folder is there, or it ends like a file."""
+    found = _NAME.fullmatch(text)
+    if found is None or os.path.lexists(text) or os.path.isdir(text.partition("/")[0]) or ".." in text:
+        return None
+    return None if found[1].endswith(_FILES) else HubName(*found.groups())
+
+
+def name_of(path: str) -> str:
+    """Name with its commit of what lies in the hub's cache: any machine can fetch that; of anything else the path."""
+    found = _SNAPSHOT.search(path)
+    if found is None:
+        return path
+    return f"{found[2]}/{found[3]}@{found[4]}" + (f":{found[5]}" if found[5] else "")
+
+
+def from_hub(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a config in which names of the hub are replaced by what was downloaded, and a note for each.
+
+    Of a model to start from, only its description and its tokenizer: `fetch_weights` has the rest.
+    """
+    changed: dict[str, Any] = {}
+    notes: list[str] = []
+    for field, choose in (("load_hf", described), ("tokenizer_model", tokenizer)):
+        if (name := hub_name(given.get(field) or "")) is not None:
+            folder = fetch(name, "model", choose, flag=f"--{field.replace('_', '-')}")
+            changed[field] = str(folder)
+            notes.append(f"{field}: {name_of(str(folder))}, in {folder}")
+    if given.get("dataset_type") == "chat":
+        for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            words = given.get(field) or ()
+            if any(map(hub_name, words)):
+                changed[field] = tuple(
+                    path for word in words for path in data_files(word, field, is_alone=len(words) == 1)
+                )
+                notes.append(f"{field}: {' '.join(map(name_of, changed[field]))}")
+    return changed, notes
+
+
+def local_model(text: str | Path, *, flag: str) -> Path:
+    """Folder of a model, downloaded if it is a name of the hub."""
+    name = hub_name(str(text))
+    return Path(text) if name is None else fetch(name, "model", whole, flag=flag)
+
+
+def local_tokenizer(text: str | Path, *, flag: str = "--tokenizer-model") -> Path:
+    """Path of a tokenizer, downloaded if it is a name of the hub."""
+    name = hub_name(str(text))
+    return Path(text) if name is None else fetch(name, "model", tokenizer, flag=flag)
+
+
+def fetch_weights(load_hf: str | None) -> None:
+    """Download the weights of a model whose description is in the hub's cache already."""
+    name = None if load_hf is None or os.path.exists(f"{load_hf}/{_INDEX}") else _NAME.fullmatch(name_of(load_hf))
+    if name is not None and not os.path.exists(f"{load_hf}/{_WEIGHTS}"):
+        fetch(HubName(*name.groups()), "model", whole, flag="--load-hf")
+
+
+def data_files(word: str, field: str, *, is_alone: bool) -> list[str]:
+    """Files of a data set that the word of a data path names; UserError if it is not plain which."""
+    name, flag = hub_name(word), f"--{field.replace('_', '-')}"
+    if name is None:
+        return [word]
+    chosen: list[str] = []
+
+    def choose(files: Sequence[str]) -> list[str]:
+        wanted = [name.file] if name.file in files else [] if name.file else _of_split(files, field)
+        if not wanted or (len(wanted) > 1 and not is_alone):
+            found = [file for file in files if file.endswith(DATA)] or sorted(files)
+            raise UserError(
+                f"{flag} {word}: it is not plain which of its files is meant; name one of chats in JSON lines as "
+                f"{name.repo}:FILE. It has {', '.join(found[:10])}{' and others' if len(found) > 10 else ''}"
+            )
+        chosen.extend(wanted)
+        return wanted
+
+    folder = fetch(name, "dataset", choose, flag=flag)
+    return [str(folder / file) for file in sorted(set(chosen))]
+
+
+def _of_split(files: Sequence[str], field: str) -> list[str]:
+    """Files of JSON lines of one split, by their names; all, where no name says of which split it is."""
+    lines = [file for file in files if file.endswith(DATA) and PurePosixPath(file).name != "dataset_infos.json"]
+    by_split = {
+        split: [file for file in lines if any(word in file.lower() for word in words)]
+        for split, words in (("train", ("train",)), *SPLITS.items())
+    }
+    if not any(by_split.values()):
+        return lines
+    return by_split.get(field, by_split["train"])
+
+
+def tokenizer(files: Sequence[str]) -> list[str]:
+    """Files of a tokenizer."""
+    return [file for file in files if file in NAMES or re.fullmatch(rf"{TEMPLATES}/[^/]+\.jinja", file)]
+
+
+def described(files: Sequence[str]) -> list[str]:
+    """Files that describe a model, and those of its tokenizer; UserError without weights that can be read."""
+    if _INDEX not in files and _WEIGHTS not in files:
+        raise UserError(
+            f"has no {_WEIGHTS}, and weights of other forms (.bin, .gguf) are not fetched, as a pickle runs code; "
+            "take a repository with safetensors"
+        )
+    return [*tokenizer(files), *(name for name in (_CONFIG, _INDEX) if name in files)]
+
+
+def whole(files: Sequence[str]) -> list[str]:
+    """Files of a model with its weights."""
+    weights = [file for file in files if _SHARD.fullmatch(file)] if _INDEX in files else [_WEIGHTS]
+    return [*described(files), *weights]
+
+
+def fetch(name: HubName, kind: RepoType, choose: Choose, *, flag: str) -> Path:
+    """Folder of one commit of a repository in the hub's cache, with the chosen files. UserError with a way on."""
+    spelled = "@".join(filter(None, (name.repo, name.revision)))
+    try:
+        import huggingface_hub as library  # only where a name asks for it
+        from huggingface_hub import constants, errors
+    except ImportError as error:
+        raise UserError(
+            f"{flag} {spelled} is no folder here, and huggingface_hub, which would download it, is not installed: pip "
+            f"install huggingface_hub, or {name.download} where it is, and name that folder"
+        ) from error
+    hub = Hub(library, constants, errors)
+    try:
+        with _record(hub.cache / f".megatronish-{kind}--{name.repo.replace('/', '--')}.json") as record:
+            commit, files = _known(record, name) or _asked(hub, record, name, kind)
+            try:
+                wanted = choose(files)
+            except UserError as error:
+                raise UserError(str(error) if str(error).startswith("--") else f"{flag} {spelled} {error}") from error
+            return _downloaded(hub, name, kind, commit, wanted)
+    except UserError:
+        raise
+    except Exception as error:  # of the library, of the one that it sends requests with, and of the disk
+        raise UserError(f"{flag} {spelled} {_why(error, hub, name, kind)}") from error
+
+
+def _known(record: dict[str, Any], name: HubName) -> tuple[str, list[str]] | None:
+    """Commit and files that need no question: of a pinned commit, or those that another rank was told."""
+    found, start = record.get(name.revision or ""), _start()
+    if found is None or not (COMMIT.fullmatch(name.revision or "") or (start and found["start"] == start)):
+        return None
+    return found["commit"], found["files"]
+
+
+def _start() -> list[str]:
+    """What the ranks of one start on this machine have in common; nothing for a process that is no rank of several."""
+    if not LAUNCHED & os.environ.keys():
+        return []
+    return [str(os.getppid()), *(os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
+
+
+def _asked(hub: Hub, record: dict[str, Any], name: HubName, kind: RepoType) -> tuple[str, list[str]]:
+    """Commit and files as the hub says them now; those that it said before if it cannot be reached."""
+    key = name.revision or ""
+    try:
+        info = hub.library.HfApi(endpoint=hub.url).repo_info(
+            name.repo, revision=name.revision, repo_type=kind, timeout=_TIMEOUT
+        )
+    except Exception as error:
+        if not _is_outage(error, hub) or key not in record:
+            raise
+        return record[key]["commit"], record[key]["files"]
+    found = {"commit": info.sha, "files": _plain(each.rfilename for each in info.siblings or ()), "start": _start()}
+    record[key] = record[info.sha] = found
+    return info.sha, found["files"]
+
+
+def _plain(files: Iterable[str]) -> list[str]:
+    """Names of files inside the repository."""
+    return [file for file in files if not file.startswith("/") and ".." not in PurePosixPath(file).parts]
+
+
+def _downloaded(hub: Hub, name: HubName, kind: RepoType, commit: str, files: Iterable[str]) -> Path:
+    """The folder of a commit, with these files: those that are in the cache need no network."""
+    wanted = sorted(set(files))
+    if not wanted:
+        raise UserError(f"{name.repo} has none of the files that are read here; name another repository")
+    fetched_from = {"revision": commit, "repo_type": kind, "endpoint": hub.url, "cache_dir": hub.cache}
+    with ThreadPoolExecutor(4) as threads:
+        paths = threads.map(lambda file: hub.library.hf_hub_download(name.repo, file, **fetched_from), wanted)
+        for file, path in zip(wanted, paths, strict=True):
+            folder = Path(path).parents[file.count("/")]
+    return folder
+
+
+@contextmanager
+def _record(path: Path) -> Iterator[dict[str, Any]]:
+    """What is known of a repository, {revision: commit and files}; other processes wait meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
+        with suppress(OSError):  # a file system without locks: the library has locks of its own
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        try:
+            record = json.loads(file.read() or "{}")
+        except ValueError:
+            record = {}
+        before = json.dumps(record)
+        yield record
+        if json.dumps(record) != before:
+            file.truncate(0)
+            file.write(json.dumps(record))
+
+
+def _is_outage(error: Exception, hub: Hub) -> bool:
+    """Whether the hub did not answer, or not with sense."""
+    if isinstance(error, hub.errors.HfHubHTTPError):
+        return _status(error) >= 500 or _status(error) == 429
+    return not isinstance(error, ValueError)
+
+
+def _status(error: Exception) -> int:
+    return int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
+
+
+def _why(error: Exception, hub: Hub, name: HubName, kind: RepoType) -> str:
+    """What went wrong, and what to do, in half a sentence."""
+    errors, there = hub.errors, hub.url
+    other = f"or download it elsewhere with: {name.download}, and name that folder"
+    if isinstance(error, errors.GatedRepoError) or _status(error) == 403:
+        return (
+            f"may not be read without its owner's consent ({there}): accept its terms there, and set HF_TOKEN; {other}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"is not on {there}: {name.repo} has no revision {name.revision}; name another, or leave it out"
+    if _status(error) == 401:
+        return (
+            f"is no folder here, and {there} has it not, or not for everyone; correct the name, or set HF_TOKEN to a "
+            f"token that may read it; {other}"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError | errors.EntryNotFoundError) and _status(error):
+        return f"is no folder here and no {kind} of {there}; correct the name, or name a folder"
+    if isinstance(error, errors.HFValidationError):
+        return "is no folder here, and cannot be the name of a repository; correct it"
+    if isinstance(error, OSError) and error.errno is not None and error.strerror and not _status(error):
+        return f"cannot be kept in {hub.cache}: {error.strerror}; name another folder with HF_HOME"
+    told = f"status {_status(error)}" if _status(error) else type(error).__name__
+    return f"is no folder here, and {there} cannot be asked for it ({told}); {other.removeprefix('or ')}"
