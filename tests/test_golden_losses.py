@@ -19,7 +19,7 @@ class Tolerance(NamedTuple):
     norm: float
 
 
-# Measured against files of AVX512, with AVX2, with no vector instructions and with three dispatches of MKL (docs/LOG.md,
+# Measured against files of AVX512, with AVX2, without vector instructions and with three dispatches of MKL (LOG.md,
 # 2026-11-25): 1e-7 and 2.5e-7 in the first five steps, 2.1e-7 and 3e-6 in twenty. A loss is an fp32 number: 1.2e-7 is
 # its last bit.
 NUM_SHARP = 5
