@@ -1,6 +1,7 @@
 """Dry runs over features dealt pairwise: waits of the host, bytes by axis and memory, against the formulas of costs/.
 
-Each case builds the engine of one rank on fake CUDA tensors and takes a step; a tensor on the wrong device raises. The
+Each case builds the engine of one rank on fake CUDA tensors, takes a step and computes what hooks do after it; a
+tensor on the wrong device raises. Some also evaluate, take a second step and look for a NaN, and a few generate. The
 cases with fused operators run in one process, and those without in another: whether there are any is decided where
 operators are imported. `pytest --all-layouts` takes all cases, in which nearly every two features meet that can.
 """
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from dry_cases import CASES, FEW, KERNELS, LAYOUTS, SINGLE, Case, SingleCase, choices
+from dry_generation import CASES as generations
+from dry_generation import ENDS, NUM_TOKENS
 from pairwise import covered_pairs, possible_pairs
 from paths import ROOT, TESTS
 
@@ -32,6 +35,19 @@ def needs_compiler() -> None:
         pytest.skip(f"fake CUDA is C++: {error}")
 
 
+def is_whole(number: int) -> bool:
+    """Whether a case also does what takes as long as a step: of those that every run takes, every second one.
+
+    And those of single features that offload.
+    """
+    if number >= len(CASES):
+        return ALL[number].name in WHOLE
+    return number not in FEW or FEW.index(number) % 2 == 0
+
+
+WHOLE = {"parameters on the host", "parameters on the host, with copies", "experts offloaded"}
+
+
 @pytest.fixture(scope="module")
 def numbers(request: pytest.FixtureRequest) -> list[int]:
     dealt = range(len(CASES)) if request.config.getoption("--all-layouts") else FEW
@@ -39,19 +55,26 @@ def numbers(request: pytest.FixtureRequest) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def results(numbers: list[int]) -> Results:
-    """The reports of all cases, from a process for each kind of operators, both at the same time."""
+def lines(numbers: list[int]) -> list[tuple[int | str, Any]]:
+    """The reports of all cases and generations, from a process for each kind of operators, both at the same time."""
     needs_compiler()
     started = []
     for kernels in KERNELS:
-        mine = [str(number) for number in numbers if ALL[number].kernels == kernels]
+        mine = [f"{'+' if is_whole(number) else ''}{number}" for number in numbers if ALL[number].kernels == kernels]
+        mine += ["generation", "planted"] if kernels == "assumed" else []
         path = os.pathsep.join([str(ROOT), str(TESTS / "support")])
         environment = os.environ | {"MEGATRONISH_KERNELS": kernels, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, str(TESTS / "support" / "dry_runs.py"), *mine]
         started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    lines = [line for child in started for line in child.communicate(timeout=SECONDS)[0].splitlines()]
+    found = [line for child in started for line in child.communicate(timeout=SECONDS)[0].splitlines()]
     assert [child.returncode for child in started] == [0, 0]
-    found = [json.loads(line) for line in lines]
+    return [tuple(json.loads(line)) for line in found]
+
+
+@pytest.fixture(scope="module")
+def results(lines: list[tuple[int | str, Any]], numbers: list[int]) -> Results:
+    """The report of every case."""
+    found = [(number, result) for number, result in lines if isinstance(number, int)]
     assert sorted(number for number, _ in found) == sorted(numbers)
     return [(ALL[number], result) for number, result in found]
 
@@ -60,6 +83,30 @@ def test_every_case_builds_and_takes_a_step(results: Results) -> None:
     """On tensors that refuse to meet those of another device."""
     failed = [f"{case.name}\n{result['error']}" for case, result in results if "error" in result]
     assert not failed, "\n".join(failed)
+
+
+def test_mistakes_that_a_gpu_would_find_are_found(lines: list[tuple[int | str, Any]]) -> None:
+    """Each where it is made: what is stacked or written lies on two devices, or an axis of GPUs is handed the CPU's."""
+    (said,) = [result for word, result in lines if word == "planted"]
+    assert said.keys() == {"look_through_all", "hash_where_it_lies", "add_on_the_host", "add_a_number_in_place"}
+    for name in ("look_through_all", "hash_where_it_lies"):
+        assert said[name].startswith("aten.stack.default of tensors on several devices, which a GPU refuses")
+    assert "all-reduce over tp of a tensor on cpu, where this axis only moves tensors on cuda" in said["add_on_the_host"]
+    assert said["add_a_number_in_place"].startswith("aten.add_.Tensor of tensors on several devices")
+
+
+def test_generation_waits_once_a_token_and_has_no_kernel_planned(lines: list[tuple[int | str, Any]]) -> None:
+    """Once on each rank, for the tokens, also when a text ends or the cache is full; nor does decoding ask cuDNN."""
+    cases = {case.name: case for case in generations}
+    (found,) = [result for word, result in lines if word == "generation"]
+    assert found.keys() == cases.keys()
+    for name, result in found.items():
+        assert result["tokens"] == [NUM_TOKENS, ENDS, NUM_TOKENS]
+        waits = Counter({site.split(":")[0]: number for site, number in result["waits"].items()})
+        layers = cases[name].num_expert_layers
+        assert waits == Counter({"inference/generate.py": NUM_TOKENS, "layers/dispatch.py": layers * NUM_TOKENS}) - Counter()
+        assert not any(may_plan for _, _, may_plan in result["calls"])
+        assert {1, 30, 40} <= {queries for queries, _, _ in result["calls"]}, "decode, and prefill before and after"
 
 
 def test_the_host_waits_once_a_step_and_once_a_layer_of_experts(results: Results) -> None:

@@ -7,7 +7,7 @@ traffic, FLOPs and waits of the whole step are known.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,12 +21,13 @@ from megatronish.costs.step_traffic import TrafficKey
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
+from megatronish.dry_run.after_step import call_hooks
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
 from megatronish.dry_run.padded_rows import rows_padded_once
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
-from megatronish.dry_run.tables import own_tables
+from megatronish.dry_run.tables import matrices_by_one_piece, own_tables
 from megatronish.launch.place import Place
 from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
@@ -96,8 +97,17 @@ class DryRank(NamedTuple):
     shard_ranks: dict[str, int]
 
 
-def run_rank(planned: PlannedRun, rank: int) -> DryRank:
-    """Build the engine of this rank, let it take a step, and leave nothing behind."""
+Then = Callable[[Engine, Sequence[MicroBatch], StepRecorder], None]
+"""What is done with the engine after a step, and counts as no part of the step."""
+
+
+def hooks_alone(engine: Engine, _batches: Sequence[MicroBatch], recorder: StepRecorder) -> None:
+    """What a run does after a step in any case."""
+    call_hooks(engine, recorder)
+
+
+def run_rank(planned: PlannedRun, rank: int, *, then: Then = hooks_alone) -> DryRank:
+    """Build the engine of this rank, let it take a step, do what comes `then`, and leave nothing behind."""
     config, device_type = planned.config, planned.device_type
     recorder = StepRecorder(device_type, number=planned.rows_of_an_expert, references=references())
     ledger, fake, times = recorder.ledger, FakeTensorMode(allow_non_fake_inputs=True), [time.perf_counter()]
@@ -106,31 +116,34 @@ def run_rank(planned: PlannedRun, rank: int) -> DryRank:
         batches = made_up_batches(planned, mesh, num_run)
         times.append(time.perf_counter())
         attention = attention_of_a_gpu() if device_type == "cuda" else nullcontext()
-        with fake, recorder.watching(), attention, rows_padded_once(), own_tables():
+        with fake, recorder.watching(), attention, rows_padded_once(), own_tables(), matrices_by_one_piece():
             ledger.begin("build")
             engine = build_engine(config, mesh, vocab_size=planned.vocab_size, initialises=False)
             owners, build_peak = Owners.of(engine, ledger), ledger.peak
             times.append(time.perf_counter())
             ledger.forget_peak()
-            take_step(engine, [batch.pinned() for batch in batches], recorder)
+            batches = [batch.pinned() for batch in batches]
+            take_step(engine, batches, recorder)
             times.append(time.perf_counter())
-        model = engine.stage.model
-        return DryRank(
-            rank=rank,
-            stage=mesh.pp.rank,
-            num_layers=len(model.layers),
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            num_run=num_run,
-            counts=whole_step(recorder.parts, num_run, planned.num_microbatches),
-            num_operators=sum(part.operators for part in recorder.parts.values()),
-            build_peak=build_peak,
-            peak=ledger.peak,
-            phase=ledger.phases[ledger.peak_phase],
-            owners=owners.by_owner(ledger),
-            largest=owners.largest(ledger),
-            seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2]),
-            shard_ranks={name: domain.shard.rank for name, domain in mesh.domains.items()},
-        )
+            model = engine.stage.model
+            found = DryRank(
+                rank=rank,
+                stage=mesh.pp.rank,
+                num_layers=len(model.layers),
+                num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+                num_run=num_run,
+                counts=whole_step(recorder.parts, num_run, planned.num_microbatches),
+                num_operators=sum(part.operators for part in recorder.parts.values()),
+                build_peak=build_peak,
+                peak=ledger.peak,
+                phase=ledger.phases[ledger.peak_phase],
+                owners=owners.by_owner(ledger),
+                largest=owners.largest(ledger),
+                seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2]),
+                shard_ranks={name: domain.shard.rank for name, domain in mesh.domains.items()},
+            )
+            then(engine, batches, recorder)
+        return found
 
 
 def references() -> dict[Any, Reference]:
@@ -234,7 +247,7 @@ def whole_step(parts: Mapping[str, StepCounts], num_run: int, planned: int) -> S
     whole, first = StepCounts(), parts.get(FIRST, StepCounts())
     of_step = [counts for name, counts in parts.items() if name != "build"]
     more = planned - num_run
-    for name in ("calls", "sent", "flops", "waits"):
+    for name in ("calls", "sent", "flops", "uncounted", "waits"):
         total: Counter[Any] = getattr(whole, name)
         for counts in of_step:
             total.update(getattr(counts, name))

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from megatronish.costs.step_traffic import TrafficKey
 from megatronish.dry_run.attention import Reference
+from megatronish.dry_run.devices import refuse_mixed_devices
 from megatronish.dry_run.ledger import StorageLedger
+from megatronish.dry_run.products import formula_of, is_product
 
 PACKAGE = str(Path(__file__).parents[1])
 OWN = str(Path(__file__).parent)
@@ -29,6 +30,7 @@ aten, prim = torch.ops.aten, torch.ops.prim
 
 # What a GPU computes in two parts, between which the host reads a size or a value.
 WAITING = {aten.nonzero, aten.masked_select, aten._unique2, aten.bincount, aten._local_scalar_dense, aten.equal}
+INDEXED = {aten.index, aten.index_put, aten.index_put_}
 COLLECTIVES = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -37,7 +39,9 @@ COLLECTIVES = {
     "send": "send",
     "recv_": "receive",
 }
-FROM_HOST = {"world", "dp", "checkpoint"}  # axes of the mesh that move what is not on a GPU
+FROM_HOST = {"world", "dp", "checkpoint"}  # axes of the mesh that move what is not on a GPU, too
+# Files that read what is 0 or False where all goes well. Of what origin.py reads it means the opposite: it has a look.
+SOUND = {"train/hooks/replicas.py", "train/state.py", "train/origin.py", "inference/generate.py"}
 
 
 @dataclass
@@ -47,6 +51,7 @@ class StepCounts:
     calls: Counter[TrafficKey] = field(default_factory=Counter)
     sent: Counter[TrafficKey] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
+    uncounted: Counter[str] = field(default_factory=Counter)  # calls of products whose FLOPs no formula counts
     waits: Counter[str] = field(default_factory=Counter)
     operators: int = 0
 
@@ -60,7 +65,8 @@ class FixedResult(NamedTuple):
 class StepRecorder(TorchDispatchMode):
     """Dispatch mode above FakeTensorMode. StepCounts are kept for each part of the step by itself (`begin_part`).
 
-    `number` is what the host reads wherever it reads an integer of the device; truth values are True, fractions 2.
+    `number` is what the host reads wherever it reads an integer of the device; truth values are True, fractions 2. What
+    the files of SOUND read is 0 and False.
     `references` are the operators that run by the operators that they are made of.
     """
 
@@ -118,16 +124,20 @@ class StepRecorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         self._counts.operators += 1
+        refuse_mixed_devices(func, args, kwargs)
         if func.namespace == "c10d":
             self._see_exchange(packet.__name__, args)
         elif func.namespace == "aten":
             self._see_wait(packet, args, kwargs)
         answer = self._answer(packet, args, kwargs)
         out = func(*args, **kwargs) if answer is None else answer.value
-        if packet in flop_registry:
+        formula = formula_of(packet)
+        if formula is not None:
             # Products that return another dtype than their operands' have it as a third argument.
             operands = args[:2] if packet in (aten.mm, aten.bmm) else args
-            self._counts.flops[packet.__name__] += flop_registry[packet](*operands, **kwargs, out_val=out)
+            self._counts.flops[packet.__name__] += formula(*operands, **kwargs, out_val=out)
+        elif is_product(packet.__name__):
+            self._counts.uncounted[packet.__name__] += 1
         if isinstance(out, Tensor):
             self.ledger.note(out, packet.__name__)
         elif isinstance(out, tuple | list):
@@ -157,8 +167,9 @@ class StepRecorder(TorchDispatchMode):
         )
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         traffic = TrafficKey(axis, COLLECTIVES.get(name, name))
-        strange = {each.device.type for each in tensors} - {self.ledger.device_type}
-        if strange and axis not in FROM_HOST:
+        kinds = {each.device.type for each in tensors}
+        strange = kinds - {self.ledger.device_type}
+        if strange and (axis not in FROM_HOST or len(kinds) > 1):
             raise RuntimeError(
                 f"{_call_site()}: {traffic.collective} over {axis} of a tensor on {strange.pop()}, where this axis "
                 f"only moves tensors on {self.ledger.device_type}"
@@ -171,6 +182,10 @@ class StepRecorder(TorchDispatchMode):
         if packet in WAITING:
             if args[0].device.type == self.ledger.device_type:
                 self.wait(packet.__name__)
+            return
+        if packet in INDEXED and args[0].device.type == self.ledger.device_type:
+            if any(each is not None and each.device.type == "cpu" for each in args[1]):
+                self.wait("copy of the indices")
             return
         ends: set[str] = set()
         if packet is aten._to_copy and kwargs.get("device") is not None:
@@ -198,9 +213,10 @@ class StepRecorder(TorchDispatchMode):
         return None
 
     def _value(self, dtype: torch.dtype) -> bool | int | float:
+        is_sound = _call_site().split(":")[0] in SOUND
         if dtype == torch.bool:
-            return True
-        return 2.0 if dtype.is_floating_point else self.number
+            return not is_sound
+        return 2.0 if dtype.is_floating_point else 0 if is_sound else self.number
 
 
 def _nested(shape: Sequence[int], value: Any) -> Any:

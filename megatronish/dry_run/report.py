@@ -66,6 +66,9 @@ def text_of(planned: PlannedRun, found: Expected) -> str:
     flops = ", ".join(f"{name.strip('_')} {value:.3g}" for name, value in counts.flops.most_common())
     squares = "; flash attention as the whole square, of which a causal mask needs half"
     lines.append(f"  FLOPs a step: {total:.4g} ({flops}{squares if _has_flash(counts.flops) else ''})")
+    if counts.uncounted:
+        told = ", ".join(f"{number} of {name}" for name, number in counts.uncounted.most_common())
+        lines.append(f"  not among these FLOPs, as no formula counts them, are products: {told}")
     waits = "; ".join(f"{number} in {site}" for site, number in counts.waits.items())
     lines.append(f"  the host waits for the device {sum(counts.waits.values())} times a step: {waits}")
     mesh, build, step = record.seconds
@@ -112,6 +115,7 @@ def _json_of_rank(found: Expected) -> dict[str, Any]:
             for traffic, calls in sorted(counts.calls.items())
         ],
         "flops": dict(counts.flops),
+        "uncounted_products": dict(counts.uncounted),
         "host_waits": dict(counts.waits),
         "operators": record.num_operators,
         "seconds": dict(zip(("mesh", "build", "step"), record.seconds, strict=True)),

@@ -142,7 +142,7 @@ def _sample(
     """
     found = torch.zeros(2, sum(map(len, batches)), dtype=torch.int64)
     found[1] = torch.tensor([ends(text.number) for texts in batches for text in texts])
-    found = found.to(mesh.device)
+    found = found.to(mesh.device, non_blocking=True)
     if logits and mesh.tp.is_first:
         chosen = [
             choose(scores, _uniform(texts, like=scores) if sampling.temperature else None, sampling)

@@ -10,7 +10,9 @@ Each section (q, k, v; gate, up) is quantised as a tensor of its own, with a mea
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +81,14 @@ class NF4Form:
         return stored.flatten(1), scales.view(torch.uint8)
 
 
+class MatrixPiece(NamedTuple):
+    """Rows of one section: their place in a rank's part, that of the section's scales, and their number in it."""
+
+    rows: slice
+    scales: slice
+    first_row: int
+
+
 class NF4Weight(nn.Module):
     """What a layer needs to read its stored weight: the form, the part that this rank holds, and the scales.
 
@@ -118,17 +128,22 @@ class NF4Weight(nn.Module):
         numbers = None if scales is None else scales.view(torch.float32)
         width = self.form.blocks // self.columns.size  # blocks of a row that this rank holds
         found = torch.empty(stored.shape[0], width * BLOCK, dtype=dtype, device=stored.device)
-        step, begin, first = max(1, CHUNK // (width * BLOCK)), 0, 0
+        for piece in self.pieces():
+            blocks = stored[piece.rows].unflatten(-1, (width, -1))
+            own = None if numbers is None else numbers[piece.scales]
+            absmax = self._absmax(blocks[..., CODES:], own, first_row=piece.first_row)
+            dequantise(blocks[..., :CODES], absmax, found[piece.rows])
+        return found
+
+    def pieces(self) -> Iterator[MatrixPiece]:
+        """Rows of this rank's part that are dequantised together, one piece after the other: CHUNK elements or less."""
+        step, begin, first = max(1, CHUNK // (self.form.in_features // self.columns.size)), 0, 0
         for size in self.form.sections:
             rows, level = size // self.rows.size, self.form.scales_of(size)
-            own = None if numbers is None else numbers[first : first + level]
             for row in range(0, rows, step):
                 place = slice(begin + row, begin + min(row + step, rows))
-                blocks = stored[place].unflatten(-1, (width, -1))
-                absmax = self._absmax(blocks[..., CODES:], own, first_row=self.rows.rank * rows + row)
-                dequantise(blocks[..., :CODES], absmax, found[place])
+                yield MatrixPiece(place, slice(first, first + level), self.rows.rank * rows + row)
             begin, first = begin + rows, first + level
-        return found
 
     def _absmax(self, codes: Tensor, level: Tensor | None, *, first_row: int) -> Tensor:
         """Bytes [n, width, 1 or 4] of rows from `first_row` of the section on -> fp32 [n, width].

@@ -34,7 +34,7 @@ TARGET_TORCH = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 VECTOR_BYTES = 16
 # Kernels for rows that begin at no multiple of 16 bytes, and for sums of columns; those whose results are few numbers.
 NOT_BY_VECTORS = re.compile(r"^(forward|backward)<.*, 1>$|^sum_parts<")
-STORES_NO_ROW = re.compile(r"^statistics_of_row<")
+STORES_NO_ROW = re.compile(r"^(statistics_of_row|means_of_rows)<")
 KEEP = "--keep"  # nvcc leaves the machine code of each architecture in a file of its own, too
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 

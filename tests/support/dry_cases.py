@@ -229,6 +229,13 @@ SINGLE = [
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --ep 4 --etp 1",
     ),
     SingleCase("global balance", "experts", "--moe-router-load-balancing-type global_aux_loss --ep 4 --etp 1"),
+    SingleCase(
+        *("experts offloaded", "experts"),
+        "--moe-router-load-balancing-type global_aux_loss --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --ep 4 --etp 1 --optimizer-cpu-offload --dp-replicate 2",
+        dp=4,
+        more_waits={"data_parallel/offload.py": 1},
+    ),
     SingleCase("SGD", "llama", "--optimizer sgd"),
     SingleCase("unfused attention", "llama", "--attention-backend unfused"),
     SingleCase("unfused attention with dropout", "dropped", "--attention-backend unfused"),

@@ -1,6 +1,9 @@
 """Dry runs of several cases in this process, which is started for it: their records as JSON, a line for each.
 
-MEGATRONISH_KERNELS=assumed python tests/support/dry_runs.py 0 3 5     (numbers of cases, those of SINGLE last)
+MEGATRONISH_KERNELS=assumed python tests/support/dry_runs.py 0 +3 5     (numbers of cases, those of SINGLE last)
+
+A + before a number: with an evaluation, a second step and the search for a NaN, too. `generation` and `planted`
+stand for what they have of their own.
 """
 
 import json
@@ -12,25 +15,44 @@ from megatronish.dry_run.fake_cuda import load_fake_cuda
 
 library = load_fake_cuda()  # before torch is imported
 
+from dry_afterwards import all_that_follows, planted  # noqa: E402
 from dry_cases import CASES, SINGLE, Case, SingleCase  # noqa: E402
+from dry_generation import CASES as generations  # noqa: E402
+from dry_generation import generation_of  # noqa: E402
 
 from megatronish.commands.configuration import read_config  # noqa: E402
-from megatronish.dry_run.rank import PlannedRun, run_rank  # noqa: E402
+from megatronish.dry_run.rank import PlannedRun, hooks_alone, run_rank  # noqa: E402
 from megatronish.dry_run.report import json_of, with_expected  # noqa: E402
 
 
-def result_of(case: Case | SingleCase) -> dict[str, Any]:
-    """What the report has of the case's rank, or how it failed."""
+def result_of(case: Case | SingleCase, *, whole: bool) -> dict[str, Any]:
+    """What the report has of the case's rank, or how it failed; `whole`: with all that follows a step in a run."""
     config = read_config(case.argv).config
     assert config.data.vocab_size is not None
     planned = PlannedRun(config, config.data.vocab_size, "cuda")
     try:
-        return json_of(planned, [with_expected(planned, run_rank(planned, case.rank))], notes=[])["ranks"][0]
+        return json_of(planned, [with_expected(planned, run_rank(planned, case.rank, then=all_that_follows if whole else hooks_alone))], notes=[])["ranks"][0]
     except Exception:
         return {"error": traceback.format_exc()}
 
 
+def said_of_mistakes() -> dict[str, str]:
+    """What is said of mistakes that were planted, in the case that has tensors on both devices."""
+    config = read_config(next(case for case in SINGLE if case.name == "experts offloaded").argv).config
+    assert config.data.vocab_size is not None
+    said: dict[str, str] = {}
+    run_rank(PlannedRun(config, config.data.vocab_size, "cuda"), 3, then=lambda *given: said.update(planted(*given)))
+    return said
+
+
 if __name__ == "__main__":
     library.install_fake_cuda()
-    for number in sys.argv[1:]:
-        print(json.dumps([int(number), result_of([*CASES, *SINGLE][int(number)])]), flush=True)
+    for word in sys.argv[1:]:
+        if word == "generation":
+            found = {case.name: generation_of(case) for case in generations}
+            print(json.dumps([word, found]), flush=True)
+        elif word == "planted":
+            print(json.dumps([word, said_of_mistakes()]), flush=True)
+        else:
+            case = [*CASES, *SINGLE][int(word)]
+            print(json.dumps([int(word), result_of(case, whole=word.startswith("+"))]), flush=True)
