@@ -523,7 +523,9 @@ def test_an_absent_key_is_written_as_what_it_means_there(
     around = {"fp16": {"enabled": True}} if key.startswith("fp16.") else AROUND.get(key, {})
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**smallest[framework], **around}))
-    assert settings_of(import_config(framework, path))[field] == value
+    found = settings_of(import_config(framework, path))[field]
+    assert type(found) is type(value)
+    assert found == (pytest.approx(value) if isinstance(value, float) else value)
 
 
 def test_the_page_of_absent_keys_has_all_frameworks() -> None:

@@ -345,7 +345,7 @@ def test_files_that_list_data_are_read(tmp_path: Path) -> None:
 def test_a_bad_list_of_data_is_told(tmp_path: Path, flag: str, text: str | None, sentence: str) -> None:
     if text is not None:
         (tmp_path / "list").write_text(text)
-    assert any(sentence in problem for problem in problems([*BASE, f"--{flag}", f"{tmp_path}/list"]))
+    assert any(sentence in problem for problem in problems([*BASE[:-1], f"--{flag}", f"{tmp_path}/list"]))
 
 
 # Launch scripts

@@ -134,8 +134,8 @@ DEEPSPEED: dict[str, Known] = {
         valued="deepscale-config",
     ),
     "deepspeed-config": instead(
-        "DeepSpeed's JSON file is not read, the flags of this command line decide; megatronish from-deepspeed FILE.json "
-        "turns it into a config of this project",
+        "DeepSpeed's JSON file is not read, the flags of this command line decide; megatronish from-deepspeed "
+        "FILE.json turns it into a config of this project",
         1,
     ),
     "deepspeed-activation-checkpointing": idle("--checkpoint-activations or --recompute-granularity full decides"),
