@@ -5,7 +5,7 @@ process, asks it, and waits for a bounded time. The child is asked with pickles 
 whatever it became cannot act on the process that asks.
 
 Time is that of the processor, and a budget over all questions: each adds to it by its size, so a warm child answers any
-number of short questions, and neither one long nor many slow ones go on. The system ends a child at the end of its
+number of short questions, and neither one long nor many slow ones. The system ends a child at the end of its
 budget, also inside of a library. Memory is bounded where the system can (Linux); elsewhere time and the size of answers
 alone are.
 """
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megatronish.errors import RunError
+from megatronish.errors import RunError, shown
 
 HEADER = struct.Struct("<cQ")
 PATIENCE = 300.0
@@ -39,11 +39,15 @@ Kind = Literal[b"=", b"!", b"m", b"x"]
 
 
 class ContainedError(Exception):
-    """The child had to be ended, or ended itself: the message goes on from a subject, "takes more than ..."."""
+    """The child had to be ended, or ended itself: the message follows a subject, "takes more than ..."."""
+
+
+class PanicError(ValueError):
+    """ValueError: a compiled library met what it holds for impossible."""
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ChildBounds:
     """What a child may use: bytes beyond its own start, and seconds of the processor."""
 
     memory: int = 1 << 30
@@ -55,13 +59,30 @@ class Bounds:
     """Bytes of an answer, and 16 times those of its question."""
 
 
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Context in which a compiled library works for one text: what it raises, panics too, is a ValueError, a sentence."""
+    try:
+        yield
+    except (ValueError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:
+        raise ValueError(_sentence(what, error)) from error
+    except BaseException as error:  # as a library in Rust does
+        raise PanicError(_sentence(what, error)) from error
+
+
+def _sentence(what: str, error: BaseException) -> str:
+    return f"{what} ({type(error).__name__}: {shown(str(error), longest=300)})"
+
+
 class Contained:
     """Child that calls `function`, "module:name", with arguments, and answers questions with what that returned.
 
     It starts with the first question, and again in a process that was forked since. It ends with its owner.
     """
 
-    def __init__(self, function: str, *arguments: Any, bounds: Bounds = Bounds()) -> None:  # frozen
+    def __init__(self, function: str, *arguments: Any, bounds: ChildBounds = ChildBounds()) -> None:  # frozen
         self._call = function, arguments
         self._bounds = bounds
         self._lock = threading.Lock()
@@ -127,7 +148,7 @@ class Contained:
         if kind == b"m":
             raise ContainedError(f"needs more than {self._bounds.memory >> 20} MiB of memory")
         if kind == b"x":
-            raise ContainedError(f"fails in its library ({text})")
+            raise ContainedError(f"fails in its library: {text}")
         return text
 
     def _why(self, process: subprocess.Popen[bytes]) -> str:
@@ -232,7 +253,7 @@ def _outcome(work: Callable[[Any], Any], question: Any) -> tuple[Kind, Any]:
     except ValueError as error:
         return b"!", str(error)
     except BaseException as error:  # a panic of a library in Rust is no Exception
-        return b"x", f"{type(error).__name__}: {error}"
+        return b"x", shown(f"{type(error).__name__}: {error}", longest=300)
 
 
 def _answer(answers: BinaryIO, kind: Kind, text: str) -> None:
@@ -244,7 +265,7 @@ def _answer(answers: BinaryIO, kind: Kind, text: str) -> None:
 class _Clock:
     """The budget of time. Where it ends, SIGPROF ends the process, whatever it does."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: ChildBounds) -> None:
         self._bounds, self._left = bounds, bounds.seconds
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 
+from megatronish.contained import library_errors
 from megatronish.errors import UserError
 
 PRIVATE = 0x100000
@@ -81,8 +82,10 @@ class HuggingFaceControls:
         for begin, end in places:
             parts += [text[done:begin], self._private[text[begin:end]]]
             done = end
-        encoded = self._model.encode("".join([*parts, text[done:]]), add_special_tokens=False)
-        placed = PlacedTokens(list(encoded.ids), *(list(each) for each in zip(*encoded.offsets, strict=True)))
+        with library_errors("the tokenizer cannot write it"):
+            encoded = self._model.encode("".join([*parts, text[done:]]), add_special_tokens=False)
+        offsets = encoded.offsets
+        placed = PlacedTokens(list(encoded.ids), [begin for begin, _ in offsets], [end for _, end in offsets])
         self._narrow(placed, places)
         return placed
 

@@ -16,9 +16,10 @@ from typing import Any, get_args
 import sentencepiece
 import tokenizers
 
-from megatronish import foreign
+from megatronish import foreign, tokenizer_trial
 from megatronish.config.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.tokenizer_names import TokenizerType, tokenizer_type
+from megatronish.contained import library_errors
 from megatronish.control_tokens import ByteControls, ControlEncoder, HuggingFaceControls, SentencePieceControls
 from megatronish.errors import UserError
 from megatronish.files import ordinary
@@ -26,6 +27,8 @@ from megatronish.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
 SPACE_MARK = "\u2581"
+LARGEST_VOCABULARY = 2**28
+NO_TOKENS = "the tokenizer cannot write it"
 
 
 class Tokenizer(ABC):
@@ -110,8 +113,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(ordinary(path)))
-        except (OSError, RuntimeError) as error:
+            with library_errors("its library fails"):
+                self._model = sentencepiece.SentencePieceProcessor(model_file=str(ordinary(path)))
+        except (OSError, ValueError) as error:
             raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
         self._own_size = self.vocab_size = self._model.get_piece_size()
         self.eod = self._model.eos_id()
@@ -156,7 +160,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
         self._model = model
         self._take_text_as_it_is()
-        self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise UserError(
+                f"the tokenizer has the id {self.vocab_size - 1:,}, and a model a row for each up to it; ids up to "
+                f"{LARGEST_VOCABULARY:,} are read, correct or fetch its file"
+            )
         self.eod = eod
 
     @classmethod
@@ -166,8 +175,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if path.is_dir() and not file.is_file():
             return cls.from_gpt2(path / "vocab.json", path / "merges.txt")
         try:
-            model = tokenizers.Tokenizer.from_file(str(ordinary(file)))
-        except Exception as error:  # the library raises nothing narrower
+            with library_errors("its library fails"):
+                model = tokenizers.Tokenizer.from_file(str(ordinary(file)))
+        except ValueError as error:
             raise UserError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
         return cls(model, eod=_find_eod(model.token_to_id, file, first=_configured_eod(file.parent)))
 
@@ -181,8 +191,9 @@ class HuggingFaceTokenizer(Tokenizer):
                     "or --vocab-file vocab.json with --merge-file merges.txt"
                 )
         try:
-            model = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
-        except Exception as error:  # the library raises nothing narrower
+            with library_errors("its library fails"):
+                model = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+        except ValueError as error:
             raise UserError(f"{vocab} and {merges} are not a GPT-2 tokenizer: {error}") from error
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()
@@ -214,24 +225,28 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         _check_unicode(text)
-        return list(self._model.encode(text, add_special_tokens=False).ids)
+        with library_errors(NO_TOKENS):
+            return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without the offsets that the library else keeps: a fifth less time for equal tokens."""
         for text in texts:
             _check_unicode(text)
-        return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with library_errors(NO_TOKENS):
+            return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_marked(self, text: str) -> list[int]:
         _check_unicode(text)
         self._model.encode_special_tokens = False
         try:
-            return list(self._model.encode(text, add_special_tokens=True).ids)
+            with library_errors(NO_TOKENS):
+                return list(self._model.encode(text, add_special_tokens=True).ids)
         finally:
             self._model.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+        with library_errors("the tokenizer cannot read tokens"):
+            return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
 
     def control_encoder(self) -> ControlEncoder:
         return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
@@ -274,6 +289,8 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     if data.mock_data:
         return NullTokenizer(data.vocab_size or MOCK_VOCAB_SIZE)
     kind = tokenizer_type(data.tokenizer_type)
+    if files := _files_of(kind, data):
+        tokenizer_trial.try_once(kind, data, files)
     tokenizer = TOKENIZERS[kind](data)
     if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
         raise UserError(
@@ -283,6 +300,20 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
         )
     tokenizer.vocab_size = data.vocab_size or tokenizer.vocab_size
     return tokenizer
+
+
+def _files_of(kind: str, data: DataConfig) -> list[Path]:
+    """Files that a compiled library reads; empty if there are none, or not all of them."""
+    if kind not in ("sentencepiece", "huggingface", "tiktoken"):
+        return []
+    if data.tokenizer_model is None or (kind == "huggingface" and (data.vocab_file or data.merge_file)):
+        files = [Path(name) for name in (data.vocab_file, data.merge_file) if name is not None]
+    elif (path := Path(data.tokenizer_model)).is_dir():
+        one, two = [path / "tokenizer.json"], [path / "vocab.json", path / "merges.txt"]
+        files = one if one[0].is_file() else two
+    else:
+        files = [path]
+    return files if all(file.is_file() for file in files) else []
 
 
 def _build(kind: str, data: DataConfig) -> Tokenizer:

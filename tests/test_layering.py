@@ -26,7 +26,7 @@ ROWS = (
     ("mesh",),
     (
         *("comm", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
-        *("tokenizer", "tiktoken_file", "control_tokens"),
+        *("tokenizer", "tokenizer_trial", "tiktoken_file", "control_tokens"),
     ),
     ("ops", "costs"),
     ("layers", "attention"),

@@ -34,7 +34,7 @@ FILLING = {
     "translate": "{{ ('a' * 1000000).translate({97: 'b' * 1000000}) }}",
     "bytes": DOUBLED.format("'a'.encode()", "ns.x + ns.x"),
     "power": "{{ 7 ** 99999 ** 2 }}",
-    "macro": "{% macro m(n) %}{{ 'a' * 1000000 }}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "macro": "{% macro m(n) %}{{ 'a' * 1000000 }}{% if n %}{{ m(n - 1) * 2 }}{% endif %}{% endmacro %}{{ m(60) }}",
     "folded": "{{ 'a' | center(9999999999) | center(99999999999) }}",
     "folded list": "{% set x = [" + "'a'.ljust(999999999)," * 90 + "] %}",
     "cycle": "{% for i in range(99999) %}{{ 'a' * 1000000 }}{% endfor %}",

@@ -17,10 +17,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatronish.contained import Bounds, Contained
+from megatronish.contained import ChildBounds, Contained
 
 LARGEST_PRODUCT = 1_000_000  # characters of a text, elements of a list, or bits of a power
-BOUNDS = Bounds()
+BOUNDS = ChildBounds()
 """Of a template of strangers. One that is real writes a conversation in a thousandth of a second."""
 GENERATION_MARKS = ("\U000ff000", "\U000ff001")
 """Characters around what a {% generation %} block writes."""
@@ -70,7 +70,7 @@ def _size(left: Any, right: Any) -> int:
 
 
 Written = tuple[str | None, str]
-"""A text, or None and what went on from "the chat template NAME" instead."""
+"""A text, or None and what follows "the chat template NAME" instead."""
 
 
 class TemplateWriter:
