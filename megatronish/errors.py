@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """Failure of the machine that ended a run: the sentence says what happened and what to do. Exit status 1."""
+
+
+class WholeRunError(RunError):
+    """RunError about the run as a whole, which all of its ranks raise: the sentence itself names those at fault."""
