@@ -1,5 +1,6 @@
 """Pretraining of a GPT: read the config, start the ranks, train."""
 
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,7 +11,7 @@ from megatronish.commands.dry_run import dry_run_ranks
 from megatronish.commands.ending import exit_status_of_ranks, is_main
 from megatronish.config.config import Config
 from megatronish.launch.imports import importing
-from megatronish.launch.place import Place, place_from_environment
+from megatronish.launch.place import Place, place_from_environment, refuse_too_many
 
 METRICS = "metrics.jsonl"
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str], *, program: str = "megatronish pretrain") -> int:
 def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
     config, notes = read_config(argv, world_size=place.world_size if place else None, program=program)
     if not config.log.dry_run:
+        if place is None:  # before torch is imported
+            refuse_too_many(config.layout.world_size)
         return pretrain(config, notes)
     if config.log.rank is not None:
         return dry_run_ranks(argv) if is_main(place) else 0
@@ -44,10 +47,11 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
         from megatronish.checkpoint.remote import is_url
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
+        from megatronish.launch.patience import within
         from megatronish.launch.rank import DISK_SECONDS
         from megatronish.launch.restarts import Restarts
         from megatronish.train.folder import last_step
-        from megatronish.train.hooks.health import HEALTH
+        from megatronish.train.hooks.health import HEALTH, say_last
         from megatronish.train.preflight import preflight_run
         from megatronish.train.run import train
 
@@ -68,7 +72,18 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     logs, wanted = config.run_dir / "logs", config.resilience
     patience = wanted.hang_seconds_start or wanted.hang_seconds or DISK_SECONDS
     status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts, patience=patience)
+    if status and place_from_environment() is None:
+        within(2.0, partial(say_last, config.run_dir, _ending_of(status, restarts.sentence)), otherwise=None)
     return status or (print_sample(config) if place_from_environment() is None else 0)
+
+
+def _ending_of(status: int, sentence: str) -> str:
+    """The last word of a run whose ranks could not say it themselves."""
+    if sentence and status < 128:
+        return f"failed: {sentence.splitlines()[0][:200]}"
+    number = status - 128
+    is_signal = number in set(map(int, signal.Signals))
+    return f"ended by {signal.Signals(number).name}" if is_signal else f"failed: status {status}"
 
 
 def _time_of(path: Path) -> float:

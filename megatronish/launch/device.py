@@ -124,7 +124,7 @@ def _store_of_ranks(place: Place, timeout: timedelta) -> dist.Store:
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """A socket that listens there; None where the address is none of this machine's. DistNetworkError if it is taken."""
+    """A socket that listens there; None where the address is not this machine's. DistNetworkError if it is taken."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -36,7 +36,7 @@ from megatronish.launch.guard import LOOK_SECONDS, Guard, report_of
 from megatronish.launch.imports import importing
 from megatronish.launch.leftovers import meeting_folder
 from megatronish.launch.orphans import end_with_agent, end_with_parent
-from megatronish.launch.place import Place, place_from_environment, threads_per_rank
+from megatronish.launch.place import Place, place_from_environment, refuse_too_many, threads_per_rank
 from megatronish.launch.pulse import Pulses, pulses_of_children
 from megatronish.launch.rank import DISK_SECONDS, INTERRUPTED, Ending, failure, run_here, run_rank
 from megatronish.launch.restarts import Restarts
@@ -90,6 +90,8 @@ def launch(
     """
     restarts = restarts or Restarts()
     place = place_from_environment()
+    if place is None:
+        refuse_too_many(world_size)
     if place is None and (note := unused_places(os.environ, world_size=world_size)) is not None:
         print(f"note: {note}", file=sys.stderr)
     place = place or (Place() if world_size == 1 and restarts.most == 0 else None)

@@ -17,6 +17,7 @@ from megatronish.launch.pulse import Pulses
 from megatronish.launch.slurm import Slurm
 
 ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANKS_PER_CORE, FEWEST_LOCAL_RANKS = 16, 64  # of a plain start
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 # The first row that says more than one rank counts. The order resolves what looks like a contradiction: mpirun and
@@ -208,6 +209,19 @@ def _local_numbers(environ: Mapping[str, str], launcher: Launcher | None) -> dic
             "which of them this process is; start with torchrun, which reads the PET_ variables"
         )
     return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def refuse_too_many(world_size: int) -> None:
+    """UserError for more ranks than a plain start begins here: each is a process with memory of its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(FEWEST_LOCAL_RANKS, RANKS_PER_CORE * cores)
+    if world_size > most:
+        raise UserError(
+            f"the layout needs {world_size} ranks, and a plain start begins at most {most} processes on this machine "
+            f"with {cores} core{'s' if cores > 1 else ''} ({RANKS_PER_CORE} a core, and {FEWEST_LOCAL_RANKS} at "
+            "least); use a smaller layout (--dp, --tp, --pp, --cp), start the ranks with torchrun or srun on several "
+            "machines, or try the layout with --dry-run, which starts none"
+        )
 
 
 def threads_per_rank(environ: Mapping[str, str], local_world_size: int) -> int | None:

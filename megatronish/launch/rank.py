@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
 from megatronish.config.plugins import naming_plugins
-from megatronish.errors import RunError, UserError, without_passwords
+from megatronish.errors import RunError, UserError, WholeRunError, without_passwords
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.guard import own_guard
 from megatronish.launch.mishaps import mishap
@@ -99,7 +99,9 @@ def run_here(
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1.0 if place.rank == 0 else 1.5)
     if ending.message:
-        line = failure(place, ending.message, origin=ending.origin)
+        line = ending.message
+        if not ending.is_of_run:
+            line = failure(place, line, origin=ending.origin)
         say(line)
         report_to_torchrun(line)
     if place.world_size > 1 and ending.status != 0:
@@ -123,7 +125,7 @@ def failure(place: Place, message: str, *, origin: int | None = None) -> str:
 
 
 def _ending(function: Callable[[Place], int], place: Place) -> Ending:
-    origin = None
+    origin, is_of_run = None, False
     try:
         with naming_plugins():
             status, message = function(place), None
@@ -133,9 +135,11 @@ def _ending(function: Callable[[Place], int], place: Place) -> Ending:
             status, message = 1, "sys.exit(0) was called before the run had finished"
     except BaseException as error:  # torch raises some that are no Exception (CheckpointException)
         status, message = _describe(error)
-        origin = getattr(error, "origin", None)
+        origin, is_of_run = getattr(error, "origin", None), isinstance(error, WholeRunError)
+        if is_of_run:
+            message = f"the run failed: {message}"
     seconds = time.monotonic()
-    return Ending(seconds, status if 0 <= status < 256 else 1, message, origin=origin)
+    return Ending(seconds, status if 0 <= status < 256 else 1, message, is_of_run, origin)
 
 
 def _describe(error: BaseException) -> tuple[int, str | None]:

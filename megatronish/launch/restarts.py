@@ -39,12 +39,14 @@ class Restarts:
     folder: Path | None = None
     save: Path | None = None
     used: int = field(default=0, init=False)
+    sentence: str = field(default="", init=False)  # of the last attempt
     _step: int = field(default=-1, init=False)  # that of the failure before
     _place: tuple[int, str] | None = field(default=None, init=False)
     _same: int = field(default=0, init=False)
 
     def again(self, status: int, sentence: str) -> bool:
         """Whether to begin again after an attempt that ended so; prints why, if there are restarts at all."""
+        self.sentence = sentence
         if self.most == 0 or status != 1 or not sentence:  # a planned stop may have any status, and says nothing
             return False
         seen = within(DISK_SECONDS, self._look, otherwise=None)

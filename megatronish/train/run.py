@@ -1,8 +1,8 @@
 """A training run on one rank, from a config to its last line: mesh, job, engine, hooks and trainer put together."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritabl
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
-from megatronish.errors import UserError
+from megatronish.errors import RunError, UserError
 from megatronish.figures import no_matplotlib
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.determinism import set_determinism
@@ -25,7 +25,7 @@ from megatronish.launch.device import allocator_note, choose_backend, choose_dev
 from megatronish.launch.flight_recorder import switch_on_flight_recorder
 from megatronish.launch.freed_memory import keep_freed_memory
 from megatronish.launch.meeting import has_lasting_store, launch_in
-from megatronish.launch.mishaps import mishap
+from megatronish.launch.mishaps import is_lost_rank, mishap
 from megatronish.launch.place import Place
 from megatronish.mesh import Mesh, leave
 from megatronish.pipeline.replayed import own_stream
@@ -33,6 +33,7 @@ from megatronish.tokenizer import encode_prompt
 from megatronish.train.base import Base
 from megatronish.train.chat_audit import report_chats
 from megatronish.train.folder import locked, make_writable
+from megatronish.train.hooks.health import STEP, failed, say_health, say_last
 from megatronish.train.hooks.nearby import open_copies
 from megatronish.train.hooks.of_run import hooks_of_run
 from megatronish.train.hooks.save import Save
@@ -45,7 +46,7 @@ from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
 from megatronish.train.trainer import Aside, Hook, Trainer, TrainingSchedule
-from megatronish.train.watch import share_by_store, start_sharing, watchdog_of
+from megatronish.train.watch import lost_rank, share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
 
@@ -58,14 +59,27 @@ def train(config: Config, notes: Sequence[str], place: Place, *, hooks: Sequence
     record = RankRecord()
     record.enter_phase("start", "the folders of the run")
     if not config.resilience.watch:
-        return _train_watched(config, notes, place, record, None, hooks)
+        with _lost_ranks_named(record):
+            return _train_watched(config, notes, place, record, None, hooks)
     with place.guarded() as pulses, watchdog_of(config, place, record, pulses) as watchdog:
         start_sharing(watchdog, place)
-        try:
-            return _train_watched(config, notes, place, record, watchdog, hooks)
-        except Exception:
-            watchdog.end_if_different()
-            raise
+        with _lost_ranks_named(record):
+            try:
+                return _train_watched(config, notes, place, record, watchdog, hooks)
+            except Exception:
+                watchdog.end_if_different()
+                raise
+
+
+@contextmanager
+def _lost_ranks_named(record: RankRecord) -> Iterator[None]:
+    """Let a collective that fails because its peer has ended be a sentence: the culprit is elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        if is_lost_rank(error):
+            raise RunError(lost_rank(record, error)) from error
+        raise
 
 
 def _train_watched(
@@ -93,6 +107,7 @@ def _train_watched(
                 refuse_unwritable(save, flag="--save")
             else:
                 stack.enter_context(locked(save, flag="--save"))
+            stack.push(partial(_say_failure, config.run_dir))
             make_writable(config.tensorboard_dir, flag="--tensorboard-dir")
             if config.log.profile_schedule:
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
@@ -189,11 +204,15 @@ def _train(
     begun = begin(job, engine, say, reference=reference, copies=copies, launch=place.launch)
     progress, schedule = begun.progress, begun.schedule
     num_steps = job.num_steps(progress)
+    if mesh.is_main:  # what an earlier start has said last is over
+        say_health(config.run_dir, step=progress.step, phase=STEP)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if begun.is_on_disk and _has_its_ending(config, mesh):
             if copies is not None:
                 copies.remove()
+            if mesh.is_main:
+                say_health(config.run_dir, step=progress.step, phase="finished")
             return True
     # The trainer and its hooks; those that hold files or threads are closed with the stack.
     trackers = stack.enter_context(_trackers(config, mesh, first_step=progress.step, opening=opening))
@@ -221,7 +240,15 @@ def _train(
     if trainer.stop_reason is not None and trainer.progress.step < num_steps:
         say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
     comm.barrier(mesh.world)
+    if mesh.is_main:
+        say_health(config.run_dir, step=trainer.progress.step, phase=trackers.ending)
     return trainer.progress.step >= num_steps
+
+
+def _say_failure(folder: Path, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Exit of a context: the last word of a run that fails before its first step, or after its last."""
+    if error is not None:
+        say_last(folder, failed(error))
 
 
 def _open_job(config: Config, mesh: Mesh) -> TrainingJob:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from megatronish.launch.leftovers import RINGS
 from megatronish.launch.meeting import has_lasting_store
 from megatronish.launch.place import Place
 from megatronish.launch.pulse import Pulses
+from megatronish.train.hooks.health import LONGEST, say_health
 from megatronish.watch.beat import Beat
 from megatronish.watch.board import FolderBoard, KeyValueStore, OwnBoard, PatientBoard, StoreBoard
 from megatronish.watch.limits import HangLimits
@@ -39,12 +41,30 @@ def watchdog_of(config: Config, place: Place, record: RankRecord, pulses: Pulses
         if beats:
             state = {"report": report, "ranks": {rank: asdict(beats[rank]) for rank in sorted(beats)}}
             (logs / HANG).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            phase = report.splitlines()[0].replace("the run hangs", "hangs", 1)[:LONGEST]
+            say_health(config.run_dir, step=max(0, record.step - 1), phase=phase)
         dump_flight_record(logs / f"flight_record_rank_{place.rank}")
 
     watchdog = Watchdog(record, limits, config.layout, rank=place.rank, leave=place.leave, on_report=keep)
     if pulses is not None:
         watchdog.pulse_to(pulses, place.rank if pulses.count > 1 else 0)
     return watchdog
+
+
+def lost_rank(record: RankRecord, error: BaseException) -> str:
+    """The sentence of a rank whose collective fails because another rank has ended, or cannot be reached any more."""
+    entry, where = record.newest.get(record.main_thread), "a transfer"
+    if entry is not None and entry.peer is not None:
+        where = f"the {entry.operation} {entry.number:,} over {entry.line.name}, whose other end is rank {entry.peer},"
+    elif entry is not None:
+        ranks = ", ".join(map(str, entry.line.ranks[:16])) + (", ..." if len(entry.line.ranks) > 16 else "")
+        where = f"{entry.operation} {entry.number:,} of {entry.line.name} (ranks {ranks})"
+    reason = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0])[:200]
+    failed = f"{where} failed in step {record.step} ({reason})" if record.step else f"{where} failed ({reason})"
+    return (
+        f"a rank that this one communicates with has ended, or its machine is cut off: {failed}. "
+        "Look for the first of these ranks that failed, and for its machine; a run continues from its newest checkpoint"
+    )
 
 
 def start_sharing(watchdog: Watchdog, place: Place) -> None:

@@ -3,7 +3,9 @@
     {"step": 120, "time": 1790000000.0, "phase": "step", "pid": 4711}
 
 It is replaced after a step, at most once a second, by the main rank. A probe looks at its age: a run that saves or
-evaluates for minutes makes none meanwhile, so allow for the longest of these.
+evaluates for minutes makes none meanwhile, so allow for the longest of these. The last word of a run is its `phase`:
+"finished", "stopped: SIGTERM", "failed: ...", "hangs: ...", written by whoever is there to write it, at last by the
+launcher.
 """
 
 import json
@@ -16,6 +18,8 @@ from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 HEALTH = "health.json"
 FEWEST_SECONDS = 1.0
+STEP = "step"
+LONGEST = 300  # characters of a phase
 
 
 class Health(Hook):
@@ -32,8 +36,38 @@ class Health(Hook):
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + FEWEST_SECONDS
-        said = {"step": record.step, "time": time.time(), "phase": "step", "pid": os.getpid()}
-        try:
-            write_quickly(self.path, json.dumps(said) + "\n")
-        except OSError:
+        if not say_health(self.path.parent, step=record.step, phase=STEP):
             self._next = now + 10 * FEWEST_SECONDS
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        """Say that the run has failed."""
+        say_health(self.path.parent, step=trainer.progress.step, phase=failed(error))
+
+
+def say_health(folder: Path, *, step: int, phase: str) -> bool:
+    """Replace the health of a run; False without room on the disk."""
+    said = {"step": step, "time": time.time(), "phase": phase, "pid": os.getpid()}
+    try:
+        write_quickly(folder / HEALTH, json.dumps(said) + "\n")
+    except OSError:
+        return False
+    return True
+
+
+def say_last(folder: Path, phase: str) -> None:
+    """Let this be the last word of a run that has none, at the step that was said last."""
+    try:
+        said = json.loads((folder / HEALTH).read_text())
+        is_open, step = said["phase"] == STEP, int(said["step"])
+    except FileNotFoundError:
+        is_open, step = folder.is_dir(), 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if is_open:
+        say_health(folder, step=step, phase=phase)
+
+
+def failed(error: BaseException) -> str:
+    """The last word of a run that an error has ended."""
+    line = (str(error).splitlines() or [""])[0]
+    return f"failed: {line or type(error).__name__}"[:LONGEST]

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatronish import comm
 from megatronish.checkpoint.all_or_none import from_all
 from megatronish.data_parallel.fully_sharded import held
-from megatronish.errors import RunError
+from megatronish.errors import WholeRunError
 from megatronish.mesh import Axis
 from megatronish.train.engine import Engine
 from megatronish.train.hooks.stop import Stopper
@@ -46,7 +46,7 @@ class Hashes(NamedTuple):
 
 
 class CheckReplicas(Hook):
-    """RunError if copies differ: checked every `interval` steps, and wherever a checkpoint is due."""
+    """WholeRunError if copies differ: checked every `interval` steps, and wherever a checkpoint is due."""
 
     def __init__(self, *, interval: int, save_interval: int | None, stopper: Stopper) -> None:
         self.interval, self.save_interval, self.stopper = interval, save_interval, stopper
@@ -69,7 +69,7 @@ class CheckReplicas(Hook):
             self.check(trainer)
 
     def check(self, trainer: Trainer) -> None:
-        """Compare now; RunError if copies differ. Collective, until it is left out on all ranks."""
+        """Compare now; WholeRunError if copies differ. Collective, until it is left out on all ranks."""
         step = trainer.progress.step
         if self._aside.is_off:
             return
@@ -77,7 +77,7 @@ class CheckReplicas(Hook):
         if found:
             more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
             told = "; ".join(found[:NAMED]) + more
-            raise RunError(
+            raise WholeRunError(
                 f"ranks that should hold the same parameters do not after step {step}: {told}. They were the same "
                 f"after step {self._sound_step}. Nothing was saved; start again from the newest checkpoint, and if the "
                 "same ranks differ again, leave their machine out: its memory or its device is at fault"
