@@ -16,6 +16,7 @@ from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.rule import MESH
 from megatronish.config.run import LogConfig
 from megatronish.config.settle import LOSS_SCALE_RULE
+from megatronish.config.tokenizer_files import vocabulary_of_files
 from megatronish.config.training import TrainingConfig
 
 EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
@@ -67,9 +68,15 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     notes += _idle_experts(config)
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
-        config = with_fields(config, **stand_ins, vocab_size=config.data.vocab_size or MOCK_VOCAB_SIZE)
+        given = config.data.vocab_size
+        # A plan is of the run with its tokenizer; what trains on made-up tokens is quick.
+        named = vocabulary_of_files(config.data) if given is None and config.log.dry_run else None
+        config = with_fields(config, **stand_ins, vocab_size=given or named or MOCK_VOCAB_SIZE)
+        ending = ", as many as the tokenizer has" if named else ""
+        if given is None and named is None:
+            ending = "; with --vocab-size it has yours, which memory and times depend on"
         notes.append(
-            f"mock_data needs no file and no tokenizer: the vocabulary is {config.data.vocab_size} made-up tokens"
+            f"mock_data needs no file and no tokenizer: the vocabulary is {config.data.vocab_size} made-up tokens{ending}"
         )
     if config.log.run_dir is None:
         config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")

@@ -24,6 +24,8 @@ class ResilienceConfig:
     """A plain start begins again so many times after a failure, from the newest checkpoint."""
     check_replicas_interval: Annotated[int, at_least(0), at_most(2**63 - 1)] = 100
     """Steps between comparisons of the parameters that ranks hold alike, by a hash; also before each save. 0: never."""
+    check_memory: bool = True
+    """Refuse a start that expects to take more memory than its machines and devices have."""
     skip_loss_spikes: Annotated[float | None, greater_than(1)] = None
     """Leave out steps whose gradient norm is above this many times the median of the last 100."""
     straggler_interval: Annotated[int, at_least(0), at_most(2**63 - 1)] = 16

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatronish import __version__
+from megatronish.checkpoint.nearby.memory_limit import bytes_within_limits
 from megatronish.costs.memory_table import format_bytes
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
@@ -92,12 +93,24 @@ class Needs(NamedTuple):
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that a process can have without swapping."""
+    """Bytes of the host's memory that a process can have without swapping, within the limits of its control groups."""
+    found = _of_meminfo("MemAvailable")
+    if found is None:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(found, bytes_within_limits()))
+
+
+def free_swap() -> int:
+    """Bytes of the host's swap that nobody uses."""
+    return _of_meminfo("SwapFree") or 0
+
+
+def _of_meminfo(name: str) -> int | None:
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return 1024 * int(lines[name].split()[0])
+    except (OSError, KeyError, ValueError):  # not Linux
+        return None
 
 
 def lacking(of_ranks: Sequence[Free], needs: Needs, folder: Path) -> dict[str, str]:

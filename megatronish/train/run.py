@@ -42,6 +42,7 @@ from megatronish.train.job import TrainingJob
 from megatronish.train.mirror import RunMirror
 from megatronish.train.reference import begin_reference
 from megatronish.train.resume import Begun, begin
+from megatronish.train.room import refuse_without_room
 from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
@@ -189,6 +190,7 @@ def _train(
     # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
     stopper, record = _stopper(config, place), mesh.record
     job = _open_job(config, mesh)
+    refuse_without_room(config, mesh, vocab_size=job.vocab_size)
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     opening = "\n".join(f"note: {note}" for note in notes)
     with Aside("the table of expected costs").guard():

@@ -26,6 +26,7 @@ from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.pipeline.stages import Stages
 from megatronish.tokenizer import build_tokenizer
+from megatronish.train.room import note_on_room
 
 OVER_CP = {
     "p2p": "ring attention over cp, ",
@@ -46,6 +47,8 @@ def dry_run(config: Config, notes: Sequence[str]) -> int:
         uses_cuda = device.type == "cuda"
         own_notes += [] if note is None else [note]
     name = torch.cuda.get_device_name() if uses_cuda else "cpu"
+    note = note_on_room(config, "cuda" if uses_cuda else "cpu", vocab_size=vocab_size)
+    own_notes += [] if note is None else [note]
     epochs = config.training.num_epochs
     length = None if epochs is None else f"num_epochs={epochs:g}: the steps are counted when a run opens its data"
     print(first_lines(config, vocab_size=vocab_size, device=name, notes=own_notes, length=length))
