@@ -4,9 +4,19 @@ What has no counterpart is listed in comments at the end of the TOML. Exit statu
 """
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))  # where the package is not installed
 
 from megatronish.commands.main import ended
-from megatronish.config.importers.command import run_importer
+
+
+def main() -> int:
+    """The exit status."""
+    from megatronish.config.importers.command import run_importer  # late: what is missing for it is told by `ended`
+
+    return run_importer("deepspeed", sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(ended(lambda: run_importer("deepspeed", sys.argv[1:])))
+    sys.exit(ended(main))

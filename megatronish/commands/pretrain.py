@@ -1,6 +1,6 @@
 """Pretraining of a GPT: read the config, start the ranks, train."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,18 @@ from megatronish.launch.place import Place, place_from_environment
 METRICS = "metrics.jsonl"
 
 
-def main(argv: Sequence[str], *, program: str = "megatronish pretrain") -> int:
-    """Run the command; the exit status."""
-    return exit_status_of_ranks(partial(_run, argv, program))
+def main(
+    argv: Sequence[str],
+    *,
+    program: str = "megatronish pretrain",
+    check: Callable[[Sequence[str]], None] = lambda _argv: None,
+) -> int:
+    """Run the command; the exit status. `check` raises UserError for flags that are wrong for another reason."""
+    return exit_status_of_ranks(partial(_run, argv, program, check))
 
 
-def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
+def _run(argv: Sequence[str], program: str, check: Callable[[Sequence[str]], None], place: Place | None) -> int:
+    check(argv)
     config, notes = read_config(argv, world_size=place.world_size if place else None, program=program)
     if not config.log.dry_run:
         return pretrain(config, notes)

@@ -31,6 +31,8 @@ class TrainingConfig:
     """Steps to train for."""
     train_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Samples to train for, instead of --train-iters."""
+    train_tokens: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Tokens to train for, instead of --train-iters: --train-samples of --seq-length tokens each."""
     exit_interval: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Save and leave after every so many steps."""
     exit_duration_in_mins: Annotated[float | None, greater_than(0)] = None
