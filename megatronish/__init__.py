@@ -4,6 +4,14 @@ docs/API.md describes them. `import megatronish` is quick, because it loads neit
 that are not in the list are internal and may change.
 """
 
+import sys
+
+# Before any module is read whose syntax an older Python does not know: a checkout can be started with any.
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.stderr.write("megatronish needs Python 3.11 or newer, and this is %s: " % sys.version.split()[0])  # noqa: UP031
+    sys.stderr.write("make venv PYTHON=python3.12 makes an environment with another one\n")
+    raise SystemExit(2)
+
 import ast
 import functools
 import importlib

@@ -79,5 +79,6 @@ class RunError(RuntimeError):
     def __str__(self) -> str:
         return shown(without_passwords(super().__str__()))
 
+
 class WholeRunError(RunError):
     """RunError about the run as a whole, which all of its ranks raise: the sentence itself names those at fault."""

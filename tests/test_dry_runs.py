@@ -91,7 +91,9 @@ def test_mistakes_that_a_gpu_would_find_are_found(lines: list[tuple[int | str, A
     assert said.keys() == {"look_through_all", "hash_where_it_lies", "add_on_the_host", "add_a_number_in_place"}
     for name in ("look_through_all", "hash_where_it_lies"):
         assert said[name].startswith("aten.stack.default of tensors on several devices, which a GPU refuses")
-    assert "all-reduce over tp of a tensor on cpu, where this axis only moves tensors on cuda" in said["add_on_the_host"]
+    assert (
+        "all-reduce over tp of a tensor on cpu, where this axis only moves tensors on cuda" in said["add_on_the_host"]
+    )
     assert said["add_a_number_in_place"].startswith("aten.add_.Tensor of tensors on several devices")
 
 
@@ -104,7 +106,10 @@ def test_generation_waits_once_a_token_and_has_no_kernel_planned(lines: list[tup
         assert result["tokens"] == [NUM_TOKENS, ENDS, NUM_TOKENS]
         waits = Counter({site.split(":")[0]: number for site, number in result["waits"].items()})
         layers = cases[name].num_expert_layers
-        assert waits == Counter({"inference/generate.py": NUM_TOKENS, "layers/dispatch.py": layers * NUM_TOKENS}) - Counter()
+        assert (
+            waits
+            == Counter({"inference/generate.py": NUM_TOKENS, "layers/dispatch.py": layers * NUM_TOKENS}) - Counter()
+        )
         assert not any(may_plan for _, _, may_plan in result["calls"])
         assert {1, 30, 40} <= {queries for queries, _, _ in result["calls"]}, "decode, and prefill before and after"
 

@@ -2,6 +2,9 @@
 """Measurement of collectives: `megatronish bench-collectives` as a script of the checkout."""
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))  # where the package is not installed
 
 from megatronish.commands.main import run_script
 

@@ -2,6 +2,9 @@
 """Chat with a trained model on the terminal: `megatronish chat` as a script of the checkout."""
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))  # where the package is not installed
 
 from megatronish.commands.main import run_script
 

@@ -2,6 +2,9 @@
 """Server of a trained model with the interface of OpenAI: `megatronish serve` as a script of the checkout."""
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))  # where the package is not installed
 
 from megatronish.commands.main import run_script
 

@@ -1,9 +1,12 @@
 """Fine-tuning of a GPT: a pretraining run that starts from a trained model, whole or with adapters."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from megatronish.commands import pretrain
-from megatronish.config.settings import read_command_line
+from megatronish.config.settings import read_command_line, read_file
+from megatronish.config.shipped import config_path
+from megatronish.errors import UserError
 
 RUN_DIR = "runs/finetune_gpt"
 """Folder of a run that neither names one nor has a config file: not that of pretraining, which may be the base."""
@@ -11,7 +14,7 @@ RUN_DIR = "runs/finetune_gpt"
 
 def main(argv: Sequence[str], *, program: str = "megatronish finetune") -> int:
     """Run the command; the exit status."""
-    return pretrain.main(with_start(argv), program=program)
+    return pretrain.main(with_start(argv), program=program, check=refuse_without_model)
 
 
 def with_start(argv: Sequence[str]) -> list[str]:
@@ -22,3 +25,21 @@ def with_start(argv: Sequence[str]) -> list[str]:
     if line.config_file is None and "run_dir" not in given:
         flags += ["--run-dir", RUN_DIR]
     return [*flags, *argv]
+
+
+def refuse_without_model(argv: Sequence[str]) -> None:
+    """UserError where neither flags nor the file name a model to start from, or describe one: it is the first to ask.
+
+    Reading them says what else is wrong.
+    """
+    line = read_command_line(argv)
+    settings = [*line.flags.settings, *line.flags.yielding]
+    if line.config_file is not None:
+        with suppress(OSError, ValueError):  # reading the config says so
+            settings += read_file(config_path(line.config_file)).settings
+    given = {setting.field for setting in settings}
+    if not line.wants_help and not given & {"load", "load_hf", "hidden_size", "mock_data"}:
+        raise UserError(
+            "finetune has no model to start from; name one with --load RUN (a run folder), or with --load-hf FOLDER "
+            "(of Hugging Face, or org/name of its hub)"
+        )

@@ -108,7 +108,7 @@ class ServeArguments(ModelArguments):
     max_connections: int = 200
     """Connections at a time."""
     max_queue: int = 64
-    """Requests that wait for the one that is answered; further ones are told to come again."""
+    """Requests that wait for the one that is answered; more are refused, with status 429."""
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: the one of
     the run, or the model's own."""

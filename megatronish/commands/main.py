@@ -4,12 +4,26 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 
 from megatronish import __version__
 from megatronish.commands.table import COMMANDS, TO_COME
 from megatronish.errors import UserError
 
 PROGRAM = "megatronish"
+NEEDED = (
+    "torch",
+    "numpy",
+    "einops",
+    "jinja2",
+    "sentencepiece",
+    "tokenizers",
+    "tensorboard",
+    "tqdm",
+    "matplotlib",
+    "tyro",
+)
+"""Modules of the libraries that setup.py requires."""
 
 
 def main() -> int:
@@ -35,12 +49,29 @@ def ended(work: Callable[[], int]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if (sentence := _without_environment(error)) is None:
+            raise
+        print(sentence, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe has left, as `head` does: nobody is there to be informed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _without_environment(error: ModuleNotFoundError) -> str | None:
+    """Sentence for a Python in which libraries of megatronish are missing; None if the module is none of them."""
+    missing = [name for name in NEEDED if name == (error.name or "").partition(".")[0] or find_spec(name) is None]
+    if (error.name or "").partition(".")[0] not in NEEDED:
+        return None
+    are = "is" if len(missing) == 1 else "are"
+    return (
+        f"{', '.join(missing)} {are} not installed for {sys.executable}; make venv makes an environment with "
+        "all that is needed, to be used as .venv/bin/python; or pip install megatronish, in a checkout pip install -e ."
+    )
 
 
 def _flush() -> None:

@@ -1,7 +1,7 @@
 """Pretraining of a GPT: read the config, start the ranks, train."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,18 @@ from megatronish.launch.place import Place, place_from_environment, refuse_too_m
 METRICS = "metrics.jsonl"
 
 
-def main(argv: Sequence[str], *, program: str = "megatronish pretrain") -> int:
-    """Run the command; the exit status."""
-    return exit_status_of_ranks(partial(_run, argv, program))
+def main(
+    argv: Sequence[str],
+    *,
+    program: str = "megatronish pretrain",
+    check: Callable[[Sequence[str]], None] = lambda _argv: None,
+) -> int:
+    """Run the command; the exit status. `check` raises UserError for flags that are wrong for another reason."""
+    return exit_status_of_ranks(partial(_run, argv, program, check))
 
 
-def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
+def _run(argv: Sequence[str], program: str, check: Callable[[Sequence[str]], None], place: Place | None) -> int:
+    check(argv)
     config, notes = read_config(argv, world_size=place.world_size if place else None, program=program)
     if not config.log.dry_run:
         if place is None:  # before torch is imported

@@ -3,6 +3,8 @@
 import difflib
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,21 @@ from megatronish.inference.session import Session
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.mesh import leave
+
+UNREACHABLE = {
+    *(
+        "ConnectionError",
+        "ConnectTimeout",
+        "ReadTimeout",
+        "ConnectError",
+        "ConnectionTimeout",
+        "ProxyError",
+        "SSLError",
+    ),
+    *("MaxRetryError", "NameResolutionError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPError"),
+    *("DatasetNotFoundError", "ClientConnectorError", "gaierror"),
+}
+"""Errors of the libraries that download data, by name: which of them are installed, the harness decides."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +147,38 @@ def results_of(task: TasksToScore, session: Session) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = "0"  # with another one it keeps its results to itself
     arguments, model = task.arguments, task.model
     tokens = HarnessTokens(model.tokenizer, model.stops, task.chats, str(arguments.load).replace("/", "__"))
-    found = simple_evaluate(
-        model=HarnessModel(session, tokens),
-        tasks=list(task.names),
-        num_fewshot=arguments.num_fewshot,
-        limit=arguments.limit,
-        apply_chat_template=arguments.apply_chat_template,
-        task_manager=task_manager(arguments, task.names),
-        bootstrap_iters=1000,
-        log_samples=arguments.log_samples,
-    )
+    with without_network(task.names):
+        found = simple_evaluate(
+            model=HarnessModel(session, tokens),
+            tasks=list(task.names),
+            num_fewshot=arguments.num_fewshot,
+            limit=arguments.limit,
+            apply_chat_template=arguments.apply_chat_template,
+            task_manager=task_manager(arguments, task.names),
+            bootstrap_iters=1000,
+            log_samples=arguments.log_samples,
+        )
     assert found is not None, "the main rank has the results"
     return dict(found)
+
+
+@contextmanager
+def without_network(names: Sequence[str]) -> Iterator[None]:
+    """UserError where the data of tasks cannot be downloaded, whatever their libraries raise for that."""
+    try:
+        yield
+    except Exception as error:
+        causes = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+            causes.append(cause)  # type: ignore[arg-type]
+        if not any(isinstance(each, ConnectionError) or type(each).__name__ in UNREACHABLE for each in causes):
+            raise
+        line = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(
+            f"the data of --tasks {','.join(names)} cannot be downloaded ({type(error).__name__}: {line}); run it once "
+            "on a machine with a network, copy its cache (HF_HOME) here, and set HF_HUB_OFFLINE=1; or name tasks with "
+            "data of your own with --include-path"
+        ) from error
 
 
 def tell(task: TasksToScore, found: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from megatronish.config.optimizer import OptimizerConfig
 from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.rule import MESH
 from megatronish.config.run import LogConfig
-from megatronish.config.settle import LOSS_SCALE_RULE
+from megatronish.config.settle import LOSS_SCALE_RULE, TOKENS
 from megatronish.config.tokenizer_files import vocabulary_of_files
 from megatronish.config.training import TrainingConfig
 
@@ -47,7 +47,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append(
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
-    notes += _idle_loss_scale(config.training)
+    config, of_tokens = _tokens_as_samples(config, invalid)
+    notes += [*of_tokens, *_idle_loss_scale(config.training)]
     config = _last_batch_size(config, invalid)
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
     parallel = config.parallel
@@ -93,6 +94,26 @@ def smallest_dp(config: Config) -> int:
     grid = math.prod(parallel.expert_layout)
     width = parallel.context_parallel_size * parallel.tensor_model_parallel_size
     return math.lcm(fewest, grid // math.gcd(grid, width))
+
+
+def _tokens_as_samples(config: Config, invalid: Collection[str]) -> tuple[Config, list[str]]:
+    """Config with lengths in samples for those in tokens, and a note. Of two lengths of a run the shorter counts."""
+    tokens = {
+        name: getattr(section, name)
+        for name in TOKENS
+        for section in (config.training, config.optimizer)
+        if hasattr(section, name)
+    }
+    if all(value is None for value in tokens.values()) or {"seq_length", *TOKENS} & set(invalid):
+        return config, []
+    length, fields = max(1, config.training.seq_length), {}
+    for name, value in tokens.items():
+        if value is not None:
+            fields[name.replace("tokens", "samples")] = value // length or min(1, value)
+    if (samples := config.training.train_samples) is not None and "train_samples" in fields:
+        fields["train_samples"] = min(samples, fields["train_samples"])
+    note = f"of --seq-length {length} tokens each: {', '.join(f'{name}={value}' for name, value in fields.items())}"
+    return with_fields(config, **dict.fromkeys(TOKENS), **fields), [note]
 
 
 def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:

@@ -39,6 +39,11 @@ _FILES = (
     ".parquet",
     ".safetensors",
 )
+_FOLDERS = {
+    *("models", "model", "runs", "run", "data", "datasets", "dataset", "checkpoints", "checkpoint", "ckpt", "ckpts"),
+    *("weights", "output", "outputs", "results", "tmp", "home", "mnt", "scratch", "workspace", "tutorial", "demo"),
+}
+"""Usual first folders of paths: what lies in them is on no hub."""
 _SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?$")
 LAUNCHED = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 _TIMEOUT = 10.0  # seconds for an answer about a repository
@@ -84,9 +89,12 @@ class Hub(NamedTuple):
 def hub_name(text: str) -> HubName | None:
     """The name that a text is; None for a path: something or its first folder is there, or it ends like a file."""
     found = _NAME.fullmatch(text)
-    if found is None or os.path.lexists(text) or os.path.isdir(text.partition("/")[0]) or ".." in text:
+    if found is None or os.path.lexists(text) or ".." in text:
         return None
-    return None if found[1].endswith(_FILES) else HubName(*found.groups())
+    first = text.partition("/")[0]
+    if os.path.isdir(first) or first.lower() in _FOLDERS or found[1].endswith(_FILES):
+        return None
+    return HubName(*found.groups())
 
 
 def name_of(path: str) -> str:
@@ -202,8 +210,8 @@ def fetch(name: HubName, kind: RepoType, choose: Choose, *, flag: str) -> Path:
         from huggingface_hub import constants, errors
     except ImportError as error:
         raise UserError(
-            f"{flag} {spelled} is no folder here, and huggingface_hub, which would download it, is not installed: pip "
-            f"install huggingface_hub, or {name.download} where it is, and name that folder"
+            f"{flag} {spelled} does not exist here, and huggingface_hub, which would download it, is not installed: "
+            f"pip install huggingface_hub, or {name.download} where it is, and name that folder"
         ) from error
     hub = Hub(library, constants, errors)
     try:
@@ -221,7 +229,7 @@ def fetch(name: HubName, kind: RepoType, choose: Choose, *, flag: str) -> Path:
 
 
 def _known(record: dict[str, Any], name: HubName) -> tuple[str, list[str]] | None:
-    """Commit and files that need no question: of a pinned commit, or those that another rank was told."""
+    """Commit and files that need no question: of a pinned commit, or what another rank has asked."""
     found, start = record.get(name.revision or ""), _start()
     if found is None or not (COMMIT.fullmatch(name.revision or "") or (start and found["start"] == start)):
         return None
@@ -311,14 +319,14 @@ def _why(error: Exception, hub: Hub, name: HubName, kind: RepoType) -> str:
         return f"is not on {there}: {name.repo} has no revision {name.revision}; name another, or leave it out"
     if _status(error) == 401:
         return (
-            f"is no folder here, and {there} has it not, or not for everyone; correct the name, or set HF_TOKEN to a "
+            f"does not exist here, and {there} has it not, or not for everyone; correct the name, or set HF_TOKEN to a "
             f"token that may read it; {other}"
         )
     if isinstance(error, errors.RepositoryNotFoundError | errors.EntryNotFoundError) and _status(error):
-        return f"is no folder here and no {kind} of {there}; correct the name, or name a folder"
+        return f"does not exist here and no {kind} of {there}; correct the name, or name a folder"
     if isinstance(error, errors.HFValidationError):
-        return "is no folder here, and cannot be the name of a repository; correct it"
+        return "does not exist here, and cannot be the name of a repository; correct it"
     if isinstance(error, OSError) and error.errno is not None and error.strerror and not _status(error):
         return f"cannot be kept in {hub.cache}: {error.strerror}; name another folder with HF_HOME"
     told = f"status {_status(error)}" if _status(error) else type(error).__name__
-    return f"is no folder here, and {there} cannot be asked for it ({told}); {other.removeprefix('or ')}"
+    return f"does not exist here, and {there} cannot be asked for it ({told}); {other.removeprefix('or ')}"

@@ -33,10 +33,14 @@ class OptimizerConfig:
     """Steps until min_lr is reached. Derived: all of the run."""
     lr_decay_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Samples until min_lr is reached, with --train-samples."""
+    lr_decay_tokens: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Tokens until min_lr is reached: --lr-decay-samples of --seq-length tokens each."""
     lr_warmup_iters: Annotated[int, at_least(0), at_most(2**63 - 1)] = 0
     """Steps of linear warm-up."""
     lr_warmup_samples: Annotated[int, at_least(0), at_most(2**63 - 1)] = 0
     """Samples of linear warm-up, with --train-samples."""
+    lr_warmup_tokens: Annotated[int | None, at_least(0), at_most(2**63 - 1)] = None
+    """Tokens of linear warm-up: --lr-warmup-samples of --seq-length tokens each."""
     lr_warmup_fraction: Annotated[float | None, fraction(excluding=1)] = None
     """Warm-up as a part of the decay."""
     lr_warmup_init: Annotated[float, at_least(0)] = 0.0

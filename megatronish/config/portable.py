@@ -88,7 +88,7 @@ def _prefix(word: str, convert: Callable[[str], str]) -> str:
 def with_copies(state: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     """Config of a checkpoint's state, with the present paths of its tokenizer and its chat template.
 
-    They lie inside the checkpoint's `folder` if it was converted, and beside the checkpoints or in the run's folder if
+    They lie inside the checkpoint's `folder` if it was converted, and next to the checkpoints or in the run's folder if
     it is of a run. What lies nowhere there keeps the path that the run had it from. TypeError for a state that is none.
     """
     config = {section: dict(fields) for section, fields in state["config"].items()}

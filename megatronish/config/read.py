@@ -15,7 +15,7 @@ from megatronish.config.derive import Derived, derive
 from megatronish.config.experts import ExpertOptions
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
-from megatronish.config.hub import from_hub
+from megatronish.config.hub import from_hub, hub_name
 from megatronish.config.plugins import import_plugins
 from megatronish.config.settings import asks_for_mock_data, read_command_line, read_file
 from megatronish.config.settle import merge, settle, with_passwords
@@ -76,21 +76,12 @@ def read_config(
     # Settings as values: flags override the file, and of settings that exclude each other one is left.
     merged = merge(file=file.settings, typed=line.flags.settings, yielding=[*line.flags.yielding, *file.yielding])
     # Plug-ins come before any value is read: what they register are valid names.
-    try:
-        found_plugins = import_plugins(merged.settings["plugin"].values if "plugin" in merged.settings else ())
-    except UserError as error:
-        raise ConfigError([str(error), *file.problems, *line.flags.problems, *merged.problems]) from error
+    found_plugins = _imported(merged.settings, [*file.problems, *line.flags.problems, *merged.problems])
     settings, hidden = with_passwords(merged.settings)
     values, type_errors = _values(settings)
     settled = settle({name: settings[name] for name in values}, values)
-    given = {name: values[name] for name in settled.settings}
-    wrong = [*file.problems, *line.flags.problems, *merged.problems, *type_errors.values(), *settled.problems]
-    wrong += hidden
-    try:
-        downloaded, from_where = ({}, []) if wrong else from_hub(given)
-    except UserError as error:
-        raise ConfigError([str(error)]) from error
-    given |= downloaded
+    wrong = [*file.problems, *line.flags.problems, *merged.problems, *type_errors.values(), *settled.problems, *hidden]
+    given, from_where = _downloaded({name: values[name] for name in settled.settings}, wrong)
     given |= implied_tokenizer(given)
 
     # The model that the run starts from fills in what is not given.
@@ -121,6 +112,27 @@ def read_config(
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)
+
+
+def _imported(settings: Mapping[str, Setting], wrong: Sequence[str]) -> list[str]:
+    """Notes about the plug-ins of these settings, which are imported; ConfigError, with what else is wrong, if not."""
+    try:
+        return import_plugins(settings["plugin"].values if "plugin" in settings else ())
+    except UserError as error:
+        raise ConfigError([str(error), *wrong]) from error
+
+
+def _downloaded(given: dict[str, Any], wrong: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Fields with folders in the place of names of the hub, and notes; with errors nothing is fetched."""
+    if wrong:
+        if hub_name(given.get("load_hf") or ""):  # what else is wrong, the model decides
+            raise ConfigError(wrong)
+        return given, []
+    try:
+        downloaded, notes = from_hub(given)
+    except UserError as error:
+        raise ConfigError([str(error)]) from error
+    return given | downloaded, notes
 
 
 def _idle(idle: Mapping[str, str], path: Path | None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
 from megatronish.config.portable import from_here
-from megatronish.config.suggest import one_of_sections, unknown
+from megatronish.config.suggest import is_meant_as_config, nearest_section, one_of_sections, unknown
 from megatronish.config.understand import Settings, report, understand
 
 
@@ -44,6 +44,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             config_files.extend(values)
             if len(values) != 1 or len(config_files) > 1:
                 flags.problems.append(f"--config {' '.join(config_files)} must name one file; name it once")
+        elif flag.startswith("--") and len(values) == 1 and is_meant_as_config(name):
+            config_files.extend(values)
+            flags.problems.append(unknown(name, spelled=flag, typed=True))
         elif not flag.startswith("--"):
             flags.problems.append(unknown(name, spelled=flag, typed=True))
         else:
@@ -74,10 +77,11 @@ def read_file(path: Path, *, is_mock: bool = False) -> Settings:
             _read_entry(found, section="plugins", key=section, value=entries)
         elif not isinstance(entries, dict):
             _stray(found, section)
-        elif section not in SECTIONS:
-            found.problems.append(one_of_sections(section, SECTIONS))
         else:
-            for key, value in entries.items():
+            if section not in SECTIONS:
+                found.problems.append(one_of_sections(section, SECTIONS))
+                section = nearest_section(section, SECTIONS)  # so that nothing is missing for that
+            for key, value in entries.items() if section else ():
                 _read_entry(found, section=section, key=key, value=value, is_mock=is_mock)
     return report(found)
 

@@ -27,6 +27,8 @@ class Conflict(NamedTuple):
 
 STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
+"""Lengths in tokens, which `derive` turns into those in samples."""
 LOSS_SCALE_RULE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
 _ONE_ACTIVATION = "an MLP has one activation"
@@ -35,9 +37,15 @@ CONFLICTS = (
     Conflict(
         ("mock_data",), ("data_path", "dataset_type", *_SPLIT_DATA), "made-up tokens stand in for files", wins=True
     ),
-    Conflict(STEPS, SAMPLES, "a run is counted in steps or in samples"),
-    Conflict(("num_epochs",), ("train_iters", *SAMPLES), "a run has one length, in steps, in samples or in epochs"),
-    Conflict(("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples"), "warm-up has one length"),
+    Conflict(
+        ("num_epochs",),
+        ("train_iters", *SAMPLES, *TOKENS),
+        "a run has one length, in steps, in samples, in tokens or in epochs",
+    ),
+    Conflict(STEPS, (*SAMPLES, *TOKENS), "a run is counted in steps, or in samples and tokens"),
+    Conflict(
+        ("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"), "warm-up has one length"
+    ),
     Conflict(("swiglu",), ("quick_geglu", "squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Conflict(("quick_geglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
     Conflict(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),

@@ -35,10 +35,10 @@ NAMES = (
     "chat_template.jinja",
     "tekken.json",
 )
-"""Files of a tokenizer in a Hugging Face folder, and what stands beside them and is read with them."""
+"""Files of a tokenizer in a Hugging Face folder, and what stands next to them and is read with them."""
 
 TEMPLATES = "additional_chat_templates"
-"""Folder beside them that may have more templates (.jinja)."""
+"""Folder next to them that may have more templates (.jinja)."""
 
 
 def tokenizer_type(name: str) -> str:

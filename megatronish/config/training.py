@@ -33,6 +33,8 @@ class TrainingConfig:
     """Samples to train for, instead of --train-iters."""
     num_epochs: Annotated[float | None, greater_than(0), at_most(10_000)] = None
     """Passes over the training data, instead of --train-iters: the last step is filled up from the next pass."""
+    train_tokens: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Tokens to train for, instead of --train-iters: --train-samples of --seq-length tokens each."""
     exit_interval: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Save and leave after every so many steps."""
     exit_duration_in_mins: Annotated[float | None, greater_than(0)] = None

@@ -16,7 +16,7 @@ from megatronish.config.megatron_flags.values import (
     SEVERAL_SETTINGS,
     VALUES,
 )
-from megatronish.config.suggest import unknown
+from megatronish.config.suggest import nearest_name, unknown
 
 
 class Setting(NamedTuple):
@@ -48,7 +48,7 @@ class Recognised(NamedTuple):
     @property
     def text(self) -> str:
         """Reason, and remedy, of what becomes of the flag."""
-        return "it asks for what is done anyway" if self.is_harmless else self.known.text
+        return self.known.why_harmless if self.is_harmless else self.known.text
 
 
 class Settings(NamedTuple):
@@ -90,10 +90,27 @@ def understand(
         _use(found, Recognised(known, values, spelled), typed=typed)
     else:
         found.problems.append(unknown(name, spelled=spelled, typed=typed))
+        _suppose(found, name, values=values, spelled=spelled, typed=typed)
+
+
+def _suppose(found: Settings, name: str, *, values: tuple[str, ...], spelled: str, typed: bool) -> None:
+    """Take a misspelled flag for the one that was meant, where nothing else sets it: it has its complaint already.
+
+    Else complaints that follow from its absence would hide what is to be corrected.
+    """
+    nearest = nearest_name(name)
+    if nearest is None or nearest in ("config", "help"):
+        return
+    meant = Settings.empty()
+    understand(meant, name=nearest, values=values, spelled=spelled, typed=typed)
+    found.yielding.extend([*meant.settings, *meant.yielding])
 
 
 def report(found: Settings) -> Settings:
-    """Add notes and problems about all recognised flags, those with one reason together."""
+    """Add notes and problems about all recognised flags, those with one reason together; settings that they replace."""
+    for each in found.recognised:
+        if each.status == "instead" and each.known.settings:
+            _replace(found, each)
     switched_on = {
         each.known.family
         for each in found.recognised
@@ -121,6 +138,16 @@ def report(found: Settings) -> Settings:
         elif status == "refused":
             found.problems.append(f"{_are(spelled)} refused: {text}")
     return found
+
+
+def _replace(found: Settings, flag: Recognised) -> None:
+    """Put the settings of a flag that is done otherwise in the place of the value that they replace, or of none."""
+    for field, value in flag.known.settings:
+        found.settings[:] = [
+            each for each in found.settings if (each.field, each.values) != (field, (flag.known.replaces,))
+        ]
+        if all(each.field != field for each in found.settings):
+            found.settings.append(Setting(field, (value,), flag.spelled, flag.spelled.startswith("--")))
 
 
 def _are(spelled: list[str]) -> str:

@@ -149,7 +149,7 @@ def _remedy(config: Config, everyone: Sequence[Found], vocab_size: int) -> str:
             break
         flags = " ".join(flag for flag, _ in several)
         changed = with_fields(config, **{name: value for _, fields in several for name, value in fields.items()})
-        if fitting and any(flag in flags for flag in fitting) or problems(changed):
+        if (fitting and any(flag in flags for flag in fitting)) or problems(changed):
             continue
         claim = fullest(changed, everyone[: changed.layout.world_size], vocab_size=vocab_size)
         if claim.needs <= claim.has:

@@ -145,3 +145,38 @@ def test_a_script_whose_reader_has_left_ends_without_a_traceback(script: str) ->
 def test_every_command_has_a_script_in_a_checkout() -> None:
     text = "".join(script.read_text() for script in SCRIPTS)
     assert not [name for name in COMMANDS if f'run_script("{name}"' not in text]
+
+
+# Without the environment
+
+
+def test_every_script_says_how_to_get_what_is_not_installed() -> None:
+    """Python without its site-packages (-S) has none of the libraries, and no installed megatronish."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    started = [
+        subprocess.Popen([sys.executable, "-S", str(path)], env=environment, stderr=subprocess.PIPE, text=True)
+        for path in SCRIPTS
+    ]
+    for path, process in zip(SCRIPTS, started, strict=True):
+        told = process.communicate(timeout=60)[1]
+        assert process.returncode == 2 and "Traceback" not in told, (path, told)
+        assert told.startswith("torch, numpy, ") and "tyro are not installed" in told and "make venv" in told, path
+
+
+def test_an_older_python_is_told_in_a_sentence() -> None:
+    for path in (ROOT / "megatronish/__init__.py", *SCRIPTS):
+        ast.parse(path.read_text(), feature_version=(3, 6))
+    code = (
+        f"import sys; sys.version_info = (3, 8, 1); sys.path.insert(0, {str(ROOT)!r}); import megatronish.commands.main"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("megatronish needs Python 3.11 or newer")
+    assert "Traceback" not in done.stderr
+
+
+def test_finetune_asks_for_the_model_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[training]\ntrain_iters = 3\n")
+    for words in (["--lr", "1"], ["--config", str(tmp_path / "mine.toml")], []):
+        assert run(["finetune", *words]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("finetune has no model to start from; name one with --load RUN"), told

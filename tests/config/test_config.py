@@ -16,6 +16,8 @@ from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS, with_fields
 from megatronish.config.read import ConfigError, read_config
+from megatronish.config.suggest import SYNONYMS
+from megatronish.formats.start import read_start
 from megatronish.optim.optimizer import OPTIMIZERS
 from megatronish.schedule.schedules import SCHEDULES
 
@@ -299,3 +301,56 @@ def test_a_config_that_is_no_file_is_refused_before_it_is_read(tmp_path: Path) -
         with pytest.raises(ConfigError) as refused:
             read_config(["--config", path])
         assert refused.value.problems == [f"--config {path} {what}"]
+
+
+# A misspelled name is told alone
+
+
+def problems_of(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        read_config(argv, read_start=read_start)
+    return error.value.problems
+
+
+WHOLE = (
+    *("--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "8", "--lr", "1"),
+    *("--micro-batch-size", "1", "--train-iters", "1", "--mock-data"),
+)
+
+
+@pytest.mark.parametrize("flag", [word for word in WHOLE if word.startswith("--") and word != "--lr"])
+def test_a_misspelled_flag_is_the_only_complaint(flag: str) -> None:
+    argv = [f"{word[:-2]}{word[-1]}" if word == flag else word for word in WHOLE]
+    assert problems_of(*argv) == [f"{flag[:-2]}{flag[-1]} is not a flag; did you mean {flag}?"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("num_layers = 2", "[model] num_layer is not a key; did you mean num_layers?"),
+        ("[model]", "[modle] is not a section; did you mean [model]?"),
+    ],
+)
+def test_a_misspelled_key_or_section_is_the_only_complaint(tmp_path: Path, text: str, told: str) -> None:
+    whole = "[model]\nnum_layers = 2\nhidden_size = 8\nnum_attention_heads = 2\n"
+    path = tmp_path / "mine.toml"
+    path.write_text(whole.replace(text, {"[model]": "[modle]"}.get(text, "num_layer = 2")))
+    assert problems_of("--config", str(path), *WHOLE[6:]) == [told]
+
+
+def test_a_misspelled_config_is_the_only_complaint(tmp_path: Path) -> None:
+    assert problems_of("--confg", "demo", "--mock-data") == ["--confg is not a flag; did you mean --config?"]
+
+
+def test_what_does_not_follow_from_a_misspelled_flag_is_told_too() -> None:
+    problems = problems_of(*WHOLE, "--num-query-gruops", "1", "--tp", "3")
+    assert problems[0] == "--num-query-gruops is not a flag; did you mean --num-query-groups?"
+    assert any("tensor_model_parallel_size" in problem for problem in problems[1:])
+
+
+@pytest.mark.parametrize(("name", "ours"), list(SYNONYMS.items()), ids=str)
+def test_names_of_other_programs_lead_to_ours(name: str, ours: str) -> None:
+    if ours.replace("-", "_") in FIELDS:
+        assert f"--{name} is not a flag; did you mean --{ours}?" in problems_of(
+            *WHOLE, f"--{name}", "a/b" if ours == "load-hf" else "1"
+        )

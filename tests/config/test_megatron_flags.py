@@ -460,7 +460,7 @@ MEGATRONS = {
     "--moe-router-quantile-balancing-ema 0.1": "refused: use --moe-router-load-balancing-type seq_aux_loss",
     "--moe-router-topk-limited-devices 2": "refused: use --moe-router-num-groups with --moe-router-group-topk",
     "--moe-apply-probs-on-input": "refused: the weights of experts are applied to their outputs",
-    "--moe-layer-recompute": "refused: use --recompute-granularity full",
+    "--moe-layer-recompute": "NOT AS ASKED: --moe-layer-recompute: whole layers are computed again",
     "--moe-use-upcycling": "starts from a dense model, and none is given",
     "--moe-upcycling-granularity 2": "refused: each expert is a copy of the whole MLP",
     "--moe-router-force-biased 0.5": "refused: biased random routing is not there",
@@ -479,3 +479,39 @@ def test_every_flag_of_megatrons_experts_works_or_says_why_not(flags: str) -> No
         answers = error.problems
         assert told.startswith("refused") or "none is given" in told
     assert len(answers) == bool(told) and all(told in answer for answer in answers), answers
+
+
+@pytest.mark.parametrize(
+    ("flags", "granularity", "told"),
+    [
+        ("--recompute-granularity selective --recompute-modules mlp core_attn", "full", "NOT AS ASKED"),
+        ("--recompute-modules moe --recompute-activations", "full", "NOT AS ASKED"),
+        ("--recompute-granularity full --recompute-modules moe", "full", "NOT AS ASKED"),
+        ("--recompute-granularity selective --recompute-modules core_attn", "selective", "idle"),
+        ("--recompute-granularity selective --recompute-modules layernorm moe_act", "selective", "experts are kept"),
+        ("--moe-layer-recompute --num-experts 8", "full", "NOT AS ASKED"),
+    ],
+)
+def test_modules_to_recompute_are_recomputed_with_their_layers(flags: str, granularity: str, told: str) -> None:
+    config, notes = read_config([*BASE, *flags.split()])
+    assert config.recompute.recompute_granularity == granularity
+    assert [note for note in notes if told in note and "recompute" in note]
+
+
+def test_lengths_in_tokens_are_samples_of_the_sequence_length() -> None:
+    words = [word for place, word in enumerate(BASE) if "--train-iters" not in (word, BASE[place - 1])]
+    length = read_config(BASE).config.training.seq_length
+    tokens = f"--train-tokens {1000 * length + 3} --lr-decay-tokens {900 * length} --lr-warmup-tokens {10 * length}"
+    config, notes = read_config([*words, *tokens.split()])
+    assert (config.training.train_samples, config.training.train_tokens) == (1000, None)
+    assert (config.optimizer.lr_decay_samples, config.optimizer.lr_warmup_samples) == (900, 10)
+    assert any("train_samples=1000, lr_decay_samples=900, lr_warmup_samples=10" in note for note in notes)
+    again = read_config([*words, *tokens.split(), "--train-samples", "500"]).config
+    assert (again.training.train_samples, again.optimizer.lr_decay_samples) == (500, 900)
+    with pytest.raises(ConfigError, match="a run is counted in steps, or in samples and tokens"):
+        read_config([*BASE, "--train-iters", "3", "--train-tokens", "1000"])
+
+
+def test_a_sliding_window_is_that_of_hugging_face() -> None:
+    words = [*BASE, "--position-embedding-type", "rope"]
+    assert read_config([*words, "--sliding-window", "4"]).config.model.window_size == 4

@@ -8,6 +8,8 @@ import torch
 from chat_models import write_chat_model
 from ranks import run_ranks
 
+from megatronish.commands.scoring import without_network
+from megatronish.errors import UserError
 from megatronish.inference.generate import Sampling
 from megatronish.inference.load import load_found, load_model
 from megatronish.inference.saved_model import find_trained
@@ -90,3 +92,15 @@ def test_likelihoods_and_texts_are_those_of_one_process(model: Path, layout: Lay
 def test_one_question_leaves_copies_of_the_model_idle(model: Path) -> None:
     found = run_ranks(2, in_session, model, Layout(dp=2), [Scoring(tuple(PAIRS[:1])), Scoring(())])[0]
     assert (len(found[0]), found[1]) == (1, [])
+
+
+def test_data_of_a_task_that_cannot_be_downloaded_is_a_sentence() -> None:
+    class ConnectError(Exception):
+        """As httpx has it."""
+
+    for error in (ConnectionError("Couldn't reach 'hellaswag' on the Hub"), ConnectError("no name")):
+        told = "the data of --tasks hellaswag cannot be downloaded"
+        with pytest.raises(UserError, match=told), without_network(["hellaswag"]):
+            raise ValueError("no data") from error
+    with pytest.raises(ValueError, match="a bug"), without_network(["hellaswag"]):
+        raise ValueError("a bug")

@@ -31,7 +31,11 @@ def result_of(case: Case | SingleCase, *, whole: bool) -> dict[str, Any]:
     assert config.data.vocab_size is not None
     planned = PlannedRun(config, config.data.vocab_size, "cuda")
     try:
-        return json_of(planned, [with_expected(planned, run_rank(planned, case.rank, then=all_that_follows if whole else hooks_alone))], notes=[])["ranks"][0]
+        return json_of(
+            planned,
+            [with_expected(planned, run_rank(planned, case.rank, then=all_that_follows if whole else hooks_alone))],
+            notes=[],
+        )["ranks"][0]
     except Exception:
         return {"error": traceback.format_exc()}
 

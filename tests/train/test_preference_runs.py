@@ -205,3 +205,15 @@ def test_a_bad_line_is_named_with_its_file_and_number(
     given = data(folder, "pairs").replace(str(folder / "pairs.jsonl"), str(path))
     flags = f"--finetune --load {base} --objective {objective} {LORA if objective == 'kto' else ''}"
     assert_told(call_main(tiny(tmp_path / "run", flags, data=given)), f"{path}:1:", words)
+
+
+def test_pairs_of_texts_without_a_chat_template_are_told_in_the_first_lines(folder: Path, tmp_path: Path) -> None:
+    texts = [{"prompt": "How are you?", "chosen": " Well.", "rejected": " Ill."}] * 12
+    told = "are texts, so no chat template is around them"
+    for data, count in ((write_lines(tmp_path / "texts.jsonl", texts), 1), (folder / "pairs.jsonl", 0)):
+        flags = (
+            f"--objective orpo --dataset-type chat --seq-length 64 --vocab-size 300 --train-iters 1 --data-path {data}"
+        )
+        flags += f" --tokenizer-model {folder / 'tokenizer'} --split 1,0,0"
+        output = train_on_ranks(tiny(tmp_path / data.stem, flags, data=""))
+        assert output.count(told) == count

@@ -28,7 +28,13 @@ EXPERTS: dict[str, Known] = {
     "moe-per-layer-logging": idle("the tokens of each expert of each layer are counted in any case"),
     "moe-router-dtype": instead("the router computes in fp32", 1, ("fp32",)),
     "moe-enable-routing-replay": idle("recomputation always replays the choices of the forward"),
-    "moe-layer-recompute": refused("use --recompute-granularity full"),
+    "moe-layer-recompute": Known(
+        "instead",
+        "whole layers are computed again, as --recompute-granularity full does: no number changes, memory is less and "
+        "time more than asked",
+        settings=(("recompute_granularity", "full"),),
+        replaces="selective",
+    ),
     "moe-token-drop-policy": refused(
         "a layout that cuts sequences cannot compare scores of other ranks; with --moe-expert-capacity-factor the "
         "tokens that come first in a sequence are kept; use position",

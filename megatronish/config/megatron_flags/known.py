@@ -23,7 +23,9 @@ class Known(NamedTuple):
     settings: Pairs = ()  # fields that it means
     by_value: Mapping[str, Pairs] = {}  # fields that it means, by the value given
     yields: bool = False  # to a field that is set by its own flag
+    replaces: str = ""  # value of its fields that `settings` replace, of a flag that is done otherwise
     family: str = ""  # name of the `Family` that it belongs to
+    why_harmless: str = "it asks for what is done anyway"
 
 
 def means(field: str, value: str) -> Known:

@@ -47,6 +47,7 @@ MODEL: dict[str, Known] = {
         "the range of YaRN's correction is rounded to whole dimensions, as in Hugging Face's models; leave it out"
     ),
     "mrope-section": refused("multimodal RoPE is not there; leave it out, or use --position-embedding-type rope", None),
+    "sliding-window": renamed("window_size"),  # Pai-Megatron-Patch's, with the meaning of Hugging Face's sliding_window
     "layernorm-epsilon": renamed("norm_epsilon"),
     "layernorm-zero-centered-gamma": means("apply_layernorm_1p", "true"),
     "add-bias-linear": means("disable_bias_linear", "false"),
@@ -125,10 +126,14 @@ RECOMPUTE: dict[str, Known] = {
     "checkpoint-num-layers": renamed("recompute_num_layers"),
     "distribute-checkpointed-activations": means("distribute_saved_activations", "true"),
     "recompute-modules": Known(
-        "refused",
-        "selective recomputes the core of attention; leave it out",
+        "instead",
+        "the MLPs and experts of whole layers are computed again with their attention, as --recompute-granularity full "
+        "does: no number changes, memory is less and time more than asked",
         None,
-        ("core_attn",),
+        ("core_attn", "layernorm", "moe_act", "mla_up_proj"),
+        (("recompute_granularity", "full"),),
+        replaces="selective",
+        why_harmless="selective computes the core of attention again; norms and activations of experts are kept",
     ),
     **all_idle(
         _OFFLOADING,

@@ -152,9 +152,6 @@ DEEPSPEED: dict[str, Known] = {
     "tensorboard": idle("TensorBoard's files are always written, into --tensorboard-dir"),
     "no-load-lr-state": idle("the schedule of the config counts unless --use-checkpoint-opt-param-scheduler is given"),
     "curriculum-learning": refused("all samples have one length; leave it out"),
-    "train-tokens": refused("use --train-samples, which is tokens / --seq-length", 1),
-    "lr-decay-tokens": refused("use --lr-decay-samples, which is tokens / --seq-length", 1),
-    "lr-warmup-tokens": refused("use --lr-warmup-samples, which is tokens / --seq-length", 1),
 }
 
 # Hugging Face's Trainer.
