@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatronish.mesh import Axis
-from megatronish.ranges import WAIT, marked
+from megatronish.ranges import WAIT, is_recording, marked
 from megatronish.watch.record import Entry
 
 T = TypeVar("T")
@@ -45,6 +45,8 @@ class Pending:
     ) -> None:
         assert axis is not None or not works
         self._result, self._works, self._axis, self._source, self._entry = result, works, axis, source, entry
+        if entry is not None and is_recording():
+            entry.line.record.recorded.add(self)
 
     def wait(self) -> Tensor:
         """Result of the collective; on CUDA the current stream waits for it, and the CPU does not."""
@@ -53,6 +55,8 @@ class Pending:
                 for work in self._works:
                     if work is not None:
                         work.wait()
+            if self._entry is not None:
+                self._entry.line.record.recorded.discard(self)
         self._works, self._source = (), None
         return self._result
 

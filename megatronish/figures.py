@@ -10,6 +10,11 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.figure import Figure
 
 
+def no_matplotlib(error: ImportError) -> str:
+    """Why there is no picture, and the remedy: for what can do without it, or `UserError` where it was asked for."""
+    return f"pictures are drawn by matplotlib, which cannot be imported ({error}); pip install matplotlib"
+
+
 def write_figure(figure: "Figure", path: Path, *, dpi: int = 120) -> Path:
     """Write a PNG that is whole or absent, also where the disk is full; returns its path. OSError if it cannot be.
 

@@ -20,6 +20,7 @@ from megatronish.commands.plugin_flag import PluginNames
 from megatronish.config.arguments import read_arguments
 from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
+from megatronish.figures import no_matplotlib
 from megatronish.schedule.draw import draw
 from megatronish.schedule.recorded import Recorded
 from megatronish.schedule.schedules import SCHEDULES
@@ -120,9 +121,10 @@ def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
         return 2
     print(report(timed_plan, is_real=arguments.recorded is not None))
     if arguments.png:
-        from megatronish.schedule.draw_png import draw_png  # matplotlib takes a second to import: only where it is used
-
         try:
+            # matplotlib takes a second to import: only where it is used.
+            from megatronish.schedule.draw_png import draw_png
+
             arguments.png.parent.mkdir(parents=True, exist_ok=True)
             draw_png(timed_plan, arguments.png, title=title, time="seconds" if arguments.recorded else "time")
         except OSError as error:
@@ -130,6 +132,9 @@ def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
                 f"{Path(program).stem}: png={arguments.png} cannot be written: {error.strerror or error}",
                 file=sys.stderr,
             )
+            return 2
+        except ImportError as error:
+            print(f"{Path(program).stem}: {no_matplotlib(error)}", file=sys.stderr)
             return 2
         print(f"\ndrawn into {arguments.png}")
     return 0

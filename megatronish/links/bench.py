@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatronish.errors import RunError, UserError
+from megatronish.figures import no_matplotlib
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
@@ -124,13 +125,15 @@ def _finish(arguments: LinkArguments, rows: list[LinkTimes]) -> None:
         _write(arguments.json, "".join(f"{json.dumps(line)}\n" for line in lines))
         print(f"\nwritten into {arguments.json}")
     if arguments.png is not None:
-        from megatronish.links.draw_png import draw_links  # matplotlib takes a second to import
-
         try:
+            from megatronish.links.draw_png import draw_links  # matplotlib takes a second to import
+
             arguments.png.parent.mkdir(parents=True, exist_ok=True)
             draw_links(rows, found, arguments.png)
         except OSError as error:
             raise UserError(f"png={arguments.png} cannot be written: {error.strerror or error}") from error
+        except ImportError as error:
+            raise UserError(no_matplotlib(error)) from error
         print(f"drawn into {arguments.png}")
 
 

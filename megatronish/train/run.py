@@ -18,6 +18,7 @@ from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
 from megatronish.errors import UserError
+from megatronish.figures import no_matplotlib
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
@@ -43,7 +44,7 @@ from megatronish.train.resume import Begun, begin
 from megatronish.train.summary import first_lines
 from megatronish.train.trackers.table import open_trackers
 from megatronish.train.trackers.tracker import RunDescription, Trackers
-from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
+from megatronish.train.trainer import Aside, Hook, Trainer, TrainingSchedule
 from megatronish.train.watch import share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
@@ -174,9 +175,12 @@ def _train(
     stopper, record = _stopper(config, place), mesh.record
     job = _open_job(config, mesh)
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
-    opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
+    opening = "\n".join(f"note: {note}" for note in notes)
+    with Aside("the table of expected costs").guard():
+        opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes)
     say(opening)
-    report_chats(job, say)
+    with Aside("the audit of the chats").guard():
+        report_chats(job, say)
     record.enter_phase("start", "building the model")
     engine = job.build_engine()
     reference = begin_reference(job, engine, say)
@@ -259,14 +263,16 @@ def draw_curves(folder: Path) -> None:
 
     Lines of metrics.jsonl may be from another program, and values in them of any type.
     """
-    # matplotlib takes a second to import: the others, and the start, need not wait for it.
-    from megatronish.train.plot import plot_run
-    from megatronish.train.plot_experts import plot_experts
-
     try:
+        # matplotlib takes a second to import: the others, and the start, need not wait for it.
+        from megatronish.train.plot import plot_run
+        from megatronish.train.plot_experts import plot_experts
+
         plot_experts(folder)
         plot_run(folder)
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+    except ImportError as error:
+        print(f"the curves were not drawn: {no_matplotlib(error)}", file=sys.stderr)
+    except Exception as error:
         print(f"the curves were not drawn: {mishap(error) or error}", file=sys.stderr)
 
 

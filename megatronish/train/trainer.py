@@ -2,15 +2,25 @@
 
 Hooks are called in their order: those that decide whether to stop come before the one that saves. A hook may look at
 everything and change nothing but `stop_reason`.
+
+What only looks never ends a run by its own fault: an observer (`Hook.is_observer`) that raises is left out from then
+on, and one line says so. A hook that communicates guards what it does alone, and tells the other ranks in the
+collective that follows (`Aside`); so all of them leave it out, and none waits for another.
 """
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from megatronish.data.loader import Prefetcher
+from megatronish.errors import RunError, UserError
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
@@ -69,6 +79,38 @@ class StepRecord:
         return self.learning_rates.base
 
 
+class Aside:
+    """Whether something that only looks at the run has failed and is left out; `what` names it."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.is_off = what, False
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Context of work without communication: what it raises by its own fault is told once, and goes no further."""
+        try:
+            yield
+        except (UserError, RunError):  # what was looked for and found
+            raise
+        except Exception as error:
+            self.step(f"{type(error).__name__}: {error}{_place(error)}")
+
+    def step(self, reason: str, *, tells: bool = True) -> None:
+        """Leave it out from now on, and say so, once."""
+        if tells and not self.is_off:
+            words = " ".join(reason.split())
+            tqdm.write(
+                f"{self.what} failed and is left out from here on, training continues: {words:.300}", file=sys.stderr
+            )
+        self.is_off = True
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, for a report."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
 class Hook:
     """An observer of a run. Every rank calls its hooks in the same order, so a hook may communicate.
 
@@ -78,6 +120,8 @@ class Hook:
 
     name = ""
     phase: PhaseName = "hook"
+    is_observer = False
+    """Whether the run goes on without it if it raises. It sends nothing, for the other ranks know nothing of it."""
 
     def start(self, trainer: "Trainer") -> None:
         """Called before the first step."""
@@ -124,11 +168,13 @@ class Trainer:
     progress: Progress
     record: RankRecord = field(default_factory=RankRecord)
     stop_reason: str | None = field(default=None, init=False)
+    _asides: dict[Hook, Aside] = field(default_factory=dict, init=False)
 
     def run(self) -> None:
         """Train from `progress` until the end, or until a hook says to stop."""
         for hook in self.hooks:
-            hook.start(self)
+            with self._guarded(hook) as active:
+                active.start(self)
         batches = Prefetcher(
             self.prepare,
             consumed_samples=self.progress.consumed_samples,
@@ -141,13 +187,25 @@ class Trainer:
         with self._errors_shown_to_hooks():
             for hook in self.hooks:
                 self.record.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
-                hook.finish(self)
+                with self._guarded(hook) as active:
+                    active.finish(self)
+
+    @contextmanager
+    def _guarded(self, hook: Hook) -> Iterator[Hook]:
+        """The hook to call; in its place one that does nothing, where the hook is an observer that has failed."""
+        if not hook.is_observer:
+            yield hook
+            return
+        aside = self._asides.setdefault(hook, Aside(f"the hook {type(hook).__name__}"))
+        with aside.guard():
+            yield Hook() if aside.is_off else hook
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
         watched = self.record
         watched.step = self.progress.step + 1
         for hook in self.hooks:
-            hook.before_step(self)
+            with self._guarded(hook) as active:
+                active.before_step(self)
         start = time.perf_counter()
         watched.enter_phase("data")
         with marked(DATA):
@@ -160,7 +218,8 @@ class Trainer:
             hook.decided(self, record.result.votes)
         for hook in self.hooks:
             watched.enter_phase(hook.phase, "" if hook.phase == "save" else type(hook).__name__)
-            hook.after_step(self, record)
+            with self._guarded(hook) as active:
+                active.after_step(self, record)
 
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:
         """One step from its micro-batches."""
@@ -183,7 +242,11 @@ class Trainer:
                     votes=self._votes,
                 )
             except NotFiniteError as error:  # on all ranks at once, for they have the same loss and norm
-                origin = find_origin(self.engine, micro_batches, num_steps_done=before.step)
+                try:
+                    origin = find_origin(self.engine, micro_batches, num_steps_done=before.step)
+                except Exception as another:
+                    error.add_note(f"where it begins was not found: {type(another).__name__}: {another}")
+                    raise error from None
                 raise NotFiniteError(f"{error}. Computed again, {origin.phrase}", origin=origin.rank) from None
         seconds = time.perf_counter() - start
         size = schedule.batch_size.at(before.consumed_samples)
@@ -211,13 +274,19 @@ class Trainer:
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """States of the hooks that keep something, by name."""
-        return {hook.name: state for hook in self.hooks if hook.name and (state := hook.state())}
+        found = {}
+        for hook in self.hooks:
+            with self._guarded(hook) as active:
+                if hook.name and (state := active.state()):
+                    found[hook.name] = state
+        return found
 
     def load_hook_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Hand each hook its state, where there is one; states of unknown names are left aside."""
         for hook in self.hooks:
             if hook.name in states:
-                hook.load_state(states[hook.name])
+                with self._guarded(hook) as active:
+                    active.load_state(states[hook.name])
 
     @contextmanager
     def _errors_shown_to_hooks(self) -> Iterator[None]:

@@ -115,6 +115,7 @@ class RankRecord:
         self.newest: dict[int, Entry] = {}
         self.waiting: dict[int, Entry | None] = {}
         self.phases: dict[int, RunPhase] = {}
+        self.recorded: set[Any] = set()  # transfers in progress that torch's profiler has recorded
         self.action: Any = None
         self.layer: int | None = None
         self.step = 0  # the step at work, counted from 1
@@ -146,6 +147,11 @@ class RankRecord:
         for line in self.lines:
             line.sent.clear()
         self.counts_bytes = True
+
+    def wait_for_recorded(self) -> None:
+        """Wait for every transfer in progress that torch's profiler has recorded: before it stops."""
+        for transfer in list(self.recorded):
+            transfer.wait()
 
     def phase(self, name: PhaseName, detail: str = "") -> "_Within":
         """Context in which this thread is in a phase; after it the thread is in the phase before again."""

@@ -5,28 +5,34 @@ schedules, dropout masks) passes every comparison of layouts and is seen here al
 
     python tests/support/golden_runs.py
 
-A changed file needs a sentence in docs/LOG.md that says why the numbers changed.
+A changed file needs a sentence in docs/LOG.md that says why the numbers changed. The files are compared by tolerance:
+the last bits are not the machine's name's to tell (instructions that a hypervisor hides, the library's choice of a
+kernel, alignment). To the bit, two commits are compared on one machine:
+
+    python tests/support/golden_runs.py --against main
 """
 
+import argparse
 import math
+import os
 import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from paths import GOLDEN
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
     import conftest  # noqa: F401  one thread, and the paths of tests
 
 import torch
 from jobs import be_rank, tiny
 from ranks import run_ranks
 
-from megatronish.ops.build import find_compiler
-from megatronish.ops.native import native
 from megatronish.train.plot import read_lines
 
 FOLDER = GOLDEN / "losses"
@@ -76,26 +82,15 @@ class Golden(NamedTuple):
         return cls(head.removeprefix("# "), steps)
 
 
-def this_machine(name: str) -> str:
-    """What decides the last bits of a run's sums: the CPU's model, its vector instructions as torch uses them, torch.
-
-    With dropout also the compiler of its softmax (ops/native.py).
-    """
+def this_machine() -> str:
+    """Words for people about what sums here: torch, its vector instructions, the CPU's model. Nothing compares them."""
     cpus, model = Path("/proc/cpuinfo"), platform.machine()
     if cpus.exists():
         fields = dict(
             re.findall(r"^(model name|cpu family|model|stepping)\s*:\s*(.*)$", cpus.read_text(), re.MULTILINE)
         )
         model = " ".join(fields.values())
-    compiler = "" if NO_DROPOUT in RUNS[name] else f", {_compiler()}"
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}{compiler}"
-
-
-def _compiler() -> str:
-    if native().reason is not None:
-        return "no C++"
-    said = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    return said.splitlines()[0]
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}"
 
 
 def run(name: str, run_dir: Path) -> Golden:
@@ -107,18 +102,49 @@ def run(name: str, run_dir: Path) -> Golden:
         GoldenStep(each["step"], each["loss"], math.inf if each["grad_norm"] is None else each["grad_norm"])
         for each in lines
     ]
-    return Golden(this_machine(name), steps)
+    return Golden(this_machine(), steps)
+
+
+def write_all(folder: Path) -> None:
+    """Write the file of every run into a folder."""
+    for name in RUNS:
+        with TemporaryDirectory() as run_dir:
+            run(name, Path(run_dir)).write(folder / f"{name}.txt")
+        print(f"wrote {folder / name}.txt", flush=True)
+
+
+def differing(commit: str) -> list[str]:
+    """Runs whose numbers here are not, to the bit, those of a commit; both are run now, on this machine."""
+    root = Path(__file__).resolve().parents[2]
+    with TemporaryDirectory() as temporary:
+        there, before, now = (Path(temporary) / name for name in ("tree", "before", "now"))
+        before.mkdir()
+        now.mkdir()
+        subprocess.run(["git", "-C", root, "worktree", "add", "--quiet", "--detach", there, commit], check=True)
+        try:
+            # This file runs both: the older commit's file may have other runs.
+            for tree, folder in ((there, before), (root, now)):
+                paths = os.pathsep.join(map(str, (tree, root / "tests", root)))
+                command = [sys.executable, __file__, "--into", folder]
+                subprocess.run(command, check=True, cwd=tree, env={**os.environ, "PYTHONPATH": paths})
+        finally:
+            subprocess.run(["git", "-C", root, "worktree", "remove", "--force", there], check=True)
+        pairs = {name: [Golden.read(each / f"{name}.txt").steps for each in (before, now)] for name in RUNS}
+    return [name for name, (one, other) in pairs.items() if list(map(str, one)) != list(map(str, other))]
 
 
 def main() -> int:
-    """Write every file anew."""
-    from tempfile import TemporaryDirectory
-
-    for name in RUNS:
-        with TemporaryDirectory() as folder:
-            run(name, Path(folder)).write(FOLDER / f"{name}.txt")
-        print(f"wrote {FOLDER / name}.txt")
-    return 0
+    """Write every file anew, or compare with a commit; 1 if a number differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, default=FOLDER, help="folder of the files")
+    parser.add_argument("--against", metavar="COMMIT", help="compare, to the bit, with what this commit computes here")
+    options = parser.parse_args()
+    if options.against is None:
+        write_all(options.into)
+        return 0
+    found = differing(options.against)
+    print(f"differ from {options.against}: {', '.join(found)}" if found else f"equal to {options.against} to the bit")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

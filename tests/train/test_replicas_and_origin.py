@@ -19,11 +19,12 @@ from megatronish.optim.loss_spikes import FEWEST, LossSpikes
 from megatronish.optim.optimizer import Optimizer
 from megatronish.train import trainer as trainer_module
 from megatronish.train.engine import Engine
-from megatronish.train.hooks.replicas import differences
+from megatronish.train.hooks.replicas import _hash, copies_of, differences
 from megatronish.train.origin import find_origin
 from megatronish.train.results import NotFiniteError
 
-SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --global-batch-size 4"
+SMALL_MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
+SMALL = f"{SMALL_MODEL} --global-batch-size 4"
 
 
 class Flip(NamedTuple):
@@ -71,6 +72,45 @@ def test_a_flipped_bit_is_found_and_its_parameter_and_ranks_are_named(flip: Flip
         assert before == after == []
         assert any(flip.told in phrase for phrase in flipped), flipped
         assert any(flip.parameter.split(".")[-2] in phrase for phrase in flipped), flipped
+
+
+EXPERTS = "--num-experts 2 --moe-router-topk 1 --ffn-hidden-size 8 --global-batch-size 6"
+SHARES = [
+    f"--dp 3 --tp 2 --sequence-parallel --zero-stage 3 {EXPERTS}",
+    f"--dp 6 --dp-replicate 2 --zero-stage 3 {EXPERTS}",
+    "--dp 2 --tp 2 --zero-stage 3 --sequence-parallel --num-experts 2 --moe-router-topk 1 "
+    "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate",
+    "--ffn-hidden-size 11 --dp 4 --zero-stage 3 --dp-replicate 2 --optimizer-cpu-offload",
+]
+"""Layouts in which a rank's share of a parameter is empty, or begins where no word of 8 bytes does."""
+
+
+def compare_shares(place: Place, flags: str) -> tuple[list[str], int, int]:
+    """What differs, and how many tensors of this rank are empty, or begin at an odd element."""
+    job = open_job(place, f"{SMALL_MODEL} {flags}")
+    engine = job.build_engine()
+    held = [each for copies in copies_of(engine) if copies.axis.size > 1 for each in copies.tensors.values()]
+    odd = [each for each in held if each.storage_offset() * each.element_size() % 8]
+    return differences(engine), sum(each.numel() == 0 for each in held), len(odd)
+
+
+@pytest.mark.parametrize("flags", SHARES)
+def test_shares_that_are_empty_or_begin_anywhere_are_compared(flags: str) -> None:
+    found = run_ranks(world_size_of(flags), compare_shares, flags)
+    assert [differs for differs, *_ in found] == [[]] * len(found)
+    assert any(num_empty + num_odd for _, num_empty, num_odd in found), "nothing here is empty or odd"
+
+
+def test_a_hash_is_of_the_bits_wherever_and_of_whatever_type_they_are() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn, torch.bool):
+        for size in (0, 1, 2, 3, 5, 7, 8):
+            whole = (torch.arange(16) % 5).to(dtype)
+            hashes = {int(_hash(torch.cat((whole[:at], whole[1 : 1 + size]))[at:])) for at in range(4)}
+            assert len(hashes) == 1, (dtype, size)
+            for at in range(8 * size * whole.element_size()):
+                flipped = whole[1 : 1 + size].clone()
+                flipped.view(torch.uint8)[at // 8] ^= 1 << at % 8
+                assert dtype == torch.bool or int(_hash(flipped)) not in hashes, (dtype, size, at)
 
 
 def plant_flip(after_step: int) -> None:

@@ -17,6 +17,8 @@ class LogExperts(Hook):
     A file of its own: a model of 48 layers with 128 experts has 6,144 counts a step, and metrics.jsonl stays a table.
     """
 
+    is_observer = True
+
     def __init__(self, *, config: LogConfig, folder: Path | None, trackers: Trackers) -> None:
         self.config, self.trackers = config, trackers
         self.file = folder and folder / FILE

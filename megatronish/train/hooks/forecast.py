@@ -42,6 +42,8 @@ class Forecast(Hook):
     in the first one after it whose batch is whole.
     """
 
+    is_observer = True
+
     def __init__(self, path: Path, expected: dict[str, Any], device: torch.device) -> None:
         self.path, self.expected, self.device = path, expected, device
         self._seconds: list[float] = []

@@ -21,13 +21,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from megatronish.files import ordinary, write_quickly
-from megatronish.train.trainer import Hook, StepRecord, Trainer
+from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 from megatronish.watch.record import PhaseName, RankRecord
 
 LEDGER = "goodput.json"
@@ -113,8 +114,11 @@ class Ledger:
 class Goodput(Hook):
     """Ledger of a run, kept by the main rank."""
 
+    is_observer = True
+
     def __init__(self, folder: Path, record: RankRecord) -> None:
         self.path, self.record, self.ledger = folder / LEDGER, record, Ledger()
+        self._aside = Aside("the share of goodput in the log")
         self._down: float | None = None
         self._counted: Mapping[PhaseName, float] = {}
         self._next_write = 0.0
@@ -150,9 +154,10 @@ class Goodput(Hook):
         tqdm.write(self.ledger.told())
 
     def share(self) -> float:
-        """Share of the time so far that was training."""
-        self._count()
-        return self.ledger.goodput
+        """Share of the time so far that was training, for the log; not a number where it cannot be counted."""
+        with self._aside.guard():
+            self._count()
+        return nan if self._aside.is_off else self.ledger.goodput
 
     def _count(self) -> None:
         now = self.record.seconds_by_phase()

@@ -21,6 +21,8 @@ FEWEST_SECONDS = 1.0
 class Health(Hook):
     """Sign of life of a run, on the main rank alone."""
 
+    is_observer = True
+
     def __init__(self, folder: Path) -> None:
         self.path = folder / HEALTH
         self._next = 0.0

@@ -18,7 +18,7 @@ from megatronish.train.console import Console
 from megatronish.train.folder import add_line
 from megatronish.train.metrics import Value, file_line, points
 from megatronish.train.trackers.tracker import Trackers
-from megatronish.train.trainer import Hook, StepRecord, Trainer
+from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Log(Hook):
         self.speed, self.config, self.file, self.trackers, self.console = speed, config, file, trackers, console
         self.device, self.extras = device, extras
         self._troubles, self._pace = Troubles(), Pace()
+        self._aside = Aside("the log")
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Write the line of the step, and send its points, each at its own interval."""
@@ -103,7 +104,16 @@ class Log(Hook):
         is_tracked = record.step % self.config.tensorboard_log_interval == 0
         if not (is_logged or is_tracked):
             return
-        values = self._values(trainer, record)
+        # All ranks compute the extras, also for a log that has failed.
+        extras = {name: compute() for name, compute in self.extras.items()}
+        if not self._aside.is_off:
+            with self._aside.guard():
+                self._write(trainer, record, extras, is_logged=is_logged, is_tracked=is_tracked)
+
+    def _write(
+        self, trainer: Trainer, record: StepRecord, extras: dict[str, float], *, is_logged: bool, is_tracked: bool
+    ) -> None:
+        values = self._values(trainer, record, extras)
         if is_logged:
             if self.file is not None:
                 finite = {name: _number(value) for name, value in values.items()}
@@ -113,8 +123,8 @@ class Log(Hook):
         if is_tracked:
             self.trackers.add(points(values) | self._memory_points(), step=record.step, samples=record.consumed_samples)
 
-    def _values(self, trainer: Trainer, record: StepRecord) -> dict[str, Value]:
-        """All values of a step by name, in the order of metrics.jsonl. Collective, because of the extras."""
+    def _values(self, trainer: Trainer, record: StepRecord, extras: dict[str, float]) -> dict[str, Value]:
+        """All values of a step by name, in the order of metrics.jsonl."""
         result, rate = record.result, record.learning_rates.decoupled
         decoupled = {} if rate is None else {"decoupled_learning_rate": rate}
         return {
@@ -131,7 +141,7 @@ class Log(Hook):
             "data_seconds": record.data_seconds,
             **self.speed.rates(record),
             "peak_memory_bytes": peak_memory_bytes(self.device),
-            **{name: compute() for name, compute in self.extras.items()},
+            **extras,
             "global_batch_size": record.global_batch_size,
             "skipped_since_line": self._troubles.skipped,
             "nan_since_line": self._troubles.nan,
@@ -162,6 +172,8 @@ class Log(Hook):
 
 class ProgressBar(Hook):
     """A progress bar at the foot of the terminal."""
+
+    is_observer = True
 
     def start(self, trainer: Trainer) -> None:
         """Begin the bar where the run stands."""

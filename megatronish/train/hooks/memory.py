@@ -13,6 +13,8 @@ MOST_EVENTS = 100_000  # allocations and releases, the last ones; with their sta
 class MemoryHistory(Hook):
     """History of a GPU's memory, written at the end of a run, and when it fails: out of memory above all."""
 
+    is_observer = True
+
     def __init__(self, path: Path, *, device: torch.device, is_main: bool) -> None:
         self.path, self.device, self.is_main = path, device, is_main
         self._is_recording = False

@@ -127,9 +127,15 @@ class CopyNearby(Hook):
     def _begin(self, trainer: Trainer) -> None:
         if self.check is not None:
             self.check(trainer)
-        step, state = trainer.progress.step, self.save.run_state(trainer) | {"has_optimizer": True}
-        tensors = self._buffers.of(tensors_of(trainer.engine, with_optimizer=True))
-        self._pending = PendingCopy(step, in_background(partial(self._write, step, tensors, state)))
+        step = trainer.progress.step
+        try:  # what fails here has failed like a copy: the other ranks learn it as they learn of that
+            state = self.save.run_state(trainer) | {"has_optimizer": True}
+            tensors = self._buffers.of(tensors_of(trainer.engine, with_optimizer=True))
+            future = in_background(partial(self._write, step, tensors, state))
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        self._pending = PendingCopy(step, future)
 
     def _write(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> None:
         """Write the copy, in a thread for which the watchdog looks, too."""

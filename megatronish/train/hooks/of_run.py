@@ -29,7 +29,7 @@ from megatronish.train.hooks.table import hooks_of
 from megatronish.train.job import TrainingJob
 from megatronish.train.statistics import num_zeros, params_norm
 from megatronish.train.trackers.tracker import Trackers
-from megatronish.train.trainer import Hook
+from megatronish.train.trainer import Aside, Hook
 
 
 def hooks_of_run(
@@ -51,7 +51,8 @@ def hooks_of_run(
     goodput = Goodput(config.run_dir, mesh.record) if mesh.is_main else None
     hooks: list[Hook] = [stopper]
     if folder is not None:  # before hooks that send something after a step, as norms for the log
-        hooks.append(_forecast(job, folder))
+        with Aside("the forecast").guard():
+            hooks.append(_forecast(job, folder))
     limits, has_peers = config.resilience, mesh.world.size > 1
     if limits.straggler_interval and has_peers:
         hooks.append(Stragglers(mesh, interval=limits.straggler_interval, ratio=limits.straggler_ratio))

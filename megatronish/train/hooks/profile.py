@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from megatronish import comm
+from megatronish.figures import no_matplotlib
 from megatronish.mesh import Axis
 from megatronish.schedule.plan import Action
 from megatronish.schedule.recorded import Recorded, Row
@@ -95,11 +96,15 @@ class ProfileSchedule(Hook):
         path = partial("step_{}{}".format, step)
         recorded.write(self.folder / path(".json"))
         recorded.write_chrome_trace(self.folder / path(".trace.json"))
-        # matplotlib takes a second to import: only where it is used.
-        from megatronish.schedule.draw_png import draw_png
-
         timed = recorded.timed()
-        draw_png(timed, self.folder / path(".png"), title=f"{recorded.schedule}, step {step} as it ran", time="seconds")
+        try:
+            # matplotlib takes a second to import: only where it is used.
+            from megatronish.schedule.draw_png import draw_png
+
+            title = f"{recorded.schedule}, step {step} as it ran"
+            draw_png(timed, self.folder / path(".png"), title=title, time="seconds")
+        except ImportError as error:
+            tqdm.write(f" {no_matplotlib(error)}")
         simulated = recorded.simulated()
         longer = "" if simulated is None else f", {timed.makespan / simulated.makespan - 1:+.1%} against its simulation"
         tqdm.write(

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 from megatronish.config.run import LogConfig
+from megatronish.figures import no_matplotlib
 from megatronish.train.breakdown import ENDING, Breakdown
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
@@ -24,6 +25,8 @@ NUM_ROWS = 10  # of the table of the slowest operators
 
 class StepWindow(Hook):
     """A recording of steps `first` to `last` of one rank."""
+
+    is_observer = True
 
     def __init__(self, *, first: int, last: int, is_main: bool) -> None:
         self.first, self.last, self.is_main = first, last, is_main
@@ -62,16 +65,22 @@ class StepWindow(Hook):
         self.name_step(self._step_range, step)
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """End the recording with the last of its steps."""
+        """End the recording with the last of its steps.
+
+        No transfer that was recorded may be in progress then: torch's profiler has an entry for each, gives that memory
+        back when it stops, and the thread that ends the transfer still writes into it (SIGSEGV).
+        """
         if self._step_range is not None:
             self._step_range.close()
             self._step_range = None
         if record.step == self.last:
+            trainer.record.wait_for_recorded()
             self._close()
 
     def finish(self, trainer: Trainer) -> None:
         """End the recording where the run ends earlier; say so if it has recorded nothing."""
         if self._open is not None:
+            trainer.record.wait_for_recorded()
             self._close()
         elif trainer.progress.step < self.first and self.is_main:
             tqdm.write(f" --profile recorded nothing: the run ended before {self.steps}; set --profile-step-start")
@@ -129,16 +138,19 @@ class OperatorProfile(StepWindow):
 
 def _break_down(trace: Path, *, rank: int) -> list[str]:
     """Write where the steps of a trace went, as text, JSON and a chart next to it; the lines of the text."""
-    # matplotlib takes a second to import: only where it is used.
-    from megatronish.train.plot_breakdown import plot_breakdown
-
     breakdown = Breakdown.of_trace(trace, rank=rank)
     if not breakdown.steps:  # the run ended in the first of them
         return []
     beside = partial(trace.name.replace, ENDING)
     trace.with_name(beside(".breakdown.txt")).write_text("\n".join([*breakdown.table(), ""]))
     breakdown.write(trace.with_name(beside(".breakdown.json")))
-    plot_breakdown(breakdown, trace.with_name(beside(".breakdown.png")))
+    try:
+        # matplotlib takes a second to import: only where it is used.
+        from megatronish.train.plot_breakdown import plot_breakdown
+
+        plot_breakdown(breakdown, trace.with_name(beside(".breakdown.png")))
+    except ImportError as error:
+        return [*breakdown.table(), f" {no_matplotlib(error)}"]
     return breakdown.table()
 
 

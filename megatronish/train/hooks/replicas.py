@@ -6,9 +6,12 @@ drift apart, and checkpoints, for which copies take turns, mix them. So every fe
 hash of every parameter is compared over its copies: one pass over the memory, and two small all-reduces an axis.
 
 `torch.hash_tensor` is the XOR of the elements' bits: any single flipped bit changes it.
+
+A rank whose hashes fail says so to all in the all-reduce that ends every comparison: then all of them compare no more.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,7 +24,7 @@ from megatronish.errors import RunError
 from megatronish.mesh import Axis
 from megatronish.train.engine import Engine
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.trainer import Hook, StepRecord, Trainer
+from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 
 NAMED = 3
 """Parameters that the error names."""
@@ -34,12 +37,21 @@ class Copies(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+class Hashes(NamedTuple):
+    """Hashes of copies, [tensors], on the device that the axis communicates on."""
+
+    axis: Axis
+    names: list[str]
+    values: Tensor
+
+
 class CheckReplicas(Hook):
     """RunError if copies differ: checked every `interval` steps, and wherever a checkpoint is due."""
 
     def __init__(self, *, interval: int, save_interval: int | None, stopper: Stopper) -> None:
         self.interval, self.save_interval, self.stopper = interval, save_interval, stopper
         self._sound_step = 0
+        self._aside = Aside("the comparison of replicas")
 
     def start(self, trainer: Trainer) -> None:
         """Take what was loaded as sound: its checksums were compared."""
@@ -57,9 +69,11 @@ class CheckReplicas(Hook):
             self.check(trainer)
 
     def check(self, trainer: Trainer) -> None:
-        """Compare now; RunError if copies differ. Collective."""
+        """Compare now; RunError if copies differ. Collective, until it is left out on all ranks."""
         step = trainer.progress.step
-        found = differences(trainer.engine)
+        if self._aside.is_off:
+            return
+        found = differences(trainer.engine, self._aside)
         if found:
             more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
             told = "; ".join(found[:NAMED]) + more
@@ -71,15 +85,26 @@ class CheckReplicas(Hook):
         self._sound_step = step
 
 
-def differences(engine: Engine) -> list[str]:
-    """What differs, a phrase for each parameter, the same on every rank. Collective."""
+def differences(engine: Engine, aside: Aside | None = None) -> list[str]:
+    """What differs, a phrase for each parameter, the same on every rank. Collective.
+
+    With `aside`, hashes that cannot be computed raise nothing: all ranks step aside together.
+    """
     engine.data_parallel.wait_for_parameters()
-    device = engine.mesh.device
-    mine = [phrase for copies in copies_of(engine) for phrase in _compare(copies, device)]
-    own = comm.all_reduce(torch.tensor(len(mine)), engine.mesh.world, "max")
-    if not int(own):
+    world, hashes = engine.mesh.world, list[Hashes]()
+    with nullcontext() if aside is None else aside.guard():
+        hashes = [hashes_of(copies, engine.mesh.device) for copies in copies_of(engine)]
+    if aside is not None and _max(float(aside.is_off), world, engine.mesh.device):
+        aside.step("it failed on another rank, whose log says why", tells=engine.mesh.is_main)
         return []
-    return list(dict.fromkeys(phrase for phrases in from_all(engine.mesh.world, lambda: mine) for phrase in phrases))
+    mine = [phrase for each in hashes for phrase in _compare(each)]
+    if not _max(float(len(mine)), world, engine.mesh.device):
+        return []
+    return list(dict.fromkeys(phrase for phrases in from_all(world, lambda: mine) for phrase in phrases))
+
+
+def _max(value: float, axis: Axis, device: torch.device) -> float:
+    return float(comm.all_reduce(torch.tensor(value, device=device), axis, "max"))
 
 
 def copies_of(engine: Engine) -> Iterator[Copies]:
@@ -106,30 +131,43 @@ def copies_of(engine: Engine) -> Iterator[Copies]:
         yield Copies(domain.embedding, {key: each for key, each in whole.items() if shardings[key].tied})
 
 
-def _compare(copies: Copies, device: torch.device) -> list[str]:
-    """Which of these tensors differ over the axis, whose collectives work on `device`, and on which ranks."""
-    axis, tensors = copies
-    if axis.size == 1 or not tensors:
+def hashes_of(copies: Copies, device: torch.device) -> Hashes:
+    """A hash of each of these tensors; none where there is nobody to compare with."""
+    tensors = {} if copies.axis.size == 1 else copies.tensors
+    hashes = [_hash(each).to(device) for each in tensors.values()]
+    return Hashes(copies.axis, list(tensors), torch.stack(hashes) if hashes else torch.empty(0, dtype=torch.int64))
+
+
+def _compare(hashes: Hashes) -> list[str]:
+    """Which of these tensors differ over the axis, and on which ranks."""
+    axis, tensors, values = hashes
+    if not tensors:
         return []
-    # What is offloaded is hashed on the CPU, and its hash goes to the device.
-    hashes = torch.stack([_hash(each).to(device, non_blocking=True) for each in tensors.values()])
     # The largest and, of the complements, the smallest: equal on all ranks if the two are complements.
-    extremes = comm.all_reduce(torch.stack((hashes, ~hashes)), axis, "max")
+    extremes = comm.all_reduce(torch.stack((values, ~values)), axis, "max")
     differ = (extremes[0] != ~extremes[1]).cpu()
     if not bool(differ.any()):
         return []
-    everybody = comm.start_all_gather(hashes.view(1, -1), axis).wait().cpu()  # [ranks, tensors]
+    everybody = comm.start_all_gather(values.view(1, -1), axis).wait().cpu()  # [ranks, tensors]
     names = [name for name, is_other in zip(tensors, differ.tolist(), strict=True) if is_other]
     columns = everybody[:, differ].t().tolist()
     return [_told(name, column, axis) for name, column in zip(names, columns, strict=True)]
 
 
 def _hash(tensor: Tensor) -> Tensor:
-    """A number of 64 bits, in which any one flipped bit shows."""
+    """A number of 64 bits, in which any one flipped bit shows. Copies, of one shape, are read in words of one width.
+
+    ZeRO-3 leaves ranks without a row of a small parameter: the hash of nothing is 0. A share may begin at any element,
+    and torch reads no words of 8 bytes from there: it is copied.
+    """
     bits = tensor.contiguous().view(-1).view(torch.uint8)
-    sizes = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    width = next((each for each in sizes if bits.numel() % each == 0), 1)
-    return torch.hash_tensor(bits if width == 1 else bits.view(sizes[width])).view(torch.int64)
+    if bits.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=bits.device)
+    sizes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    width = next(each for each in sizes if bits.numel() % each == 0)
+    if bits.storage_offset() % width:
+        bits = bits.clone()
+    return torch.hash_tensor(bits.view(sizes[width])).view(torch.int64)
 
 
 def _told(name: str, hashes: Sequence[int], axis: Axis) -> str:

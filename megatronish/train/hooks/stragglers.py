@@ -8,10 +8,13 @@ the batch grows.
 
 On a GPU waiting is no time of the host: the device waits, so events around each wait are recorded in the last step of a
 window, and read after it. What `fully_shard` sends (ZeRO-3) is not seen, so there waiting counts as computing.
+
+A rank on which this fails sends no number in the place of its own time, and all ranks compare no more.
 """
 
 import socket
 from collections import defaultdict, deque
+from math import isnan, nan
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -19,9 +22,8 @@ import torch
 from tqdm import tqdm
 
 from megatronish import comm
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.mesh import Mesh
-from megatronish.train.trainer import Hook, StepRecord, Trainer
+from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
 
 WINDOWS = 2
@@ -103,37 +105,67 @@ class Stragglers(Hook):
         self._waited = 0.0
         self._workers: list[RankAtWork] = []
         self._device = DeviceWaits(mesh.record) if mesh.device.type == "cuda" else None
+        self._aside = Aside("the comparison of ranks' own times")
+        self._is_off = False  # on all ranks: one of them has stepped aside
 
     def start(self, trainer: Trainer) -> None:
         """Learn which ranks do the same work."""
+        mine = None
+        with self._aside.guard():
+            mine = self._at_work()
+        workers = comm.all_gather_object(mine, self.mesh.world)
+        self._workers = [worker for worker in workers if worker is not None]
+        if len(self._workers) < len(workers):
+            self._leave_out()
+
+    def _at_work(self) -> RankAtWork:
         coordinates = ", ".join(f"{axis.name} {axis.rank}" for axis in (self.mesh.tp, self.mesh.dp) if axis.size > 1)
-        mine = RankAtWork(self.mesh.world.rank, socket.gethostname(), self.mesh.pp.rank, coordinates)
-        self._workers = from_all(self.mesh.world, lambda: mine)
+        return RankAtWork(self.mesh.world.rank, socket.gethostname(), self.mesh.pp.rank, coordinates)
+
+    def _leave_out(self) -> None:
+        """Compare no more, on any rank."""
+        self._is_off = True
+        self._aside.step("it failed on another rank, whose log says why", tells=self.mesh.is_main)
 
     def before_step(self, trainer: Trainer) -> None:
         """Note what was waited so far."""
         self._waited = self.mesh.record.seconds_waited
         self._num_steps += 1
-        if self._device is not None and self._num_steps == self.interval:
-            self._device.begin()
+        if self._device is not None and self._num_steps == self.interval and not self._aside.is_off:
+            with self._aside.guard():
+                self._device.begin()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Note the rank's own time of the step, and compare those of a window at its end."""
+        if self._is_off:
+            return
         is_last = self._num_steps == self.interval
+        own = nan
+        with self._aside.guard():
+            self._note(record, is_last=is_last)
+            if is_last and not self._aside.is_off:
+                own = median(self._own)
+        if not is_last:
+            return
+        self._num_steps = 0
+        self._own.clear()
+        mine = torch.tensor([own], dtype=torch.float64)
+        times = comm.start_all_gather(mine, self.mesh.world).wait().tolist()
+        if any(map(isnan, times)):
+            self._leave_out()
+            return
+        with self._aside.guard():
+            for line in self.compare(times, step=record.step):
+                if self.mesh.is_main:
+                    tqdm.write(line)
+
+    def _note(self, record: StepRecord, *, is_last: bool) -> None:
+        """Note this rank's own time of a step; on a GPU that of the last step of a window."""
         if self._device is None:
             self._own.append(record.seconds - (self.mesh.record.seconds_waited - self._waited))
         elif is_last:
             torch.cuda.synchronize(self.mesh.device)
             self._own.append(record.seconds - self._device.end())
-        if not is_last:
-            return
-        self._num_steps = 0
-        mine = torch.tensor([median(self._own)], dtype=torch.float64)
-        self._own.clear()
-        times = comm.start_all_gather(mine, self.mesh.world).wait().tolist()
-        for line in self.compare(times, step=record.step):
-            if self.mesh.is_main:
-                tqdm.write(line)
 
     def compare(self, times: list[float], *, step: int) -> list[str]:
         """Sentences about ranks that are slow now, or are no longer: own seconds of a step by rank, up to `step`."""

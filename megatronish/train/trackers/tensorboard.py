@@ -29,7 +29,10 @@ class TensorBoard(Tracker):
     def begin(self, run: RunDescription) -> None:
         """Open a file of events, and write the texts."""
         # It takes a tenth of a second to import: here only the thread of this tracker waits for it.
-        from torch.utils.tensorboard import SummaryWriter
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ModuleNotFoundError(f"tensorboard cannot be imported ({error}); pip install tensorboard") from error
 
         self._writer = SummaryWriter(str(self.folder), max_queue=self.queue_size, purge_step=run.first_step + 1)
         _leave_errors_to_calls(self._writer)
