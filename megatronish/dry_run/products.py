@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 # A part of an operator's name that only matrix products, convolutions and attention have.
 PRODUCT = re.compile(
-    r"(^|_)(\w*mm|b?mv|addmv|v?dot|matmul|linear|bilinear|einsum|gemm|\w*conv(olution)?(\d?d)?|\w*attention|lstm|gru|rnn)(_|$)"
+    r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|mv|addmv|v?dot|matmul|linear|bilinear|einsum|gemm|\w*conv(olution)?(\d?d)?|\w*attention|lstm|gru|rnn)(_|$)"
 )
 
 

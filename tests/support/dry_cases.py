@@ -203,6 +203,12 @@ class SingleCase(NamedTuple):
         return {"train/reduction.py": 1, **of_experts, **self.more_waits}
 
 
+QWEN3_MOE = (
+    "--group-query-attention --num-query-groups 4 --qk-layernorm --kv-channels 32 --hidden-size 256 --seq-length 256 "
+    "--num-attention-heads 8 --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96 --ffn-hidden-size 768 "
+    "--moe-router-pre-softmax --moe-router-norm-topk-prob --vocab-size 1000 --num-layers 2"
+)
+"""The form of Qwen3-30B-A3B; a micro-batch has 64 rows for each expert where the load is even."""
 ALIBI = "--position-embedding-type alibi"
 SDPA = "--attention-backend flash"
 SINGLE = [
@@ -236,6 +242,8 @@ SINGLE = [
         dp=4,
         more_waits={"data_parallel/offload.py": 1},
     ),
+    SingleCase("Qwen3-30B-A3B, small", "experts", QWEN3_MOE, "", 1, 0, num_layers=2),
+    SingleCase("Qwen3-30B-A3B, small, in fp32", "experts", QWEN3_MOE, "", 1, 0, num_layers=2, precision=""),
     SingleCase("SGD", "llama", "--optimizer sgd"),
     SingleCase("unfused attention", "llama", "--attention-backend unfused"),
     SingleCase("unfused attention with dropout", "dropped", "--attention-backend unfused"),
