@@ -8,6 +8,7 @@ end of the interval. --explain takes a row, or a layout such as tp=8,pp=4,micro=
 are those of pretrain (--seq-length, --global-batch-size, --vocab-size ...). See docs/PLANNER.md.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -251,7 +252,10 @@ def _estimates(arguments: PlanArguments, device: Device, work: Workload) -> str:
 
 
 def _written(config: Config, path: Path) -> str:
-    return _write(path, to_toml(config), "--write") + f"; start it with: megatronish pretrain --config {path}"
+    return (
+        _write(path, to_toml(config), "--write")
+        + f"; start it with: megatronish pretrain --config {shlex.quote(str(path))}"
+    )
 
 
 def _write(path: Path, text: str, flag: str) -> str:

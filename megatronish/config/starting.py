@@ -5,6 +5,7 @@ computes come from the model; a flag that sets one of them to another value is a
 reads (dropout, initialisation) may be set to anything. `formats/start.py` reads a `Start` from its files.
 """
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatronish.config.run import CheckpointConfig
 from megatronish.config.tokenizer_names import tokenizer_in
 from megatronish.config.understand import Setting
 from megatronish.errors import UserError
+from megatronish.foreign import shown
 
 TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
 TOKENIZER_FIELDS = ("tokenizer_type", *TOKENIZER_PATHS, *TIKTOKEN_FIELDS)
@@ -87,10 +89,11 @@ def refuse_unknown_block(config: Mapping[str, Any], folder: Path) -> None:
     block = config["model"].get("block", "transformer")
     if block not in BLOCK_NAMES:
         named = config.get("plugins", {}).get("plugin") or ["MODULE"]
-        flags = " ".join(f"--plugin {plugin}" for plugin in named)
+        # The names are of whoever wrote the checkpoint: pasted into a shell, they are one word each.
+        flags = " ".join(f"--plugin {shlex.quote(shown(plugin))}" for plugin in named)
         raise UserError(
-            f"{folder} is of a model with block={block}, which a plug-in of its run registers; add {flags}, which runs "
-            "that code"
+            f"{folder} is of a model with block={shown(block)}, which a plug-in of its run registers; add {flags}, "
+            "which runs that code"
         )
 
 

@@ -4,13 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatronish.costs.memory_table import format_bytes
+from megatronish.foreign import shown
 
 Values = Mapping[str, Any]
+LONGEST = 2000
 
 
 def page(expected: Values, measured: Values) -> str:
-    """The whole page; the arguments are the objects of these names in forecast.json."""
-    return "\n".join(_lines(expected, measured)) + "\n"
+    """The whole page; the arguments are the objects of these names in forecast.json.
+
+    Names of devices and what is said of them are of files by others: each stays on its line, and in its cell.
+    """
+    return "\n".join(shown(line, most=LONGEST) for line in _lines(expected, measured)) + "\n"
 
 
 def _lines(expected: Values, measured: Values) -> Iterator[str]:
@@ -68,4 +73,4 @@ def _traffic(expected: Values, measured: Values) -> Iterator[str]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(row)} |"
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"

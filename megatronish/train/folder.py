@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from megatronish.config.model import ModelConfig
 from megatronish.config.plugins import module_name
 from megatronish.config.starting import function_of
 from megatronish.errors import UserError
+from megatronish.foreign import shown
 
 # Fields outside [model] that a run and its continuation must share. All other fields may differ.
 FIXED = (
@@ -182,7 +184,8 @@ def _missing_plugins(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Complaints about plug-ins that the run had and has not; one that lies elsewhere now is the same by its name."""
     before, after = (config.get("plugins", {}).get("plugin", []) for config in (saved, now))
     present = set(map(module_name, after))
-    return [f"it had --plugin {each}, which is missing" for each in before if module_name(each) not in present]
+    missing = [each for each in before if module_name(each) not in present]
+    return [f"it had --plugin {shlex.quote(shown(each))}, which is missing" for each in missing]
 
 
 def refuse_other_function(saved: dict[str, Any], now: dict[str, Any], *, source: Location) -> None:

@@ -1,6 +1,7 @@
 """The start of a run: its own newest checkpoint, that of --load, a Hugging Face model, or initial weights."""
 
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.run import CheckpointConfig
 from megatronish.errors import UserError
+from megatronish.foreign import shown
 from megatronish.formats import native
 from megatronish.formats.fill import load_weights, open_hf
 from megatronish.formats.start import of_another_format
@@ -191,8 +193,9 @@ def _refuse_other_optimizer(checkpoint: Location, saved: str | None, engine: Eng
     now = engine.optimizer.name
     if saved not in (None, now):
         raise UserError(
-            f"{checkpoint} was written with optimizer={saved}, and this run has optimizer={now}; resume with "
-            f"--optimizer {saved}, or add --no-load-optim, which keeps the weights and resets the optimizer"
+            f"{checkpoint} was written with optimizer={shown(saved)}, and this run has optimizer={now}; resume with "
+            f"--optimizer {shlex.quote(shown(saved))}, or add --no-load-optim, which keeps the weights and resets "
+            "the optimizer"
         )
 
 

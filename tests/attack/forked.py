@@ -20,7 +20,6 @@ from pathlib import Path
 
 import megatronish
 from megatronish.commands import main as command_line
-from megatronish.commands.import_config import run_importer
 from megatronish.launch.local import WARM
 
 MOST_BYTES = 4 << 30
@@ -109,8 +108,7 @@ def _be_command(command: Command, files: tuple[Path, ...]) -> None:
         if command.without_rights:
             drop_rights()
         sys.argv = ["megatronish", *command.argv]
-        kind, _, importer = (command.argv or ("",))[0].partition("-")
-        status = run_importer(importer, list(command.argv[1:])) if kind == "import" else command_line.main()
+        status = command_line.main()
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         if isinstance(ending.code, str):

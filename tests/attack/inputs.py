@@ -212,7 +212,7 @@ def importers(good: Good, folder: Path, numbers: random.Random) -> Input:
     """Configs of others, in YAML and JSON."""
     name, kind = numbers.choice((("axolotl.yml", "axolotl"), ("ds_config.json", "deepspeed")))
     (path,) = good.copy(name, to=folder)
-    return _changed(path, (f"import-{kind}", str(path)), numbers, is_text=True, sure=UNREADABLE)
+    return _changed(path, (f"from-{kind}", str(path)), numbers, is_text=True, sure=UNREADABLE)
 
 
 def flags(good: Good, folder: Path, numbers: random.Random) -> Input:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import time
 import tomllib
 from collections.abc import Iterator
@@ -21,10 +22,12 @@ from megatronish.config.importers.accelerate import TOP as ACCELERATE
 from megatronish.config.importers.axolotl import _OWN, RULES
 from megatronish.config.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO
 from megatronish.config.importers.deepspeed_keys import SCHEDULER_FLAGS
+from megatronish.config.starting import refuse_unknown_block
 from megatronish.errors import UserError
 from megatronish.foreign import MOST_VALUES, parse_json, parse_yaml, shown
 from megatronish.planner.calibrate import to_toml as device_toml
 from megatronish.planner.devices import find_device, read_device
+from megatronish.planner.forecast_page import page
 
 yaml = pytest.importorskip("yaml")
 
@@ -288,3 +291,28 @@ def test_an_odd_value_of_axolotl_is_read_or_refused(lines: str, sentence: str | 
         return
     with pytest.raises(UserError, match=sentence):
         imported("axolotl", tmp_path / "a.yml")
+
+
+def test_what_a_checkpoint_names_is_one_word_of_the_command_that_is_printed(tmp_path: Path) -> None:
+    config = {"model": {"block": "\x1b[2Jmine"}, "plugins": {"plugin": ["a.py; rm -rf ~", "b\nc.py", "$(true).py"]}}
+    with pytest.raises(UserError) as error:
+        refuse_unknown_block(config, tmp_path)
+    words = shlex.split(str(error.value).partition("; add ")[2].partition(", which runs")[0])
+    assert words == ["--plugin", "a.py; rm -rf ~", "--plugin", r"b\nc.py", "--plugin", "$(true).py"]
+    assert str(error.value).isprintable()
+
+
+def test_a_page_of_a_forecast_keeps_names_of_devices_in_their_lines() -> None:
+    odd = "a|b\n# Heading\n<script>"
+    expected = {
+        "layout": odd,
+        "global_batch_size": 4,
+        "memory": {"bytes": 1, "stage": 0, "by_owner": {odd: 1}},
+        "step_seconds": {"low": 1.0, "high": 2.0, "device": odd, "calibrated": odd},
+        "no_traffic": odd,
+    }
+    measured = {"steps": 3, "step_seconds": 1.0, "peak_memory_bytes": 2, "memory_of": odd}
+    lines = page(expected, measured).splitlines()
+    assert sum(line.startswith("#") for line in lines) == 3
+    (row,) = (line for line in lines if line.startswith("| a"))
+    assert row.count("|") == 3
