@@ -81,6 +81,8 @@ def test_ranks_that_make_different_collectives_are_named_at_once(tmp_path: Path)
 
 def test_a_rank_that_ends_with_zero_too_early_has_failed(tmp_path: Path) -> None:
     assert hang(tmp_path, "leaving_early") == "rank 1 failed: it ended with status 0 before the run had finished\n"
+    health = json.loads((tmp_path / "run" / "health.json").read_text())
+    assert health["phase"].startswith("failed: rank 1 failed: it ended with status 0"), health
 
 
 def test_ranks_that_are_all_stopped_are_named_by_their_launcher(tmp_path: Path) -> None:
