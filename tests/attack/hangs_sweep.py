@@ -8,6 +8,7 @@ too. A sound rank that is named alone is the worst: it makes the sweep fail, as 
 """
 
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -15,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hangs
-from jobs import run_job, tiny
+from frozen_disk import disk_that_freezes
+from jobs import SECONDS, run_job, started, tiny
+from ranks import wait_until
 from results import Result, publish
+
+from megatronish.train.folder import last_step
 
 LIMIT = 4.0
 SPARE = 3.0
@@ -33,6 +38,7 @@ class Hang:
     says: str
     flags: str = ""
     args: tuple[str, ...] = ()
+    status: int = 1
 
     @property
     def name(self) -> str:
@@ -63,6 +69,14 @@ SWEEP = [
     Hang("desync", "--tp 2 --pp 2", 2, r"do different things: in collective \d+ of world", args=("more",)),
     Hang("desync", "--tp 2", 1, r"do different things: in collective \d+ of world", args=("gather",)),
     Hang("circle", "--tp 2 --dp 2", 1, r"do different things"),
+    Hang("all_stopped", "--dp 2", 0, r"is silent for \d+ s: process \d+ is stopped by a signal"),
+    Hang("all_stopped", "--tp 2 --pp 2", 3, r"is stopped by a signal"),
+    Hang("all_stopped", "", 0, r"is silent for \d+ s: process \d+ is stopped by a signal", status=-signal.SIGKILL),
+    Hang("keeping_the_lock", "", 0, r"native code may keep Python's lock.*Its stack", status=-signal.SIGKILL),
+    Hang("keeping_the_lock", "--max-restarts 1", 0, r"native code may keep Python's lock.*Its stack"),
+    Hang("keeping_the_lock", "--tp 2", 0, r"native code may keep Python's lock.*Its stack"),
+    Hang("frozen_disk", "--dp 2", 0, r"has not entered"),
+    Hang("frozen_disk", "--tp 2 --pp 2", 0, r"has not entered"),
     Hang("leaving_early", "--dp 2", 1, r"failed: it ended with status 0 before the run had finished"),
     Hang("leaving_early", "--tp 2 --pp 2", 2, r"failed: it ended with status 0 before the run had finished"),
 ]
@@ -76,10 +90,13 @@ def main() -> int:
     print(f"{'hang':44} {'layout':24} rank  told after  verdict")
     for hang in sweep:
         seconds, errors, status = run(hang)
-        sentence = next((line for line in errors.splitlines() if re.search(r"the run |rank \d+ failed", line)), errors)
+        lines = [line for line in errors.splitlines() if re.search(r"the run |rank \d+ (failed|.*is silent)", line)]
+        sentence = next(
+            (line for line in lines if re.search(rf"rank {hang.rank}\b", line)), lines[0] if lines else errors
+        )
         named = re.search(rf"rank {hang.rank}\b", sentence) is not None
         right = named and re.search(hang.says, sentence) is not None
-        in_time = status == 1 and seconds <= LIMIT + SPARE
+        in_time = status == hang.status and seconds <= LIMIT + SPARE
         told, exact = told + (named and in_time), exact + right
         verdict = "exact" if right else "rank right" if named else "WRONG"
         bad, latest = bad + (not (named and in_time)), max(latest, seconds)
@@ -87,13 +104,48 @@ def main() -> int:
         print(f"{hang.name:44} {hang.layout:24} {hang.rank:4}  {seconds:8.1f} s  {verdict}{late}", flush=True)
         if not right:
             print(f"    status {status}: {sentence[:600]}")
+    if not wanted or "stalled_terminal" in wanted:
+        bad += not goes_on_without_a_reader()
     kinds = len({hang.kind for hang in sweep})
     measured = f"of {kinds} kinds; {told} named in time, {exact} exactly; at most {latest:.1f} s, limit {LIMIT:g} s"
     return publish(Result("hangs", len(sweep), bad, measured))
 
 
+def goes_on_without_a_reader() -> bool:
+    """Whether runs whose terminal nobody reads come to their end, with all lines in the log."""
+    for layout in ("", "--dp 2"):
+        with tempfile.TemporaryDirectory() as folder:
+            argv = tiny(Path(folder) / "run", f"{layout} --train-iters 60 --log-interval 1 --hang-seconds {LIMIT}")
+            ended = run_job(argv, Path(folder), plant=hangs.stalled_terminal)
+            has_all = "iteration       60/" in (Path(folder) / "run" / "logs" / "rank_0.log").read_text()
+            print(
+                f"{'stalled_terminal':44} {layout:24}       status {ended.status}, log {'whole' if has_all else 'NOT'}"
+            )
+            if ended.status != 0 or not has_all:
+                return False
+    return True
+
+
+def run_on_frozen_disk(hang: Hang) -> tuple[float, str, int]:
+    """The same where the disk of the run folder does not answer from some step on."""
+    with tempfile.TemporaryDirectory() as folder, disk_that_freezes(Path(folder)) as disk:
+        run = disk.folder / "run"
+        argv = tiny(run, f"{hang.layout} --hang-seconds {LIMIT} --train-iters 100000 --save-interval 12 {hang.flags}")
+        with started(argv, Path(folder)) as job:
+            wait_until(lambda: last_step(run / "metrics.jsonl") > 8, timeout=SECONDS)
+            disk.freeze()
+            began = time.monotonic()
+            wait_until(lambda: "cannot be ended" in job.errors, timeout=SECONDS)
+            seconds, errors = time.monotonic() - began, job.errors
+            status = job.wait()
+            disk.thaw()
+            return seconds, errors, status
+
+
 def run(hang: Hang) -> tuple[float, str, int]:
     """Seconds from the beginning of the hang until the run had ended, what it printed, and its status."""
+    if hang.kind == "frozen_disk":
+        return run_on_frozen_disk(hang)
     with tempfile.TemporaryDirectory() as folder:
         began = Path(folder) / "began"
         iterations = 8 if hang.kind == "at_end" else 30

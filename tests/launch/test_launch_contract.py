@@ -1,5 +1,6 @@
 """Tests of the launch contract (docs/LAUNCH.md) that no other file has: exit statuses, pods without a shared disk."""
 
+import json
 import os
 import re
 import signal
@@ -37,14 +38,22 @@ def has_steps(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists() and len(steps_of(run_dir)) > 1
 
 
+def last_word(run_dir: Path) -> tuple[int, str]:
+    """Step and phase of health.json."""
+    said = json.loads((run_dir / "health.json").read_text())
+    return said["step"], said["phase"]
+
+
 def test_the_exit_status_says_whether_another_start_will_help(tmp_path: Path) -> None:
     argv = tiny(tmp_path / "run", "--tp 2 --train-iters 4 --save-interval 1")
     failed = run_job(argv, tmp_path, plant=fail_at, plant_args=(3,))
     assert failed.status == 1 and "broken" in failed.errors  # retry
+    assert last_word(tmp_path / "run") == (2, "failed: broken")
     wrong = run_job([*argv, "--load", "/nowhere"], tmp_path)
     assert wrong.status == 0, wrong  # the run has begun: its own checkpoints come first
     again = run_job(argv, tmp_path)
     assert again.status == 0 and "finished already: 4 steps of 4 are done" in again.output  # done
+    assert last_word(tmp_path / "run") == (4, "finished")
     never = run_job(tiny(tmp_path / "other", "--load /nowhere --tp 2"), tmp_path)
     assert never.status == 2 and "holds no checkpoint" in never.errors  # never
 
@@ -58,6 +67,7 @@ def test_a_run_that_was_asked_to_leave_says_so_by_its_status(tmp_path: Path, fla
         assert job.wait() == status, job.told
         assert job.errors.strip() in ("", "interrupted") and "SIGTERM or Ctrl-C asked for it" in job.output
     (last,) = re.findall(r"stopped after step (\d+)", job.output)
+    assert last_word(run_dir) == (int(last), "stopped: SIGTERM or Ctrl-C asked for it")
     assert list((run_dir / "checkpoints").glob("step_*")) == [run_dir / "checkpoints" / f"step_{int(last):08d}"]
 
 

@@ -1,6 +1,7 @@
 """Tests of what killed launchers leave in the temporary directory: the next one removes it, and nothing else."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from jobs import run_job, started, tiny
 from ranks import wait_until
 
 from megatronish.launch.leftovers import MEETING, RINGS, remove_leftovers
+from megatronish.watch.shared_ring import SharedRing
 
 
 def names(folder: Path) -> set[str]:
@@ -53,3 +55,27 @@ def test_folders_of_other_users_stay(tmp_path: Path) -> None:
     os.chown(folder, 65534, 65534)
     remove_leftovers(tmp_path)
     assert folder.exists()
+
+
+def test_a_folder_that_another_user_has_prepared_is_not_written_to(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    prepared = tmp_path / "megatronish-rings-1"
+    prepared.mkdir(mode=0o777)
+    prepared.chmod(0o777)
+    (prepared / "ring_0").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        SharedRing(prepared / "ring_0")  # a link in a folder into which all could write
+    assert stat.S_IMODE(prepared.stat().st_mode) == 0o755
+    link = tmp_path / "megatronish-rings-2"
+    link.symlink_to(tmp_path)
+    for folder in (link, prepared):
+        if folder is prepared:
+            if os.getuid() != 0:
+                continue
+            os.chown(folder, 12345, 12345)
+        with pytest.raises(PermissionError, match="another user has made it, or it is a link"):
+            SharedRing(folder / "ring_1")
+    assert victim.read_text() == "precious"
+    SharedRing(tmp_path / "megatronish-rings-3" / "ring_0")
+    assert stat.S_IMODE((tmp_path / "megatronish-rings-3").stat().st_mode) == 0o700

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from launchers import (
 )
 
 from megatronish.errors import UserError
-from megatronish.launch.place import Place, place_from_environment, threads_per_rank
+from megatronish.launch.addresses import address_to_listen_on
+from megatronish.launch.device import meeting_store
+from megatronish.launch.place import (
+    FEWEST_LOCAL_RANKS,
+    Place,
+    place_from_environment,
+    refuse_too_many,
+    threads_per_rank,
+)
 from megatronish.launch.slurm import expand_hosts
 
 
@@ -134,6 +143,43 @@ def test_ranks_started_by_srun_meet(start: Starter) -> None:
     assert [rank.log(i) != "" for i, rank in enumerate(ranks)] == [True, True]
     assert ranks[0].output == "the sum is 1, on 1 thread\n"
     assert ranks[1].output == ""
+
+
+def listens(place: Place) -> int:
+    """Rank 0 prints the addresses at which it listens, as the system writes them."""
+    store = meeting_store(place, timeout_minutes=1.0)
+    sockets = {os.readlink(each)[8:-1] for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    print(*sorted({row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}))
+    assert store is not None
+    store.add("done", 1)
+    while place.rank == 0 and store.add("done", 0) < place.world_size:
+        time.sleep(0.01)
+    return 0
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system does not say who listens")
+def test_the_store_of_a_meeting_on_loopback_listens_on_loopback(start: Starter) -> None:
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [start(2, listens, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].errors
+    assert ranks[0].output == "0100007F\n"  # 127.0.0.1 alone
+
+
+def test_rank_zero_listens_where_the_others_look_for_it() -> None:
+    assert address_to_listen_on("127.0.0.1", is_on_one_machine=False) == "127.0.0.1"
+    assert address_to_listen_on("localhost", is_on_one_machine=False) == "127.0.0.1"
+    assert address_to_listen_on("10.1.2.3", is_on_one_machine=False) == "10.1.2.3"
+    name = socket.gethostname()
+    assert address_to_listen_on(name, is_on_one_machine=False) is None  # other machines may know it otherwise
+
+
+def test_a_plain_start_of_more_ranks_than_the_machine_can_run_is_refused() -> None:
+    refuse_too_many(FEWEST_LOCAL_RANKS)
+    with pytest.raises(
+        UserError, match=r"the layout needs 100000 ranks, and a plain start begins at most \d+ processes"
+    ):
+        refuse_too_many(100_000)
 
 
 def test_a_world_that_does_not_fit_the_layout_is_the_users_to_mend(start: Starter) -> None:

@@ -119,3 +119,23 @@ def test_threads_are_those_of_torch() -> None:
 
 def test_the_source_lies_in_the_package() -> None:
     assert module.SOURCE.is_file() and module.SOURCE.parent.name == "ops"
+
+
+@needs_compiler
+def test_without_a_writable_cache_folder_a_start_builds_once_and_leaves_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in a file
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    code = "from megatronish.ops.native import native; n = native(); assert n.library is not None, n.reason"
+    assert [subprocess.run([sys.executable, "-c", code], check=False).returncode for _ in range(2)] == [0, 0]
+    (folder,) = (tmp_path / "temporary").glob("megatronish-*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and len(list(folder.glob("*.so"))) == 1
+
+
+def test_a_library_in_a_folder_of_another_user_is_not_loaded(empty_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    empty_cache.symlink_to(tmp_path / "elsewhere")
+    assert module.cache_folder() != empty_cache

@@ -1,5 +1,7 @@
 """Hangs that tests plant into a run: each is a function that a job calls before it starts its ranks."""
 
+import ctypes
+import fcntl
 import os
 import signal
 import time
@@ -178,3 +180,28 @@ def leaving_early(rank: int, step: int, file: str) -> None:
 def stopped(rank: int, step: int, file: str) -> None:
     """The rank is stopped by a signal."""
     in_step(rank, step, file, "stop")
+
+
+def all_stopped(_rank: int, step: int, file: str) -> None:
+    """All ranks are stopped by a signal, and the launcher is not."""
+    planted = Planted(0, step, file)
+    _before(Engine, "step", planted.stop, lambda *_, num_steps_done, **__: num_steps_done == step)
+
+
+def keeping_the_lock(_rank: int, step: int, file: str) -> None:
+    """The main thread keeps Python's lock in native code, on all ranks: no other thread of theirs runs."""
+    planted = Planted(0, step, file)
+
+    def act(*_: Any, **__: Any) -> None:
+        planted.begins()
+        ctypes.PyDLL(None).sleep(int(FOREVER))
+
+    _before(Engine, "step", act, lambda *_, num_steps_done, **__: num_steps_done == step)
+
+
+def stalled_terminal(*_: Any) -> None:
+    """Nobody reads the pipe that stdout and stderr are; the beginning is noted nowhere."""
+    _reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    for descriptor in (1, 2):
+        os.dup2(writer, descriptor)

@@ -16,16 +16,20 @@ from megatronish.config.data import DataConfig
 from megatronish.config.dump import section_of
 from megatronish.config.model import ModelConfig
 from megatronish.data.chat.model_files import read_template
-from megatronish.errors import UserError
+from megatronish.errors import UserError, WholeRunError
 from megatronish.formats.hf.config_json import read_json
 from megatronish.formats.peft import config as peft
 from megatronish.formats.safetensors import read_file
 from megatronish.launch.mishaps import is_lost_rank, mishap
+from megatronish.launch.place import Place
+from megatronish.launch.rank import run_rank
 from megatronish.launch.slurm import expand_hosts
 from megatronish.schedule.recorded import Recorded
 from megatronish.tokenizer import build_tokenizer
 from megatronish.train.folder import make_writable
 from megatronish.train.run import draw_curves
+from megatronish.train.watch import lost_rank
+from megatronish.watch.record import RankRecord
 
 MAKE: dict[str, Callable[[Path], None]] = {
     "folder": lambda path: path.mkdir(),
@@ -205,3 +209,21 @@ def test_a_run_folder_that_is_moved_away_is_not_made_again(tmp_path: Path) -> No
     assert ended.status == 1 and "Traceback" not in ended.errors
     assert "it was moved or removed while the run was in it; move it back" in ended.errors
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_rank_that_lost_another_says_in_which_collective_and_with_whom() -> None:
+    record = RankRecord()
+    record.step = 9
+    record.line("dp", [0, 2]).enter("all_reduce", torch.zeros(3))
+    error = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711\nmore")
+    told = lost_rank(record, error)
+    assert "\n" not in told
+    assert "all_reduce 1 of dp (ranks 0, 2) failed in step 9 (Connection closed by peer [10.0.0.2]:4711)" in told
+
+
+def test_a_sentence_about_the_whole_run_accuses_no_rank(tmp_path: Path) -> None:
+    def fail(_place: Place) -> int:
+        raise WholeRunError("the ranks 2, 3 differ")
+
+    ending = run_rank(fail, Place(0, 4, 0, 4), tmp_path)
+    assert (ending.status, ending.message, ending.is_of_run) == (1, "the run failed: the ranks 2, 3 differ", True)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import hangs
-from jobs import SECONDS, run_job, tiny
+from frozen_disk import disk_that_freezes
+from jobs import SECONDS, run_job, started, tiny
 from paths import ROOT
 from ranks import wait_until
 
@@ -22,13 +23,13 @@ LIMIT = 3.0
 LAYOUT = "--tp 2 --train-iters 30 --save-interval 12"
 
 
-def hang(folder: Path, kind: str, *, flags: str = LAYOUT, **options: Any) -> str:
+def hang(folder: Path, kind: str, *, flags: str = LAYOUT, status: int = 1, **options: Any) -> str:
     """What a run prints whose rank 1 hangs so in step 9; asserts that it was told soon, and the status."""
     began = folder / "began"
-    argv = tiny(folder / "run", f"{flags} --hang-seconds {LIMIT}")
+    argv = tiny(folder / "run", f"{flags} --hang-seconds {LIMIT} --hang-seconds-start 60")
     ended = run_job(argv, folder, plant=getattr(hangs, kind), plant_args=(1, 8, str(began), *options.values()))
     seconds = time.monotonic() - float(began.read_text())
-    assert ended.status == 1, ended.errors
+    assert ended.status == status, ended.errors
     assert seconds < LIMIT + 3.0, ended.errors
     return ended.errors
 
@@ -80,6 +81,63 @@ def test_ranks_that_make_different_collectives_are_named_at_once(tmp_path: Path)
 
 def test_a_rank_that_ends_with_zero_too_early_has_failed(tmp_path: Path) -> None:
     assert hang(tmp_path, "leaving_early") == "rank 1 failed: it ended with status 0 before the run had finished\n"
+    health = json.loads((tmp_path / "run" / "health.json").read_text())
+    assert health["phase"].startswith("failed: rank 1 failed: it ended with status 0"), health
+
+
+def test_ranks_that_are_all_stopped_are_named_by_their_launcher(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "all_stopped")
+    for rank in range(2):
+        assert re.search(
+            rf"rank {rank} \(tp {rank}\) is silent for \d s: process \d+ is stopped by a signal\. It", errors
+        )
+    assert errors.startswith("the run hangs: rank 0") and "--hang-seconds" in errors, errors
+
+
+def test_a_single_process_that_keeps_pythons_lock_is_named_with_its_stack(tmp_path: Path) -> None:
+    errors = hang(tmp_path, "keeping_the_lock", flags="--train-iters 30", status=-signal.SIGKILL)
+    assert re.match(r"the run hangs: rank 0 is silent for \d s: process \d+ does not respond: native code may", errors)
+    assert "Its stack: support/hangs.py" in errors, errors
+
+
+def test_a_run_that_was_stopped_with_its_launcher_goes_on(tmp_path: Path) -> None:
+    argv = tiny(tmp_path / "run", f"--dp 2 --train-iters 100 --hang-seconds {LIMIT} --hang-seconds-start 60")
+    with started(argv, tmp_path) as job:
+        assert wait_until(lambda: last_step(tmp_path / "run" / "metrics.jsonl") > 2, timeout=SECONDS)
+        assert job.process.pid is not None
+        os.killpg(job.process.pid, signal.SIGSTOP)  # as Ctrl-Z does
+        time.sleep(LIMIT + 3.0)
+        os.killpg(job.process.pid, signal.SIGCONT)
+        assert job.wait() == 0, job.told
+
+
+def test_a_disk_that_does_not_answer_is_told_before_its_ranks_can_end_and_then_the_run_begins_again(
+    tmp_path: Path,
+) -> None:
+    with disk_that_freezes(tmp_path) as disk:
+        run = disk.folder / "run"
+        flags = "--dp 2 --train-iters 100000 --save-interval 5 --max-restarts 2"
+        argv = tiny(run, f"{flags} --hang-seconds {LIMIT} --hang-seconds-start 60")
+        with started(argv, tmp_path) as job:
+            assert wait_until(lambda: last_step(run / "metrics.jsonl") > 12, timeout=SECONDS), job.told
+            disk.freeze()
+            since = time.monotonic()
+            assert wait_until(lambda: "the run hangs: rank " in job.errors, timeout=SECONDS)
+            assert time.monotonic() - since < LIMIT + 3.0, job.errors
+            assert wait_until(lambda: "cannot be ended as long as the disk" in job.errors), job.errors
+            disk.thaw()
+            assert wait_until(lambda: "restart 1 of 2, after step" in job.errors, timeout=SECONDS), job.errors
+            job.signal(signal.SIGTERM)
+            job.wait()
+
+
+def test_a_reader_that_stops_reading_ends_no_run(tmp_path: Path) -> None:
+    argv = tiny(tmp_path / "run", f"--dp 2 --train-iters 40 --log-interval 1 --hang-seconds {LIMIT}")
+    argv += ["--hang-seconds-start", "60", "--hang-seconds-save", "60"]
+    ended = run_job(argv, tmp_path, plant=hangs.stalled_terminal)
+    assert ended.status == 0
+    assert last_step(tmp_path / "run" / "metrics.jsonl") == 40
+    assert " iteration       40/      40 " in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
 def test_a_rank_names_the_stopped_one_that_keeps_the_store_in_which_they_meet(tmp_path: Path) -> None:
