@@ -4,19 +4,14 @@ What has no counterpart is listed in comments at the end of the TOML. Exit statu
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the package is not installed
 
 from megatronish.commands.main import ended
 
-
-def main() -> int:
-    """The exit status."""
-    from megatronish.config.importers.command import run_importer  # late: what is missing for it is told by `ended`
-
-    return run_importer("deepspeed", sys.argv[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    # Imported late: a library that is missing for it is named by `ended`.
+    command = "megatronish.config.importers.command"
+    sys.exit(ended(lambda: int(import_module(command).run_importer("deepspeed", sys.argv[1:]))))
