@@ -155,7 +155,7 @@ def data_files(word: str, field: str, *, is_alone: bool) -> list[str]:
     chosen: list[str] = []
 
     def choose(files: Sequence[str]) -> list[str]:
-        wanted = [name.file] if name.file in files else [] if name.file else _of_split(files, field)
+        wanted = _of_split(files, field) if name.file is None else [file for file in files if file == name.file]
         if not wanted or (len(wanted) > 1 and not is_alone):
             found = [file for file in files if file.endswith(DATA)] or sorted(files)
             raise UserError(
@@ -323,7 +323,7 @@ def _why(error: Exception, hub: Hub, name: HubName, kind: RepoType) -> str:
             f"token that may read it; {other}"
         )
     if isinstance(error, errors.RepositoryNotFoundError | errors.EntryNotFoundError) and _status(error):
-        return f"does not exist here and no {kind} of {there}; correct the name, or name a folder"
+        return f"does not exist here and is no {kind} of {there}; correct the name, or name a folder"
     if isinstance(error, errors.HFValidationError):
         return "does not exist here, and cannot be the name of a repository; correct it"
     if isinstance(error, OSError) and error.errno is not None and error.strerror and not _status(error):

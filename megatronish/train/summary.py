@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatronish.config.config import Config
+from megatronish.config.hub import name_of
 from megatronish.costs.adapters import adapter_table
 from megatronish.costs.flops import model_flops_per_token
 from megatronish.costs.memory import bytes_of_uneven_load
@@ -37,8 +38,9 @@ OVER_CP = {
 def dry_run(config: Config, notes: Sequence[str]) -> int:
     """Print the first lines and start nothing; returns the exit status. UserError if a file is missing."""
     vocab_size = build_tokenizer(config.data).vocab_size
-    if config.checkpoint.load_hf is not None:
-        open_hf(Path(config.checkpoint.load_hf))
+    load_hf = config.checkpoint.load_hf
+    if load_hf is not None and name_of(load_hf) == load_hf:  # of what the hub has, weights are not fetched for that
+        open_hf(Path(load_hf))
     uses_cuda, own_notes = config.parallel.device != "cpu" and torch.cuda.is_available(), [*notes]
     if uses_cuda and config.parallel.device == "auto":
         num_ranks = config.layout.world_size

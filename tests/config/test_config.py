@@ -197,12 +197,13 @@ def test_problems_of_file_flags_and_rules_come_together(tmp_path: Path) -> None:
         "--skip-train is refused: use tools/evaluate.py",
         "--lrr is not a flag; did you mean --lr?",
         "seq_length=-1 must be at least 1",
-        "num_layers is not given; set it in [model] of the config file, or add --num-layers",
+        "micro_batch_size is not given; set it in [training] of the config file, or add --micro-batch-size",
         "the length of the run is not given; add --train-iters, --train-samples or --num-epochs",
         "no data is given",
     ):
         assert sentence in told
-    assert "num_attention_heads is not given" not in told
+    for name in ("num_attention_heads", "num_layers", "lr"):  # given, and wrong or misspelled
+        assert f"{name} is not given" not in told
 
 
 def test_the_error_counts_its_problems() -> None:

@@ -133,6 +133,13 @@ def test_a_run_starts_from_a_model_and_chats_of_the_hub_and_resumes_without_it(h
     assert "continuing from" in found.output and "changed since: training.train_iters 1 -> 2\n" in found.output
 
 
+def test_a_dry_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:
+    number, argv = len(hub.asked), ["--train-iters", "1", "--lr", "0.1", "--micro-batch-size", "1", "--device", "cpu"]
+    found = called(hub.url, tmp_path, "pretrain", "--load-hf", "org/tiny", "--mock-data", "--dry-run", *argv)
+    assert found.status == 0, found
+    assert hub.asked[number:] and not [path for path in hub.asked[number:] if "model.safetensors" in path]
+
+
 def test_a_model_of_the_hub_is_converted_and_generates(hub: Hub, tmp_path: Path) -> None:
     save = tmp_path / "ours"
     found = called(
@@ -147,7 +154,7 @@ def test_a_model_of_the_hub_is_converted_and_generates(hub: Hub, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("org/gone", "is no folder here and no model of"),
+        ("org/gone", "does not exist here and is no model of"),
         ("org/tiny@other", "org/tiny has no revision other"),
         ("org/private", "set HF_TOKEN to a token that may read it"),
         ("org/gated", "without its owner's consent"),
