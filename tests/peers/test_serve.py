@@ -1,6 +1,7 @@
 """Tests of `megatronish serve` with the official client of OpenAI, and the real server in a process of its own."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -182,3 +183,11 @@ def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path: Path, 
         with pytest.raises(openai.BadRequestError) as error:
             asked(plain)
         assert "has no chat template; name one with --chat-template" in json.dumps(error.value.body)
+
+
+def test_other_hosts_and_large_requests_are_refused(folder: Path) -> None:
+    with served(folder, "--max-request-bytes 5000") as client:
+        for headers, body, status in (({"Host": "evil.example"}, "{}", 403), ({}, "x" * 6000, 413), ({}, "{}", 400)):
+            connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=60)
+            connection.request("POST", "/v1/completions", body=body, headers=headers)
+            assert connection.getresponse().status == status
