@@ -21,7 +21,10 @@ _ELSEWHERE = (
     (re.compile(r"\b((?:\w+[_-])?(?:password|passwd|passphrase|secret|api_?key|access_?key|auth_?token|access_?token)"
                 r"(?:[_-]\w+)?=)(?!\*\*\*)[^\s,;&#'\"]+", re.IGNORECASE), rf"\1{STARS}"),
     (re.compile(r"(\bBearer )[\w.~+/-]{8,}=*"), rf"\1{STARS}"),
-    (re.compile(r"\b(hf_|gh[pousr]_|github_pat_|glpat-|sk-|AKIA|ASIA)[\w-]{16,}"), rf"\1{STARS}"),
+    # Tokens by their makers' beginnings: no words between strokes, which a path like hf_wikipedia_english_text has.
+    (re.compile(r"\b(hf_|gh[pousr]_|sk-)[A-Za-z0-9]{20,}(?![\w-])"), rf"\1{STARS}"),
+    (re.compile(r"\b(github_pat_|glpat-|sk-proj-|sk-ant-)[\w-]{20,}"), rf"\1{STARS}"),
+    (re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{16}(?!\w)"), rf"\1{STARS}"),
 )  # fmt: skip
 
 

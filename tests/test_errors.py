@@ -38,6 +38,8 @@ PW = "PeW0rd"
         ("ssh://git@host/x", "ssh://git@host/x"),
         ("sample_tokens=200 eos_token=</s> num_tokens=5", "sample_tokens=200 eos_token=</s> num_tokens=5"),
         ("tcp://host:29500", "tcp://host:29500"),
+        ("data/hf_wikipedia_english_document", "data/hf_wikipedia_english_document"),
+        ("runs/sk-learning-rate-of-1e-3-again", "runs/sk-learning-rate-of-1e-3-again"),
     ],
 )
 def test_passwords_are_stars(text: str, shown: str) -> None:
