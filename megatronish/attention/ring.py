@@ -78,8 +78,11 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
         return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]
     found = [
         Tile(queries, keys, mask.between(query_places, key_places), query_places.start, key_places.start)
-        for queries, query_places in ((front, mine.front), (back, mine.back))
-        for keys, key_places in ((back, theirs.back), (front, theirs.front))
+        for queries, query_places, key_chunks in (
+            (front, mine.front, ((front, theirs.front), (back, theirs.back))),
+            (back, mine.back, ((back, theirs.back), (front, theirs.front))),
+        )
+        for keys, key_places in key_chunks
     ]
     return [each for each in found if each.block_mask != "nothing"]
 

@@ -67,6 +67,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
     notes += _idle_experts(config)
+    if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
+        config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         given = config.data.vocab_size

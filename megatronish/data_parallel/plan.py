@@ -96,19 +96,22 @@ def plan_buckets(
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
     Parameters and parts begin at multiples of `alignment` elements. Integers, which only a `Product` can read, lie in
-    buckets of their own. Large buckets serve the exchange of data ranks. Without it, those on a CPU are smaller:
-    gradients take memory from the heap while activations are given back piece by piece, and small ones fit into holes.
+    buckets of their own. So does each tied parameter, in an order of names: the stages that hold it add up whole
+    buckets, and on each of them its gradient comes from other actions. Large buckets serve the exchange of data ranks.
+    Without it, those on a CPU are smaller: gradients take memory from the heap while activations are given back piece
+    by piece, and small ones fit into holes.
     """
     order = list(domains)
 
-    def kind(name: str) -> tuple[str, int, bool, list[str], bool, list[str]]:
+    def kind(name: str) -> tuple[str, int, bool, list[str], bool, list[str], str]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
         sharding, parameter = shardings[name], parameters[name]
         integers = "" if parameter.is_floating_point() else str(parameter.dtype)
         domain = domains[sharding.domain]
         is_tied = sharding.tied and domain.embedding.size > 1
         partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
-        return integers, order.index(domain.name), is_tied, partial_over, not sharding.cuts, sorted(sharding.cut_axes)
+        cut_axes, alone = sorted(sharding.cut_axes), name if is_tied else ""
+        return integers, order.index(domain.name), is_tied, partial_over, not sharding.cuts, cut_axes, alone
 
     plans = []
     last_first = list(parameters)[::-1]

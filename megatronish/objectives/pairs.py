@@ -63,6 +63,24 @@ class PairObjective(Protocol):
 AnyObjective = Objective | LogitsObjective | PairObjective
 
 
+TIE = 1e-6
+"""Share of log-probabilities that their rounding in fp32 may be."""
+
+
+def _preferred(margins: Tensor, scores: PairScores) -> Tensor:
+    """[P]: 1 where the chosen completion has the larger reward, 0 where the rejected one has, 1/2 where they are tied.
+
+    Rewards relative to a reference are tied where both completions are as probable as in the reference, but for
+    rounding: while the policy equals it, each sign is that of noise, and another in each layout.
+    """
+    of_margins = (margins.sign() + 1) / 2
+    if scores.pairs.reference is None:
+        return of_margins
+    log_probs = scores.log_probs.detach()
+    is_same = ((log_probs - scores.pairs.reference).abs() <= TIE * log_probs.abs()).all(1)
+    return of_margins.masked_fill(is_same, 0.5)
+
+
 class Pairwise:
     """Base of the objectives of a chosen and a rejected completion: `losses` and `rewards` are theirs."""
 
@@ -97,7 +115,7 @@ class Pairwise:
             chosen.sum(),
             rejected.sum(),
             (chosen - rejected).sum(),
-            (chosen > rejected).float().sum(),
+            _preferred(chosen - rejected, scores).sum(),
             log_probs[0],
             log_probs[1],
         )

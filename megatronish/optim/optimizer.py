@@ -88,11 +88,11 @@ class Optimizer:
         `decoupled_learning_rate` is that of word embedding and output layer, with --decoupled-lr.
         """
         self._num_steps += 1
-        assert "vocabulary" not in self.updates or decoupled_learning_rate, "--decoupled-lr has a schedule of its own"
-        rates: dict[Rate, float] = {
-            "usual": learning_rate,
-            "vocabulary": decoupled_learning_rate or 0.0,
-            "lora_b": learning_rate * (self.loraplus_lr_ratio or 1.0),
-        }
+        rates: dict[Rate, float] = {"usual": learning_rate}
+        if decoupled_learning_rate is not None:  # 0 is a rate: that of the first step of a warm-up
+            rates["vocabulary"] = decoupled_learning_rate
+        if self.loraplus_lr_ratio is not None:
+            rates["lora_b"] = learning_rate * self.loraplus_lr_ratio
+        assert rates.keys() >= self.updates.keys(), "--decoupled-lr has a schedule of its own"
         for rate, update in self.updates.items():
             update.step(learning_rate=rates[rate], weight_decay=weight_decay)

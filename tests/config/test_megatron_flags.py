@@ -25,6 +25,7 @@ from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.config.read import ConfigError, ReadConfig, read_config
 from megatronish.config.settings import flags_of
 from megatronish.config.suggest import nearest_name
+from megatronish.train.summary import first_lines
 
 NAMES = [flag.removeprefix("--") for flag in (GOLDEN / "megatron_flags.txt").read_text().split()]
 LAUNCHED = json.loads((GOLDEN / "launch_flags.json").read_text())
@@ -143,6 +144,10 @@ def test_settings_of_experts_are_idle_in_a_dense_model() -> None:
     flags = "--moe-router-topk 4 --expert-model-parallel-size 8 --moe-grouped-gemm"
     notes = read(flags).notes
     assert "moe_router_topk=4, expert_model_parallel_size=8: idle, as --num-experts is not given" in notes
+    for sizes in ("--etp 4", "--tp 2 --etp 8 --ep 16", "--etp 3 --zero-stage 3 --dp 2 --dp-replicate 2"):
+        found = read(f"{sizes} --moe-ffn-hidden-size 7 --moe-shared-expert-intermediate-size 8")
+        assert tuple(found.config.parallel.expert_layout) == (1, found.config.layout.tp), sizes
+        assert "parameters: " in first_lines(found.config, vocab_size=64, device="cpu")
     other = (
         "--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-bias-update-rate 0.5"
     )

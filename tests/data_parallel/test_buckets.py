@@ -186,6 +186,38 @@ def test_buckets_are_reduced_in_one_order_whatever_order_they_are_ready_in() -> 
     assert views["unused"].tolist() == [0, 0]
 
 
+def add_up_tied(place: Place) -> tuple[list[tuple[str, ...]], dict[str, list[float]]]:
+    """Two tied parameters whose gradients come from one action on the first stage, and from two on the last.
+
+    So it is under zb-h1: an embedding's gradient comes from B, an output layer's from W.
+    """
+    mesh = Mesh.start(Layout(pp=2), rank=place.rank, init_method=place.rendezvous)
+    own = {"first": 8} if place.rank == 0 else {"last": 12}
+    parameters = zeros(
+        **({"tokens": 3} | own | {"other": 5} if place.rank == 0 else {"other": 5} | own | {"tokens": 3})
+    )
+    tied = {name: Sharding((size,), tied=True) for name, size in (("tokens", 3), ("other", 5))}
+    kinds = {"tokens": "B", "other": "B" if place.rank == 0 else "W"}
+    sources = {name: frozenset({(0, kinds.get(name, "B"))}) for name in parameters}
+    embedding = mesh.domains["dense"].embedding
+    buckets = buckets_of(parameters, tied, embedding=embedding, sources=sources, bucket_size=100)
+    buckets.zero()
+    for name, view in views_of(buckets).items():
+        view.fill_(ord(name[0]) + place.rank)
+    buckets.finish_reduction()
+    names = [bucket.plan.names for bucket in buckets.buckets if bucket.plan.sharding.tied]
+    return names, {name: view.tolist() for name, view in views_of(buckets).items()}
+
+
+def test_two_tied_parameters_are_summed_over_stages_that_meet_them_in_other_actions() -> None:
+    (names, first), (same_names, last) = run_ranks(2, add_up_tied)
+    assert names == same_names == [("other",), ("tokens",)]
+    for found, own in ((first, "first"), (last, "last")):
+        assert found["tokens"] == [2.0 * ord("t") + 1] * 3
+        assert found["other"] == [2.0 * ord("o") + 1] * 5
+        assert set(found[own]) == {float(ord(own[0]) + (own == "last"))}
+
+
 def test_a_bucket_closes_once_it_is_large_enough() -> None:
     buckets = buckets_of(zeros(a=5, b=1, c=3, d=9, e=2), bucket_size=4)
     assert [bucket.plan.names for bucket in buckets.buckets] == [("e", "d"), ("c", "b"), ("a",)]

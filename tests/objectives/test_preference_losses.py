@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.mesh import Axis
+from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
 from megatronish.objectives.causal_lm import CausalLM
 from megatronish.objectives.cpo import CPO, SimPO
@@ -17,6 +19,7 @@ from megatronish.objectives.dpo import DPO, IPO
 from megatronish.objectives.kto import KTO
 from megatronish.objectives.orpo import ORPO
 from megatronish.objectives.pairs import PairObjective, PairScores, counted_once, pair_scores
+from megatronish.train.preparation import PairPreparation, Scorer
 
 CP = Axis("cp")
 P = 5
@@ -136,6 +139,33 @@ def test_what_is_reported_is_rewards_and_log_probabilities() -> None:
     assert found["rewards/margins"] == pytest.approx(0.4 * (ratios[:, 0] - ratios[:, 1]).mean().item(), abs=1e-5)
     assert found["rewards/accuracies"] == 0.0
     assert found["logps/rejected"] == pytest.approx(log_probs[:, 1].mean().item(), rel=1e-5)
+
+
+def test_completions_as_probable_as_in_the_reference_are_tied_whatever_rounding_says() -> None:
+    log_probs = drawn().detach()
+    noise = 1 + 2e-7 * torch.tensor([[1, -1], [-1, 1], [0, 0], [1, 1], [2, -2]])
+    pairs = CompletionPairs(torch.empty(0), LENGTHS, TEXTS, LABELS, log_probs * noise, NUMBERS)
+    for objective in (DPO(beta=0.4), IPO(beta=0.4)):
+        sums = objective.sums_of_pairs(PairScores(log_probs, 2 * log_probs, pairs))
+        assert sums["rewards/accuracies"].item() == P / 2
+    away = replace(pairs, reference=log_probs - torch.tensor([[1e-2, 0.0]] * 2 + [[0.0, 1e-2]] + [[0.0, 0.0]] * 2))
+    assert DPO(beta=0.4).sums_of_pairs(PairScores(log_probs, log_probs, away))["rewards/accuracies"].item() == 3.0
+    alike = torch.full((P, 2), -3.0)
+    same = CompletionPairs(torch.empty(0), LENGTHS[:, :1].expand(P, 2), TEXTS, LABELS, None, NUMBERS)
+    assert SimPO(beta=2.0).sums_of_pairs(PairScores(alike, alike, same))["rewards/accuracies"].item() == P / 2
+
+
+@pytest.mark.parametrize(("moved", "kl"), [(-0.75, 0.0), (0.75, 0.75)])
+def test_the_point_of_comparison_of_kto_is_a_mean_log_ratio_and_not_below_zero(moved: float, kl: float) -> None:
+    pairs = CompletionPairs(torch.empty(0), LENGTHS, TEXTS, LABELS, torch.zeros(P, 2))
+    places = torch.arange(4).expand(P, 4)
+    batch = MicroBatch(places, places, places > 0, places, torch.arange(P)).with_pairs(pairs)
+    reference = torch.linspace(-9.0, -1.0, 2 * P).view(P, 2)
+    mesh = cast(Mesh, SimpleNamespace(device=torch.device("cpu"), dp=Axis("dp")))
+    policy = cast(Scorer, lambda batches: [reference + moved + torch.tensor([[3.0, 0.0]]) for _ in batches])
+    prepare = PairPreparation(mesh, policy, lambda batches: [reference for _ in batches], needs_kl=True)
+    for prepared in prepare([batch, batch]):
+        assert prepared.pairs is not None and prepared.pairs.of_step.kl == pytest.approx(kl)
 
 
 def test_kto_reports_means_of_the_wanted_and_of_the_unwanted() -> None:
