@@ -102,8 +102,12 @@ def test_products_in_place_count_and_a_product_without_a_formula_is_told() -> No
 
 
 def test_what_is_a_product_is_known_by_its_name() -> None:
-    products = "mm addmm_ bmm baddbmm _scaled_mm _int_mm _weight_int4pack_mm _scaled_grouped_mm mv addmv dot vdot linear"
-    products += " mkldnn_linear convolution conv2d matmul _scaled_dot_product_flash_attention _efficient_attention_forward"
+    products = (
+        "mm addmm_ bmm baddbmm _scaled_mm _int_mm _weight_int4pack_mm _scaled_grouped_mm mv addmv dot vdot linear"
+    )
+    products += (
+        " mkldnn_linear convolution conv2d matmul _scaled_dot_product_flash_attention _efficient_attention_forward"
+    )
     others = "add mul softmax _softmax embedding common_device commit linalg_vector_norm linspace cumsum index_add norm"
     others += " native_dropout comm_out sum mean stack"
     assert [name for name in products.split() if not is_product(name)] == []

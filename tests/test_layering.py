@@ -24,7 +24,7 @@ ROWS = (
     ("watch",),
     ("mesh",),
     (
-        *("comm", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
+        *("comm", "pinned", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
         *("tokenizer", "tiktoken_file", "control_tokens"),
     ),
     ("ops", "costs"),

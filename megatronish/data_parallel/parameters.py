@@ -41,6 +41,7 @@ class FlatParameters:
         shards: dict[str, Shard] = {}
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
+        offloaded = _offloaded(plans, parameters, settings.masters_on)
         for number, plan in enumerate(self.plans):
             # The values of the bucket in fp32, rounded once into the buffer that the model computes with. Integers are
             # a stored form (quantised weights) and stay what they are.
@@ -51,7 +52,11 @@ class FlatParameters:
             flat = values.to(settings.dtype) if first.is_floating_point() else values
             learns = number < self._num_learning
             apart = learns and (settings.dtype != torch.float32 or settings.masters_on is not None)
-            master = _away(plan.part(values), settings.masters_on) if apart else plan.part(flat)
+            if apart:
+                part = plan.part(values)
+                master = offloaded[number].copy_(part) if offloaded else part.clone()
+            else:
+                master = plan.part(flat)
             # The model's parameters become views of the buffer.
             for name, view in plan.views(flat, parameters).items():
                 parameters[name].data = view
@@ -97,6 +102,11 @@ class FlatParameters:
             self.wait_for(names)
 
 
-def _away(part: Tensor, device: torch.device | None) -> Tensor:
-    """A copy of its own, there."""
-    return part.clone() if device is None else memory_on(device, part).copy_(part)
+def _offloaded(
+    plans: Sequence[BucketPlan], parameters: Mapping[str, nn.Parameter], masters_on: torch.device | None
+) -> list[Tensor]:
+    """Memory for the masters of these buckets, where they are to live apart from the model; else none."""
+    if masters_on is None:
+        return []
+    shapes = [torch.empty(1, device=parameters[plan.names[0]].device).expand(plan.part_size) for plan in plans]
+    return memory_on(masters_on, shapes)

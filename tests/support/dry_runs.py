@@ -17,8 +17,7 @@ library = load_fake_cuda()  # before torch is imported
 
 from dry_afterwards import all_that_follows, planted  # noqa: E402
 from dry_cases import CASES, SINGLE, Case, SingleCase  # noqa: E402
-from dry_generation import CASES as generations  # noqa: E402
-from dry_generation import generation_of  # noqa: E402
+from dry_generation import GENERATIONS, generation_of  # noqa: E402
 
 from megatronish.commands.configuration import read_config  # noqa: E402
 from megatronish.dry_run.rank import PlannedRun, hooks_alone, run_rank  # noqa: E402
@@ -31,7 +30,11 @@ def result_of(case: Case | SingleCase, *, whole: bool) -> dict[str, Any]:
     assert config.data.vocab_size is not None
     planned = PlannedRun(config, config.data.vocab_size, "cuda")
     try:
-        return json_of(planned, [with_expected(planned, run_rank(planned, case.rank, then=all_that_follows if whole else hooks_alone))], notes=[])["ranks"][0]
+        return json_of(
+            planned,
+            [with_expected(planned, run_rank(planned, case.rank, then=all_that_follows if whole else hooks_alone))],
+            notes=[],
+        )["ranks"][0]
     except Exception:
         return {"error": traceback.format_exc()}
 
@@ -49,7 +52,7 @@ if __name__ == "__main__":
     library.install_fake_cuda()
     for word in sys.argv[1:]:
         if word == "generation":
-            found = {case.name: generation_of(case) for case in generations}
+            found = {case.name: generation_of(case) for case in GENERATIONS}
             print(json.dumps([word, found]), flush=True)
         elif word == "planted":
             print(json.dumps([word, said_of_mistakes()]), flush=True)
