@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 from dry_cases import CASES, FEW, KERNELS, LAYOUTS, SINGLE, Case, SingleCase, choices
-from dry_generation import CASES as generations
-from dry_generation import ENDS, NUM_TOKENS
+from dry_generation import ENDS, GENERATIONS, NUM_TOKENS
 from pairwise import covered_pairs, possible_pairs
 from paths import ROOT, TESTS
 
+from megatronish.commands.configuration import read_config
+from megatronish.costs.flops import hardware_flops_per_token
 from megatronish.ops.build import BuildError, find_compiler
 
 ALL = [*CASES, *SINGLE]
@@ -99,7 +100,7 @@ def test_mistakes_that_a_gpu_would_find_are_found(lines: list[tuple[int | str, A
 
 def test_generation_waits_once_a_token_and_has_no_kernel_planned(lines: list[tuple[int | str, Any]]) -> None:
     """Once on each rank, for the tokens, also when a text ends or the cache is full; nor does decoding ask cuDNN."""
-    cases = {case.name: case for case in generations}
+    cases = {case.name: case for case in GENERATIONS}
     (found,) = [result for word, result in lines if word == "generation"]
     assert found.keys() == cases.keys()
     for name, result in found.items():
@@ -121,6 +122,18 @@ def test_the_host_waits_once_a_step_and_once_a_layer_of_experts(results: Results
         for site, number in result["host_waits"].items():
             waits[site.split(":")[0].split(" ")[0]] += number
         assert waits == case.waits, case.name
+
+
+def test_flops_of_experts_are_counted_to_the_digit(results: Results) -> None:
+    """By torch's grouped product and, in fp32, by a loop that adds up weight gradients in place."""
+    found = {case.name: (case, result) for case, result in results if case.name.startswith("Qwen3-30B-A3B")}
+    assert len(found) == 2
+    for case, result in found.values():
+        config = read_config(case.argv).config
+        length, step = config.training.seq_length, config.global_batch_size
+        token = hardware_flops_per_token(config.model, padded_vocab_size=1024, seq_length=length, attention="full")
+        assert sum(result["flops"].values()) == token * length * step, case.name
+        assert not result["uncounted_products"]
 
 
 def test_bytes_by_axis_equal_the_formulas(results: Results) -> None:

@@ -25,7 +25,7 @@ ROWS = (
     ("watch",),
     ("mesh",),
     (
-        *("comm", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
+        *("comm", "pinned", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
         *("tokenizer", "tokenizer_trial", "tiktoken_file", "control_tokens"),
     ),
     ("ops", "costs"),

@@ -6,7 +6,7 @@ of all ranks call the same collectives in the same order, and the buffers of one
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatronish.checkpoint.tensors import GlobalTensor
+from megatronish.pinned import Form, pinned_zeros
 
 T = TypeVar("T")
 
@@ -27,18 +28,22 @@ class HostCopies:
 
     def of(self, tensors: dict[str, GlobalTensor]) -> dict[str, GlobalTensor]:
         """Copies of the tensors that this rank writes. They overwrite the copies of the call before."""
-        copies = {}
-        for name, tensor in tensors.items():
-            local = tensor.local
-            if not tensor.writes:
-                continue
-            if name not in self._buffers:
-                self._buffers[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            copies[name] = replace(tensor, local=self._buffers[name].copy_(local, non_blocking=True))
+        written = {name: tensor for name, tensor in tensors.items() if tensor.writes}
+        self._make([(name, each.local) for name, each in written.items() if name not in self._buffers])
+        copies = {
+            name: replace(tensor, local=self._buffers[name].copy_(tensor.local, non_blocking=True))
+            for name, tensor in written.items()
+        }
         # Copies from a GPU are asynchronous: training may change the tensors only after they are complete.
         if any(tensor.local.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         return copies
+
+    def _make(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Make buffers, those for GPU tensors together."""
+        forms = {name: Form(tuple(each.shape), each.dtype) for name, each in tensors if each.is_cuda}
+        self._buffers |= dict(zip(forms, pinned_zeros(list(forms.values())), strict=True))
+        self._buffers |= {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors if not each.is_cuda}
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

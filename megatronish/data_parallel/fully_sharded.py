@@ -92,7 +92,7 @@ class FullySharded:
             _let_add_up(kept[name], in_=total)
         self._masters: dict[str, Tensor] = {}
         if settings.masters_on is not None:
-            self._masters = self._views([memory_on(settings.masters_on, each) for each in self._sums])
+            self._masters = self._views(memory_on(settings.masters_on, self._sums))
             for name, master in self._masters.items():
                 master.copy_(self._rows[name])
         self._offloaded = OffloadedGradients(self._sums, settings.masters_on)

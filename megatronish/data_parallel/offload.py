@@ -10,11 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatronish.pinned import Form, pinned_zeros
 
-def memory_on(device: torch.device, like: Tensor) -> Tensor:
-    """Zeros of this shape there; in memory that a GPU can copy from and to without waiting if it is the CPU's."""
-    pin_memory = like.device.type == "cuda" and device.type == "cpu"
-    return torch.zeros(like.shape, dtype=like.dtype, device=device, pin_memory=pin_memory)
+
+def memory_on(device: torch.device, like: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros of these shapes there; in memory that a GPU can copy from and to without waiting if it is the CPU's."""
+    if device.type == "cpu" and any(each.device.type == "cuda" for each in like):
+        return pinned_zeros([Form(tuple(each.shape), each.dtype) for each in like])
+    return [torch.zeros(each.shape, dtype=each.dtype, device=device) for each in like]
 
 
 class OffloadedGradients:
@@ -22,7 +25,7 @@ class OffloadedGradients:
 
     def __init__(self, gradients: Sequence[Tensor], masters_on: torch.device | None) -> None:
         self._gradients, self._are_apart, self._factor = gradients, masters_on is not None, 1.0
-        self.tensors = gradients if masters_on is None else [memory_on(masters_on, each) for each in gradients]
+        self.tensors = gradients if masters_on is None else memory_on(masters_on, gradients)
 
     def start(self) -> None:
         """Start to copy: the gradients are summed."""

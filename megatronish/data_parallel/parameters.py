@@ -26,8 +26,8 @@ from megatronish.sharding import Shard, Sharding, fill_zeros, flat_pieces
 class FlatParameters:
     """Parameters in flat buffers of `settings.dtype` (integers: of their own), with the initial values of a seed.
 
-    Without `seed` they are zeros. `shards` is what this rank keeps of each, `masters` the flat tensors these are views of. Unless
-    `settings.overlap_gather`, `gather` waits for what it gathers.
+    Without `seed` they are zeros. `shards` is what this rank keeps of each, `masters` the flat tensors these are views
+    of. Unless `settings.overlap_gather`, `gather` waits for what it gathers.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class FlatParameters:
         shards: dict[str, Shard] = {}
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
+        offloaded = _offloaded(plans, parameters, settings.masters_on)
         for number, plan in enumerate(self.plans):
             # Values are drawn in fp32 and rounded once: those of a master into the buffer that the model computes with,
             # those of what is frozen as they are drawn. Integers are a stored form (quantised weights), for a loader.
@@ -60,7 +61,12 @@ class FlatParameters:
                 for name, view in plan.views(values, parameters).items():
                     fill_zeros(view, shardings[name], domains, names=(seed, "init", name))
             flat = values.to(dtype)
-            master = _away(plan.part(values), settings.masters_on) if apart else plan.part(flat)
+            if not apart:
+                master = plan.part(flat)
+            elif offloaded:
+                master = offloaded[number].copy_(plan.part(values))
+            else:
+                master = plan.part(values).clone()
             del values
             # The model's parameters become views of the buffer.
             for name, view in plan.views(flat, parameters).items():
@@ -107,6 +113,11 @@ class FlatParameters:
             self.wait_for(names)
 
 
-def _away(part: Tensor, device: torch.device | None) -> Tensor:
-    """A copy of its own, there."""
-    return part.clone() if device is None else memory_on(device, part).copy_(part)
+def _offloaded(
+    plans: Sequence[BucketPlan], parameters: Mapping[str, nn.Parameter], masters_on: torch.device | None
+) -> list[Tensor]:
+    """Memory for the masters of these buckets, where they are to live apart from the model; else none."""
+    if masters_on is None:
+        return []
+    shapes = [torch.empty(1, device=parameters[plan.names[0]].device).expand(plan.part_size) for plan in plans]
+    return memory_on(masters_on, shapes)

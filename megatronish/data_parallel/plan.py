@@ -66,14 +66,19 @@ class BucketPlan:
         spans = zip(self.names, self.offsets, self.sizes, strict=True)
         return {name: flat.narrow(0, offset, size).view(parameters[name].shape) for name, offset, size in spans}
 
+    @property
+    def part_size(self) -> int:
+        """Elements that a rank keeps."""
+        return self.size // self.domain.shard.size
+
     def part(self, flat: Tensor) -> Tensor:
         """[size] -> [size / shard]: what this rank keeps."""
-        share = self.size // self.domain.shard.size
+        share = self.part_size
         return flat.narrow(0, self.domain.shard.rank * share, share)
 
     def segments(self) -> dict[str, Segment]:
         """Of each parameter of which this rank keeps something, what."""
-        share = self.size // self.domain.shard.size
+        share = self.part_size
         first = self.domain.shard.rank * share
         found = {}
         for name, begin, size in zip(self.names, self.offsets, self.sizes, strict=True):

@@ -1,7 +1,7 @@
 """NF4 and ALiBi in a dry run: small tables of its own, and the largest piece of a matrix in the place of all.
 
-A matrix in NF4 is dequantised piece by piece, thousands of operators a layer; pieces follow each other and none outlives
-the next, so one piece takes the memory of all. Nothing of it is a product that has FLOPs.
+A matrix in NF4 is dequantised piece by piece, thousands of operators a layer; pieces follow each other and none
+outlives the next, so one piece takes the memory of all. Nothing of it is a product that has FLOPs.
 """
 
 from collections.abc import Iterator

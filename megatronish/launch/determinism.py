@@ -23,7 +23,7 @@ def set_determinism(training: TrainingConfig) -> None:
         torch.backends.cudnn.benchmark = False
         # On by default, it writes NaN to whatever is allocated, once more over the memory, in case something reads
         # what it has not written. Nothing here does.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
         not training.disable_bf16_reduced_precision_matmul
     )

@@ -44,7 +44,7 @@ class GenerationCase(NamedTuple):
         return f"--mock-data {sizes} {batch} {self.layout} {self.model}".split()
 
 
-CASES = [
+GENERATIONS = [
     GenerationCase("a window", f"{MODELS['llama']} --window-size 8", "--tp 2 --pp 2", 3),
     GenerationCase("ALiBi", f"{MODELS['gpt']} --position-embedding-type alibi", "--tp 2", 1),
     GenerationCase("experts", MODELS["experts"], "--tp 1 --pp 2 --dp 2 --ep 2", 1, num_expert_layers=2),

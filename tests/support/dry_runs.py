@@ -17,8 +17,7 @@ library = load_fake_cuda()  # before torch is imported
 
 from dry_afterwards import all_that_follows, planted  # noqa: E402
 from dry_cases import CASES, SINGLE, Case, SingleCase  # noqa: E402
-from dry_generation import CASES as generations  # noqa: E402
-from dry_generation import generation_of  # noqa: E402
+from dry_generation import GENERATIONS, generation_of  # noqa: E402
 
 from megatronish.commands.configuration import read_config  # noqa: E402
 from megatronish.dry_run.rank import PlannedRun, hooks_alone, run_rank  # noqa: E402
@@ -53,7 +52,7 @@ if __name__ == "__main__":
     library.install_fake_cuda()
     for word in sys.argv[1:]:
         if word == "generation":
-            found = {case.name: generation_of(case) for case in generations}
+            found = {case.name: generation_of(case) for case in GENERATIONS}
             print(json.dumps([word, found]), flush=True)
         elif word == "planted":
             print(json.dumps([word, said_of_mistakes()]), flush=True)

@@ -67,13 +67,14 @@ def _has_lines(folder: Path) -> bool:
     return (folder / "run" / "metrics.jsonl").exists()
 
 
-def switches(place: Place, argv: list[str]) -> tuple[bool, bool]:
+def switches(place: Place, argv: list[str]) -> tuple[bool, bool, bool]:
     """torch's switches after a run."""
     from jobs import be_rank
 
     be_rank(place, argv)
     reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    return torch.are_deterministic_algorithms_enabled(), reduced
+    fills = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.are_deterministic_algorithms_enabled(), reduced, fills
 
 
 def test_deterministic_mode_gives_the_same_numbers_on_a_cpu(tmp_path: Path) -> None:
@@ -82,9 +83,9 @@ def test_deterministic_mode_gives_the_same_numbers_on_a_cpu(tmp_path: Path) -> N
     train_on_ranks(tiny(tmp_path / "plain", flags), world_size=2)
     for name in ("one", "two"):
         asked = f"{flags} --deterministic-mode --disable-bf16-reduced-precision-matmul"
-        assert run_ranks(2, switches, tiny(tmp_path / name, asked)) == [(True, False)] * 2
+        assert run_ranks(2, switches, tiny(tmp_path / name, asked)) == [(True, False, False)] * 2
         assert steps_of(tmp_path / name) == steps_of(tmp_path / "plain")
-    assert run_ranks(1, switches, tiny(tmp_path / "after", "--train-iters 1")) == [(False, True)]
+    assert run_ranks(1, switches, tiny(tmp_path / "after", "--train-iters 1")) == [(False, True, False)]
 
 
 SCHEDULE = "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 1 --start-weight-decay 0.1 --end-weight-decay 0.4"
