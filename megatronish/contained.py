@@ -61,7 +61,7 @@ class ChildBounds:
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Context in which a compiled library works for one text: what it raises, panics too, is a ValueError, a sentence."""
+    """Context in which a compiled library works for one text: whatever it raises becomes a ValueError, a sentence."""
     try:
         yield
     except (ValueError, MemoryError, KeyboardInterrupt, SystemExit):

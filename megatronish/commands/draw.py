@@ -32,7 +32,8 @@ COLUMNS_AN_ACTION = 3  # on average, of a recorded step
 _SPLIT = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.has_weight_gradients)
 _WEIGHT_HELP = f"Time of a weight gradient: a part of the backward except in {_SPLIT}."
 
-MOST_ACTIONS = 200_000
+LONGEST_TIME = 1e12
+MOST_ACTIONS, MOST_CELLS = 200_000, 4_000_000
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,22 @@ def refuse_arguments(arguments: DrawArguments) -> None:
     for name in ("stages", "microbatches"):
         if getattr(arguments, name) < 1:
             raise UserError(f"{name}={getattr(arguments, name)} must be at least 1")
-    if arguments.stages * arguments.microbatches * (arguments.chunks or 1) > MOST_ACTIONS:
+    chunks = arguments.chunks if arguments.chunks is not None and arguments.chunks > 0 else 2
+    if arguments.stages * (arguments.stages + arguments.microbatches) * chunks > MOST_CELLS:
+        raise UserError(
+            f"stages={arguments.stages} x microbatches={arguments.microbatches} is a table of more than {MOST_CELLS:,} "
+            "cells, too large to look at; draw fewer"
+        )
+    if arguments.stages * arguments.microbatches * chunks > MOST_ACTIONS:
         raise UserError(
             f"stages={arguments.stages} x microbatches={arguments.microbatches} is more than {MOST_ACTIONS:,}, "
             "forwards, too many to look at; draw fewer"
         )
     for name in ("forward", "backward", "weight", "transfer"):
-        if not 0 <= getattr(arguments, name) < float("inf"):
-            raise UserError(f"{name}={getattr(arguments, name)} must not be negative or infinite; it is a time")
+        if not 0 <= getattr(arguments, name) <= LONGEST_TIME:
+            raise UserError(
+                f"{name}={getattr(arguments, name)} must not be negative or above {LONGEST_TIME:g}; it is a time"
+            )
     if arguments.png and arguments.png.suffix != ".png":
         raise UserError(f"png={arguments.png} must end in .png")
 
@@ -105,7 +114,9 @@ def report(timed_plan: TimedPlan, *, is_real: bool) -> str:
     for stage, (row, live) in enumerate(zip(timed_plan.timeline, timed_plan.peak_live, strict=True)):
         rows.append(f"stage {stage:<3}{row[0].start:10.5g}{row[-1].end:10.5g}{live:24d}")
     numbers = f"makespan {timed_plan.makespan:.6g}, bubble rate {timed_plan.bubble_rate:.2%}"
-    most_columns = COLUMNS_AN_ACTION * max(map(len, timed_plan.timeline)) if is_real else None
+    most_columns = MOST_CELLS // len(timed_plan.timeline)
+    if is_real:
+        most_columns = min(most_columns, COLUMNS_AN_ACTION * max(map(len, timed_plan.timeline)))
     return "\n".join([draw(timed_plan.timeline, most_columns=most_columns), "", numbers, *rows])
 
 

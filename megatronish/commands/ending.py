@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatronish.config.plugins import naming_plugins
 from megatronish.errors import RunError, UserError
 from megatronish.launch.elastic import report_to_torchrun
-from megatronish.launch.mishaps import mishap
+from megatronish.launch.mishaps import mishap, refuse_few_open_files
 from megatronish.launch.place import Place, place_from_environment
 
 SECONDS_OF_MAIN = 3.0
@@ -44,6 +44,7 @@ def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
     """
     place = None
     try:
+        refuse_few_open_files()
         place = place_from_environment()
         with naming_plugins():
             return work(place)

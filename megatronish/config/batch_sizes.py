@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+LONGEST = 40  # digits of a number
 _EXAMPLE = "for example 0:384 200B:768 400B:1152"
 
 
@@ -36,4 +37,6 @@ def _count(word: str, text: str) -> int:
     found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([KMBT]?)", word.upper())
     if found is None:
         raise ValueError(f"{text!r} must be TOKENS:BATCH_SIZE ..., tokens with K, M, B or T; {_EXAMPLE}")
+    if len(found[1]) > LONGEST:
+        raise ValueError(f"{text[:80]!r}... has a number of {len(found[1]):,} digits; {_EXAMPLE}")
     return round(float(found[1]) * SUFFIXES[found[2]])

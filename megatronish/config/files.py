@@ -26,8 +26,8 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:
-            if len(prefix) > LONGEST or max(map(len, Path(prefix).parts)) > LONGEST_NAME:
-                yield f"{name}={prefix[:60]}...: a path of {len(prefix)} characters is too long; name files elsewhere"
+            if complaint := _no_path(prefix):
+                yield f"{name}={prefix[:60]!r}: {complaint}"
                 continue
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
             odd = [path for path in missing if Path(path).exists()]
@@ -36,6 +36,17 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
             elif missing:
                 are = "does not exist" if len(missing) == 1 else "do not exist"
                 yield f"{name}={prefix}: {' and '.join(missing)} {are}; {_data_remedy(prefix)}"
+
+
+def _no_path(text: str) -> str | None:
+    """What is wrong with a text that can be no path of files; None if nothing is."""
+    if not Path(text).name:
+        return "it names no file; name the prefix of files, what stands before .bin and .idx"
+    if "\0" in text:
+        return "a path has no NUL; correct it"
+    if len(text) > LONGEST or max(map(len, Path(text).parts)) > LONGEST_NAME:
+        return f"a path of {len(text)} characters is too long; name files elsewhere"
+    return None
 
 
 def _data_remedy(prefix: str) -> str:

@@ -16,7 +16,8 @@ from megatronish.errors import UserError
 
 BATCH_BYTES = 1 << 18
 BATCH_ROWS = 256
-LONGEST_ELEMENT = 1 << 30  # characters of an element of a JSON array
+LONGEST_LINE = 1 << 28  # bytes
+LONGEST_ELEMENT = 1 << 28  # characters of an element of a JSON array
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[{\]]")
@@ -53,10 +54,22 @@ def read_batches(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
 
 
 def _lines(path: Path, file: OpenInput) -> Iterator[Batch]:
-    line, position = 1, 0
-    while lines := file.text.readlines(BATCH_BYTES):
+    line, position, begun = 1, 0, bytearray()
+    while block := file.text.read(BATCH_BYTES):
+        head, newline, rest = block.rpartition(b"\n")
+        if not newline:
+            begun += block
+            if len(begun) > LONGEST_LINE:
+                raise UserError(
+                    f"--input {path}: line {line} has more than {LONGEST_LINE:,} bytes, more than any document; write "
+                    "one object a line"
+                )
+            continue
+        lines = bytes(begun + head).split(b"\n")
         yield Batch(str(path), line, lines, file.raw.tell() - position)
-        line, position = line + len(lines), file.raw.tell()
+        line, position, begun = line + len(lines), file.raw.tell(), bytearray(rest)
+    if begun:
+        yield Batch(str(path), line, [bytes(begun)], file.raw.tell() - position)
 
 
 class _ArrayText:

@@ -26,6 +26,7 @@ from megatronish.formats.weights import LazyTensor
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # what the format's own library allows
+MOST_TENSORS = 250_000  # in a file; the largest public models have 100,000 in all of theirs
 ALIGNMENT = 8
 
 DTYPES = {
@@ -137,6 +138,8 @@ def _read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any
         raise _damaged(path, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is no JSON object")
+    if len(header) > MOST_TENSORS:
+        raise _damaged(path, f"it names {len(header):,} tensors, and no model has more than {MOST_TENSORS:,} in a file")
     return header, 8 + length
 
 

@@ -1,6 +1,7 @@
 """All attacks, one after the other, and one table of what they found at the end.
 
-Sizes are environment variables: ATTACK_KILLS (200), ATTACK_INPUTS (1000), ATTACK_HOSTS (6, lost in each layout with
+Sizes are environment variables: ATTACK_KILLS (200), ATTACK_INPUTS (1000), ATTACK_HOSTILE (571),
+ATTACK_HOSTS (6, lost in each layout with
 copies nearby), ATTACK_WORKERS (20, killed under torchrun), ATTACK_STEPS (1000, without a slow rank), ATTACK_SEED (1).
 ATTACK_ONLY names scripts of this folder, separated by blanks; without it all of them run.
 
@@ -18,6 +19,7 @@ from results import RESULTS, Result, published, table
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+SCRIPTS = {"malicious": "malformed"}
 
 
 def size(name: str, usual: int) -> str:
@@ -31,6 +33,7 @@ def commands() -> dict[str, list[str]]:
     found = {
         "kills": ["--kills", size("KILLS", 200), *seed],
         "malformed": ["--inputs", size("INPUTS", 1000), *seed],
+        "malicious": ["--hostile", "--inputs", size("HOSTILE", 571), *seed],
         "hangs_sweep": [],
         "flips": seed,
         "nearby_kills": [size("HOSTS", 6)],
@@ -58,7 +61,7 @@ def main() -> int:
         for name, words in commands().items():
             start, before = time.monotonic(), len(published(results))
             print(f"\n==== {name} {' '.join(words)}", flush=True)
-            command = [sys.executable, str(FOLDER / f"{name}.py"), *words]
+            command = [sys.executable, str(FOLDER / f"{SCRIPTS.get(name, name)}.py"), *words]
             status = subprocess.run(command, env=environment(results), check=False).returncode
             print(f"==== {name}: status {status} after {time.monotonic() - start:.0f} s", flush=True)
             if status:

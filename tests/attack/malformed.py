@@ -19,11 +19,13 @@ from pathlib import Path
 
 import inputs
 from forked import Child, Ended, import_all
-from inputs import KINDS, Good, Input
+from hostile import HOSTILE
+from inputs import Good, Input
 from results import Result, publish
 
 from megatronish.train.folder import last_step
 
+KINDS = {**inputs.KINDS, **HOSTILE}
 LIMIT = 20.0
 CHILDREN = 2  # at a time
 RAW = re.compile(
@@ -34,12 +36,12 @@ RAW = re.compile(
 """What only a library, or a bug of ours, says."""
 
 
-def verdict(case: Input, ended: Ended, logs: str) -> str:
+def verdict(kind: str, case: Input, ended: Ended, logs: str) -> str:
     """Empty if the input ended as it should, else what is wrong."""
     if ended.status is None:
         # A changed number can make a sound run a long one.
         return "" if last_step(case.command.folder / "run" / "metrics.jsonl") > 3 else "HANG"
-    if ended.status < 0 or ended.status > 2:
+    if ended.status < 0 or ended.status > 2 or (ended.status == 1 and kind in HOSTILE):
         return f"STATUS {ended.status}"
     if match := RAW.search(ended.errors + ended.output + logs):
         return "TRACEBACK" if match[0].startswith("Traceback") else f"RAW {match[0]!r}"
@@ -57,9 +59,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="no input after that")
     parser.add_argument("--show", action="store_true", help="print what every input said")
     parser.add_argument("--only", type=int, help="the input of this number alone")
+    parser.add_argument("--hostile", action="store_true", help="the kinds of hostile.py alone")
     parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}")
     args = parser.parse_args()
-    kinds = [kind for kind in KINDS if not args.kinds or kind in args.kinds]
+    wanted = args.kinds or (HOSTILE if args.hostile else inputs.KINDS)
+    kinds = [kind for kind in KINDS if kind in wanted]
     until, numbers = time.monotonic() + 60 * args.minutes, range(args.inputs)
     counts = {kind: Counter[str]() for kind in kinds}
     print(f"seed {args.seed}; an input is made again with --seed {args.seed} --only NUMBER KIND ...")
@@ -84,7 +88,7 @@ def main() -> int:
                     case, kind, number = running.pop(child)
                     _tell(case, kind, number, ended, counts, shows=args.show)
                     shutil.rmtree(case.command.folder, ignore_errors=True)
-    return _end(counts)
+    return _end(counts, "malicious inputs" if args.hostile else "malformed inputs")
 
 
 def _input(kind: str, good: Good, folder: Path, numbers: random.Random) -> Input:
@@ -94,7 +98,7 @@ def _input(kind: str, good: Good, folder: Path, numbers: random.Random) -> Input
 
 def _tell(case: Input, kind: str, number: int, ended: Ended, counts: dict[str, Counter[str]], *, shows: bool) -> None:
     logs = "".join(log.read_text(errors="replace") for log in case.command.folder.rglob("logs/rank_*.log"))
-    wrong = verdict(case, ended, logs)
+    wrong = verdict(kind, case, ended, logs)
     counts[kind][wrong.split()[0] if wrong else "sentence" if ended.status else "read"] += 1
     if wrong or shows:
         argv = " ".join(map(repr, case.command.argv))[:1500]
@@ -102,7 +106,7 @@ def _tell(case: Input, kind: str, number: int, ended: Ended, counts: dict[str, C
         print(f"    {dict(case.command.environ)} {argv}\n    {(ended.errors + logs).strip()[-1500:]}", flush=True)
 
 
-def _end(counts: dict[str, Counter[str]]) -> int:
+def _end(counts: dict[str, Counter[str]], attack: str) -> int:
     good, bad = (
         ("sentence", "read"),
         sorted({word for count in counts.values() for word in count} - {"sentence", "read"}),
@@ -114,7 +118,7 @@ def _end(counts: dict[str, Counter[str]]) -> int:
     failed = sum(total[word] for word in bad)
     told = ", ".join(f"{total[word]} {word.lower()}" for word in bad)
     measured = f"{total['sentence']} ended with a sentence, {total['read']} were read{'; ' + told if told else ''}"
-    return publish(Result("malformed inputs", total.total(), failed, measured))
+    return publish(Result(attack, total.total(), failed, measured))
 
 
 if __name__ == "__main__":

@@ -277,7 +277,9 @@ def test_a_checkpoint_with_nan_is_not_written_and_replaces_none(tmp_path: Path, 
     flags = f"--no-check-for-nan-in-loss-and-grad --save-interval 1 --keep-last 2 {layout} {way}"
     flags += " --check-replicas-interval 0"
     ended = run_job(tiny(run_dir, flags), tmp_path, plant=plant_nan, plant_args=(4,))
-    assert ended.status == 0, ended
+    assert ended.status == 1, ended
+    said = "the run ended with infinity or NaN in its parameters after step 6, and saved nothing of that: the newest "
+    assert f"{said}checkpoint is that of step 3" in ended.errors
     assert len(steps_of(run_dir)) == 6
     assert checkpoints_of(run_dir) == ["latest", "step_00000002", "step_00000003"]
     for step in (4, 5, 6):

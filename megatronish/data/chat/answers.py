@@ -172,7 +172,7 @@ class _AnswerSearch:
         return _Frame(before, self.text[answer.begin : content.begin], self.text[content.end : answer.end])
 
     def answer_like(self, number: int, frames: Iterable[_Frame | None]) -> TextSpan | None:
-        """TextSpan of an answer whose content marks have found, in a frame that another one has; None if it has none."""
+        """TextSpan of an answer whose content marks have found, in a frame of another answer; None if it has none."""
         content = self.contents.get(number)
         if content is None or "tool_calls" in self.chat.messages[number]:
             return None

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
+from megatronish.config.fields import FIELDS
 from megatronish.config.layer_pattern import LONGEST
 from megatronish.config.model import ModelConfig
 from megatronish.errors import UserError
@@ -30,6 +31,9 @@ def value_of(args: Mapping[str, Any], name: str) -> Any:
         raise UserError(f"its argument {name} is {quote(value)}, which is not possible")
     if int in kinds and not 0 < value < 2**63:
         raise UserError(f"its argument {name} is {quote(value)}, and must be at least 1, in 64 bits")
+    for bound in FIELDS[name].ranges:
+        if isinstance(value, int) and bound.is_maximum and not bound.holds(value):
+            raise UserError(f"its argument {name} is {value}, and {bound.rule}")
     return value
 
 

@@ -30,6 +30,7 @@ from megatronish.formats.weights import LazyTensor
 
 ROOT = "archive"
 ALIGNMENT = 64  # of the first byte of a storage, so that a file can be mapped into memory
+MOST_DIMS = 64
 LOCAL_HEADER = 30  # bytes of a record's header before its name
 ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 PADDING = 0x4246  # the id under which torch pads a record's header
@@ -84,10 +85,14 @@ class TorchFile:
     def tensor(self, stored: Stored) -> LazyTensor:
         """Lazy tensor for a `Stored` of `content`; UserError if the file does not have all of its bytes."""
         # The pickle may hold anything here: only whole numbers that are not negative, one stride for each dim.
-        numbers = (stored.offset, *stored.shape, *stored.strides)
-        valid = len(stored.shape) == len(stored.strides) and all(type(n) is int and n >= 0 for n in numbers)
-        if not valid:
-            raise self._damaged(f"a tensor has the shape {stored.shape} and the strides {stored.strides}")
+        # What it holds is not written into the sentence, as a tuple of tuples may be endless to write.
+        shape, strides = stored.shape, stored.strides
+        if not (isinstance(shape, tuple | list) and isinstance(strides, tuple | list) and len(shape) == len(strides)):
+            raise self._damaged("a tensor has no shape, or not a stride for each dimension of it")
+        if len(shape) > MOST_DIMS or not all(
+            type(n) is int and 0 <= n < 2**63 for n in (stored.offset, *shape, *strides)
+        ):
+            raise self._damaged("the shape of a tensor, its strides or its offset are no whole numbers")
         # The last element of the view must be inside the storage, which is the record `name`.
         name, itemsize = f"data/{stored.storage.key}", stored.dtype.itemsize
         size = self._record(name).size

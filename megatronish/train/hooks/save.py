@@ -18,6 +18,7 @@ from megatronish.config.run import CheckpointConfig
 from megatronish.launch.mishaps import is_lost_rank
 from megatronish.mesh import Mesh
 from megatronish.train.hooks.stop import Stopper
+from megatronish.train.results import NotFiniteError
 from megatronish.train.state import num_not_finite, tensors_of
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
@@ -80,6 +81,16 @@ class Save(Hook):
         self._wait(then="it is tried once more")
         if trainer.progress.step not in (self.saved_step, self._refused_step) and self._is_finite(trainer):
             self._save_now(trainer)
+        if trainer.progress.step == self._refused_step:
+            raise NotFiniteError(
+                f"the run ended with infinity or NaN in its parameters after step {trainer.progress.step}, and saved "
+                f"nothing of that: {self._newest()}. Start again from there with a lower --lr"
+            )
+
+    def _newest(self) -> str:
+        if self.saved_step is None:
+            return "no checkpoint with numbers was saved in this part of the run"
+        return f"the newest checkpoint is that of step {self.saved_step}"
 
     @property
     def is_writing(self) -> bool:
