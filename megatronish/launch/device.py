@@ -111,7 +111,7 @@ def meeting_store(place: Place, *, timeout_minutes: float = 10.0) -> dist.Store 
 
 def _store_of_ranks(place: Place, timeout: timedelta) -> dist.Store:
     """The store that rank 0 keeps. It listens where the others look for it alone, as far as that is known there."""
-    url = urlparse(place.rendezvous)
+    url = urlparse(place.rendezvous or "")
     host, port = url.hostname, url.port
     if place.rendezvous == "env://":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

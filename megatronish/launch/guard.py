@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ _FRAMES = 5
 class Guard:
     """Guard of the ranks that leave these pulses, by looks at intervals of about LOOK_SECONDS.
 
-    Its clock stands still while the guard itself is stopped: Ctrl-Z stops all processes of a terminal, and fg lets them
-    go on.
+    Its clock pauses while the guard itself is stopped: Ctrl-Z stops all processes of a terminal, and fg lets them
+    continue.
     """
 
     def __init__(self, pulses: Pulses) -> None:
@@ -115,7 +116,7 @@ class OwnGuard:
         os.close(descriptor)
 
     def end(self) -> None:
-        """End the guard."""
+        """End the process that guards."""
         with contextlib.suppress(OSError):
             self._process.kill()
             self._process.wait()
@@ -149,8 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         if sentences := guard.look():
             report = report_of(sentences, guard.flag(0))
-            within(1.0, lambda said=report: os.write(2, f"{said}\n".encode()), otherwise=0)
-            within(1.0, lambda said=report: report_to_torchrun(said), otherwise=None)
+            within(1.0, partial(os.write, 2, f"{report}\n".encode()), otherwise=0)
+            within(1.0, partial(report_to_torchrun, report), otherwise=None)
             with contextlib.suppress(OSError):
                 os.kill(parent, signal.SIGKILL)
             os._exit(0)

@@ -1,4 +1,4 @@
-"""The terminal of a run: what reads it may stop reading (Ctrl-S, a pager, a pipe that stalls), and the run goes on.
+"""The terminal of a run: what reads it may stop reading (Ctrl-S, a pager, a pipe that stalls), and the run continues.
 
 A thread writes, and the run waits for it a moment, so that lines come at once and in their order. Where the reader has
 stopped, lines are kept for it up to MOST_BYTES; what comes then is left out and counted. A log has all of it.
@@ -65,7 +65,9 @@ class Writer:
                 data = self._pieces.popleft()
                 self._size -= len(data)
                 if self._lost and not self._pieces:
-                    data += f"[{self._lost:,} lines are left out here, which nobody read; the log has them]\n".encode()
+                    data += (
+                        f"[{self._lost:,} lines are left out here, for want of a reader; the log has them]\n".encode()
+                    )
                     self._lost = 0
                 self._size += len(data)
             is_gone = not self._write(data)
@@ -134,7 +136,7 @@ def patient(*streams: TextIO) -> Iterator[list[TextIO]]:
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, for a launcher that ends soon: nobody may be there to read it."""
+    """Print a line on stderr, for a launcher that ends soon: there may be no reader."""
     try:
         descriptor = sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):

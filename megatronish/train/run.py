@@ -33,7 +33,7 @@ from megatronish.tokenizer import encode_prompt
 from megatronish.train.base import Base
 from megatronish.train.chat_audit import report_chats
 from megatronish.train.folder import locked, make_writable
-from megatronish.train.hooks.health import STEP, failed, say_health, say_last
+from megatronish.train.hooks.health import failed, say_health, say_last
 from megatronish.train.hooks.nearby import open_copies
 from megatronish.train.hooks.of_run import hooks_of_run
 from megatronish.train.hooks.save import Save
@@ -206,8 +206,6 @@ def _train(
     begun = begin(job, engine, say, reference=reference, copies=copies, launch=place.launch)
     progress, schedule = begun.progress, begun.schedule
     num_steps = job.num_steps(progress)
-    if mesh.is_main:  # what an earlier start has said last is over
-        say_health(config.run_dir, step=progress.step, phase=STEP)
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if begun.is_on_disk and _has_its_ending(config, mesh):
@@ -235,16 +233,23 @@ def _train(
         job.own_files.copy(config)
     record.enter_phase("start", "the first step")
     trainer.run()
-    record.enter_phase("end", "the last files")
-    trackers.ending = "finished" if trainer.progress.step >= num_steps else f"stopped: {trainer.stop_reason}"
+    return _finish(trainer, trackers, mesh, config)
+
+
+def _finish(trainer: Trainer, trackers: Trackers, mesh: Mesh, config: Config) -> bool:
+    """The last files of a run and its last words; returns whether it has made its last step. Collective."""
+    step, num_steps = trainer.progress.step, trainer.schedule.num_steps
+    trainer.record.enter_phase("end", "the last files")
+    trackers.ending = "finished" if step >= num_steps else f"stopped: {trainer.stop_reason}"
     if mesh.is_main:
         draw_curves(config.run_dir)
-    if trainer.stop_reason is not None and trainer.progress.step < num_steps:
-        say(f"stopped after step {trainer.progress.step} of {num_steps}: {trainer.stop_reason}; start again to resume")
+        if trainer.stop_reason is not None and step < num_steps:
+            resume = "start again to resume"
+            print(f"stopped after step {step} of {num_steps}: {trainer.stop_reason}; {resume}", flush=True)
     comm.barrier(mesh.world)
     if mesh.is_main:
-        say_health(config.run_dir, step=trainer.progress.step, phase=trackers.ending)
-    return trainer.progress.step >= num_steps
+        say_health(config.run_dir, step=step, phase=trackers.ending)
+    return step >= num_steps
 
 
 def _say_failure(folder: Path, _kind: object, error: BaseException | None, _trace: object) -> None:

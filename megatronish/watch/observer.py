@@ -2,7 +2,7 @@
 
 Progress is any change of what a thread does: another phase, action or layer, a newer collective, another one to wait
 for. It is seen by comparing with the look before, so that the threads themselves note no times for it. The clock of an
-observer stands still while its process is stopped: after Ctrl-Z and fg a run goes on, and nothing has hung.
+observer pauses while its process is stopped: after Ctrl-Z and fg a run continues, and nothing has hung.
 """
 
 import os

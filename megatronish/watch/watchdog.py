@@ -145,9 +145,17 @@ class Watchdog:
             os.ftruncate(self._trace, 0)
             os.lseek(self._trace, 0, os.SEEK_SET)
             faulthandler.dump_traceback_later(0.75 * main.limit, file=self._trace)
-        said = {"who": self._words.rank(self.rank), "seen": self._words.seen(main, beat), "limit": main.limit}
-        number, pid, flag = beat.number, beat.pid, FLAGS.get(main.phase, "--hang-seconds")
-        self._pulses.put(self._slot, Pulse(number, pid, **said, flag=flag, trace=self._trace, ended=bool(beat.ended)))
+        pulse = Pulse(
+            number=beat.number,
+            pid=beat.pid,
+            who=self._words.rank(self.rank),
+            seen=self._words.seen(main, beat),
+            limit=main.limit,
+            flag=FLAGS.get(main.phase, "--hang-seconds"),
+            trace=self._trace,
+            ended=bool(beat.ended),
+        )
+        self._pulses.put(self._slot, pulse)
 
     def _look(self) -> bool:
         """One round: a beat, and what follows from it. Returns whether this rank makes no progress for some time."""

@@ -31,6 +31,10 @@ class Health(Hook):
         self.path = folder / HEALTH
         self._next = 0.0
 
+    def start(self, trainer: Trainer) -> None:
+        """Say that the run is at work again, whatever an earlier start has said last."""
+        say_health(self.path.parent, step=trainer.progress.step, phase=STEP)
+
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Say that the step is done. Without room on the disk nothing is said, and the file gets old."""
         if (now := time.monotonic()) < self._next:
