@@ -52,7 +52,7 @@ class Claim(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a rank finds on its machine: the machine, its available bytes, and the device's name and bytes (None: CPU)."""
+    """What a rank finds: its machine, the available bytes, and the device's name and bytes (None: a CPU)."""
 
     machine: str
     available: int
@@ -149,7 +149,7 @@ def _remedy(config: Config, everyone: Sequence[Found], vocab_size: int) -> str:
             break
         flags = " ".join(flag for flag, _ in several)
         changed = with_fields(config, **{name: value for _, fields in several for name, value in fields.items()})
-        if fitting and any(flag in flags for flag in fitting) or problems(changed):
+        if (fitting and any(flag in flags for flag in fitting)) or problems(changed):
             continue
         claim = fullest(changed, everyone[: changed.layout.world_size], vocab_size=vocab_size)
         if claim.needs <= claim.has:
