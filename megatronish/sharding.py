@@ -274,15 +274,14 @@ def initialize(
 ) -> None:
     """Fill every parameter as (seed, its name, its place in the global tensor) says; padding is zero."""
     for name, parameter in module.named_parameters():
+        sharding = shardings[name]
         parameter.zero_()
-        fill_zeros(parameter, shardings[name], domains, names=(seed, "init", name))
+        fill_zeros(parameter, sharding, domains[sharding.domain], names=(seed, "init", name))
 
 
-def fill_zeros(
-    zeros: Tensor, sharding: Sharding, domains: Mapping[str, Domain], *, names: tuple[str | int, ...]
-) -> None:
+def fill_zeros(zeros: Tensor, sharding: Sharding, domain: Domain, *, names: tuple[str | int, ...]) -> None:
     """Write the initial values of what this rank holds of a parameter, in any precision, into zeros of its shape."""
-    for piece in sharding.pieces(domains[sharding.domain].model):
+    for piece in sharding.pieces(domain.model):
         fill_initial(piece.view(zeros), sharding, piece.global_offset, names=names)
 
 

@@ -153,6 +153,8 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
     search = Search(
         config, work, device, _positive("--gpus", arguments.gpus), zero3_in_pipelines=arguments.zero3_in_pipelines
     )
+    if (lack := device.lacks(work.precision)) is not None:
+        raise UserError(f"--device {arguments.device}: {lack}; use --fp16, or another device")
     texts = [_calibration(arguments, device)] if arguments.calibrate else []
     if arguments.explain is not None and not arguments.explain.isdecimal():
         planned = _named(search, arguments.explain)

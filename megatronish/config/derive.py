@@ -78,9 +78,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         ending = ", as many as the tokenizer has" if named else ""
         if given is None and named is None:
             ending = "; with --vocab-size it has yours, which memory and times depend on"
-        notes.append(
-            f"mock_data needs no file and no tokenizer: the vocabulary is {config.data.vocab_size} made-up tokens{ending}"
-        )
+        size = f"{config.data.vocab_size} made-up tokens{ending}"
+        notes.append(f"mock_data needs no file and no tokenizer: the vocabulary is {size}")
     if config.log.run_dir is None:
         config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
     return Derived(config, notes, problems)

@@ -116,7 +116,6 @@ class FullySharded:
             bucket_size=settings.bucket_size,
             alignment=1,
             sources=dict.fromkeys(names, frozenset()),
-            device=self._rows[names[0]].device if names else self._device,
         )
 
     def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from megatronish import comm
 from megatronish.data_parallel.offload import memory_on
 from megatronish.data_parallel.plan import BucketPlan
 from megatronish.data_parallel.settings import DataParallelSettings
-from megatronish.mesh import Domain
 from megatronish.sharding import Shard, Sharding, fill_zeros, flat_pieces
 
 
@@ -34,12 +33,10 @@ class FlatParameters:
         self,
         parameters: Mapping[str, nn.Parameter],
         shardings: Mapping[str, Sharding],
-        domains: Mapping[str, Domain],
         plans: Sequence[BucketPlan],
         frozen: Sequence[BucketPlan],
         settings: DataParallelSettings,
         *,
-        device: torch.device,
         seed: int | None,
     ) -> None:
         self.overlap = settings.overlap_gather
@@ -56,10 +53,10 @@ class FlatParameters:
             learns = number < self._num_learning
             apart = learns and (settings.dtype != torch.float32 or settings.masters_on is not None)
             dtype = settings.dtype if first.is_floating_point() else first.dtype
-            values = torch.zeros(plan.size, dtype=torch.float32 if apart else dtype, device=device)
+            values = torch.zeros(plan.size, dtype=torch.float32 if apart else dtype, device=first.device)
             if seed is not None:
                 for name, view in plan.views(values, parameters).items():
-                    fill_zeros(view, shardings[name], domains, names=(seed, "init", name))
+                    fill_zeros(view, shardings[name], plan.domain, names=(seed, "init", name))
             flat = values.to(dtype)
             if not apart:
                 master = plan.part(flat)

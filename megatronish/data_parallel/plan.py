@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatronish.costs.buckets import cut_into_buckets, offsets, padded_size
@@ -96,7 +95,6 @@ def plan_buckets(
     bucket_size: int,
     alignment: int,
     sources: Mapping[str, frozenset[Source]],
-    device: torch.device,
 ) -> list[BucketPlan]:
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
@@ -125,8 +123,8 @@ def plan_buckets(
         for name in of_kind:
             by_sources.setdefault(sources[name], []).append(name)
         for sources_of, of_sources in by_sources.items():
-            domain = domains[shardings[of_sources[0]].domain]
-            is_alone = domain.shard.size * domain.replicate.size == 1 and device.type == "cpu"
+            domain, first = domains[shardings[of_sources[0]].domain], parameters[of_sources[0]]
+            is_alone = domain.shard.size * domain.replicate.size == 1 and first.device.type == "cpu"
             most = min(bucket_size, MOST_ALONE) if is_alone else bucket_size
             for part in cut_into_buckets([parameters[name].numel() for name in of_sources], most):
                 names = tuple(of_sources[number] for number in part)

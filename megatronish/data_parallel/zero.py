@@ -6,7 +6,6 @@ sharded, and over how many these are replicated. Plain data parallelism shards o
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from megatronish.data_parallel.gradients import GradientBuckets
@@ -32,7 +31,6 @@ class Zero:
         domains: Mapping[str, Domain],
         settings: DataParallelSettings,
         *,
-        device: torch.device,
         seed: int | None,
         sources: Mapping[str, frozenset[Source]],
         gives_back: bool = True,
@@ -48,13 +46,10 @@ class Zero:
                 bucket_size=settings.bucket_size,
                 alignment=settings.alignment if some is learning else 16,  # int8 has one byte
                 sources=sources,
-                device=device,
             )
             for some in (learning, resting)
         )
-        self.parameters = FlatParameters(
-            parameters, shardings, domains, plans, frozen, settings, device=device, seed=seed
-        )
+        self.parameters = FlatParameters(parameters, shardings, plans, frozen, settings, seed=seed)
         self.buckets = GradientBuckets(learning, plans, settings, gives_back=gives_back)
         self.shards: dict[str, Shard] = self.parameters.shards
         self._offloaded = OffloadedGradients(self.buckets.parts, settings.masters_on)

@@ -48,7 +48,8 @@ def text_of(planned: PlannedRun, found: Expected) -> str:
         f"rank {record.rank} of {layout.world_size} (stage {record.stage}): {record.num_layers} layers, "
         f"{record.num_parameters:,} parameters; {run} run" + (f", {more} more counted" if more else ""),
         f"  peak memory {format_bytes(record.peak)} in the {record.phase}; expected {format_bytes(memory.total)} "
-        f"({100 * (record.peak / memory.total - 1):+.1f} %); while it is built {format_bytes(record.build_peak)}",
+        f"({100 * (record.peak / memory.total - 1):+.1f} %); while it is built {format_bytes(record.build_peak)}"
+        + (", MORE THAN IN THE STEP: this is what the device must have" if record.build_peak > record.peak else ""),
         "    " + ", ".join(f"{owner} {format_bytes(size)}" for owner, size in record.owners.items() if size),
         "    largest besides model state:",
     ]

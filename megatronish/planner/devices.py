@@ -17,6 +17,7 @@ ACHIEVABLE, RING = 0.8, 0.77
 """Parts of the peak and of a link that are taken where nothing was measured: those of H100 and A100."""
 TEXTS = ("name", "calibrated", "source")
 WHOLE = ("sms", "gpus_per_node")
+TRUTHS = ("has_bf16",)
 LARGEST = 1e9
 ABOVE_SHEET = 1.3
 """Bus bandwidth over that of the data sheet that can be: switches that add up send less than a ring (H200: 1.05)."""
@@ -36,7 +37,7 @@ class Device:
 
     name: str
     bf16_tflops: float
-    """Dense peak in 16 bits, by the data sheet."""
+    """Dense peak in 16 bits, by the data sheet: bf16, or fp16 where there is no bf16."""
     fp32_tflops: float
     memory_gib: float
     hbm_gb_s: float
@@ -59,6 +60,8 @@ class Device:
     """Of one step of a collective."""
     host_us: float = 300.0
     """Time that Python needs to launch the forward of one dense layer."""
+    has_bf16: bool = True
+    """Whether the device multiplies matrices of bf16."""
     calibrated: str | None = None
     """What was measured on this device, if anything was."""
     source: str = ""
@@ -71,6 +74,12 @@ class Device:
     def peak(self, precision: str) -> float:
         """FLOP/s of the data sheet, for MFU."""
         return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
+
+    def lacks(self, precision: str) -> str | None:
+        """Sentence about a precision that the device does not have; None if it does."""
+        if precision == "bf16" and not self.has_bf16:
+            return f"{self.name} has no bf16, which it would emulate many times slower"
+        return None
 
     @property
     def ring_bytes_per_second(self) -> float:
@@ -162,6 +171,10 @@ def complaint_about(values: Mapping[str, Any]) -> str | None:
         if key in TEXTS:
             if not isinstance(value, str):
                 return f"{said} must be a text; write it in quotation marks"
+            continue
+        if key in TRUTHS:
+            if not isinstance(value, bool):
+                return f"{said} must be true or false; correct it"
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and isfinite(value) and 0 < value <= LARGEST):

@@ -29,6 +29,41 @@ FITTED = {
 """Bounds and priors of the fitted constants."""
 
 
+class KnownError(NamedTuple):
+    """What is known of the model's error for a kind of steps: a part of the seconds, either way, and why that."""
+
+    part: float
+    reason: str
+
+
+FITTED_ON = ("a100-sxm", "a100-sxm-40")
+MEAN = KnownError(
+    0.12,
+    "the model's mean error on 401 published steps that it was not fitted to (median 9 %; one in ten is off by over "
+    "26 %)",
+)
+TENTH = 0.26
+MEASURED = KnownError(
+    0.21,
+    "what steps of a calibrated CPU took more than was forecast: the probe measures products, host and links, not the "
+    "device's memory, attention and the loss",
+)
+
+
+def known_error(*, device: str, calibrated: bool, has_experts: bool) -> KnownError:
+    """The error to expect of a step: larger where the constants were fitted to nothing like it."""
+    of_kind = [*(["experts"] if has_experts else []), *([] if device in FITTED_ON else [device])]
+    if calibrated and not has_experts:
+        return MEASURED
+    if not of_kind:
+        return MEAN
+    return KnownError(
+        TENTH,
+        f"no step of {' or '.join(of_kind)} is among those that the model was fitted to, and so far off is one in ten "
+        "of 401 published steps that it was not fitted to",
+    )
+
+
 @dataclass(frozen=True)
 class Efficiencies:
     """Constants of the time model; fractions of `Device` figures unless stated otherwise."""

@@ -11,7 +11,7 @@ from megatronish.pipeline.stages import Stages
 from megatronish.planner.candidate import Candidate, MeshSizes
 from megatronish.planner.device_names import device_of
 from megatronish.planner.devices import find_device
-from megatronish.planner.efficiencies import Efficiencies
+from megatronish.planner.efficiencies import Efficiencies, known_error
 from megatronish.planner.exact import exact_step, fullest_stage
 from megatronish.planner.reservations import reservations
 from megatronish.planner.stage_layers import StageLayers
@@ -57,15 +57,23 @@ def forecast(
             "no_time": f"{device_name} is not calibrated; megatronish plan --probe and --calibrate measure it, and "
             "--forecast-device names the result"
         }
+    if (lack := device.lacks(config.training.precision)) is not None:
+        return found | {"no_time": lack}
     if gpus_per_node is not None:
         device = replace(device, gpus_per_node=gpus_per_node)
     work = Workload.of(config, vocab_size)
     clock = StepClock(work, device, Efficiencies())
     step = exact_step(clock, candidate, StageLayers.of(work, config.parallel), config)
+    error = known_error(
+        device=device.name,
+        calibrated=device.calibrated is not None,
+        has_experts=config.model.num_experts is not None,
+    )
     return found | {
         "step_seconds": {
-            "low": step.low,
-            "high": step.high,
+            "low": step.low * (1 - error.part),
+            "high": step.high * (1 + error.part),
+            "error": f"{error.part:.0%} either way: {error.reason}",
             "device": device.name,
             "calibrated": device.calibrated or "no: figures of data sheets",
             **({"reservations": notes} if (notes := reservations(config)) else {}),

@@ -25,6 +25,9 @@ def _lines(expected: Values, measured: Values) -> Iterator[str]:
     yield f"{expected['layout']}; a step has {expected['global_batch_size']} samples; {measured['steps']} steps."
     yield ""
     peak = [format_bytes(memory["bytes"]), format_bytes(measured["peak_memory_bytes"])]
+    # A CPU's memory is known of the whole process alone, of which the tensors are a part.
+    alone = "process" in measured["memory_of"]
+    peak[0] += " of tensors" if alone else ""
     rows = [_time(expected, measured["step_seconds"]), ("peak memory", *peak)]
     yield from _table(("", "expected", "measured"), rows)
     yield ""
@@ -50,7 +53,8 @@ def _about_time(expected: Values) -> Iterator[str]:
     if step is None:
         yield f"No time was expected: {expected['no_time']}."
         return
-    yield f"Times are those of {step['device']}; calibrated: {step['calibrated']}."
+    yield f"Times are those of {step['device']}; calibrated: {step['calibrated']}. The interval is widened by"
+    yield f"{step['error']}."
     for reservation in step.get("reservations", ()):
         yield f"Not confirmed by any measured step: {reservation}."
 

@@ -48,7 +48,9 @@ def pipeline_seconds(
     elif schedule in ("zb-h1", "zb-1p"):
         mean = times.forward + times.backward - times.weight
         bubble, transfers = (p - 1) * max(0.0, mean), fill_hops
-    elif schedule in ("zb-v", "zb-2p"):
+    elif schedule == "zb-v":  # half a stage's forward or backward a stage, by the simulator
+        bubble, transfers = (p - 1) * max(times.forward, times.backward) / 2, fill_hops
+    elif schedule == "zb-2p":
         rest = max(0.0, times.forward + times.backward - 2 * times.weight)
         bubble, transfers = (p - 1) * rest * ZERO_BUBBLE_REST, fill_hops
     elif schedule == "gpipe":

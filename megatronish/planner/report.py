@@ -87,16 +87,16 @@ def short_report(search: Search, chosen: ShortList) -> str:
     unit, size = ("GiB", GIB) if fullest >= GIB else ("MiB", 2**20)
     memory = [["", "mesh", "stage", *OWNERS, f"total {unit}"]]
     for number, planned in enumerate(chosen.planned):
-        step, mesh = planned.step, planned.candidate.mesh_text
+        mesh, (low, high) = planned.candidate.mesh_text, search.interval(planned.step)
         mark = f"{number + 1}{'*' if number == chosen.conventional else ' '}"
-        seconds = [tokens / search.work.tokens * each for each in (step.low, step.high)] if tokens else []
+        seconds = [tokens / search.work.tokens * each for each in (low, high)] if tokens else []
         times.append(
             [
                 mark,
                 mesh,
                 planned.candidate.choices_text,
-                between(step.low, step.high),
-                between(100 * mfu(search, step.high), 100 * mfu(search, step.low)),
+                between(low, high),
+                between(100 * mfu(search, high), 100 * mfu(search, low)),
                 between(*(each / DAY for each in seconds)) if seconds else "-",
                 between(*(each / 3600 * search.gpus for each in seconds)) if seconds else "-",
             ]
@@ -119,15 +119,25 @@ def short_report(search: Search, chosen: ShortList) -> str:
             f"layouts: {chosen.legal:,} are tried, about {chosen.fitting:,} fit into {search.limit / GIB:.1f} GiB "
             f"({FILLED:.0%} of a device); the best of each mesh, ranked by the worse end of the interval",
             "",
-            f"time{length}: from all that may overlap hidden to nothing hidden (* is a conventional layout)"
-            + ("" if notes else "; the model's own error is 3 % on published steps of A100"),
+            f"time{length}: from all that may overlap hidden to nothing hidden, and {_error(search)}",
+            "(* is a conventional layout)",
             *notes,
             table(times),
             "",
-            f"memory of the fullest stage in {unit}; the allocator, the context and libraries take 2 to 4 GiB more",
+            f"memory of the fullest stage in {unit}{_even(search)}; the allocator, the context and libraries take 2 to "
+            "4 GiB more",
             table(memory),
         ]
     )
+
+
+def _error(search: Search) -> str:
+    return f"{search.error.part:.0%} more either way: {search.error.reason}"
+
+
+def _even(search: Search) -> str:
+    """What is assumed of experts."""
+    return ", if all experts get as many tokens" if search.config.model.num_experts is not None else ""
 
 
 def between(low: float, high: float) -> str:
@@ -177,18 +187,20 @@ def explanation(search: Search, planned: Planned) -> str:
     if step.uneven:
         lines.append(f"{'an uneven load of experts may add':<44}{step.uneven:10.3f} s {step.uneven / total:7.1%}")
     lines.append(f"{'a step':<44}{between(step.low, step.high):>10} s")
+    low, high = search.interval(step)
+    lines.append(f"{'with the error of the model':<44}{between(low, high):>10} s")
     owners, host = planned.fullest.owners, planned.fullest.memory.host
     return "\n".join(
         [
             heading(search),
             f"layout: {candidate.mesh_text}, {candidate.choices_text}; {m} micro-batch{'es' if m > 1 else ''} a step",
-            f"MFU {100 * mfu(search, step.high):.1f} to {100 * mfu(search, step.low):.1f} %",
+            f"MFU {100 * mfu(search, high):.1f} to {100 * mfu(search, low):.1f} %, {_error(search)}",
             "",
             "time of a step on the slowest stage:",
             *reservations(search.config),
             *lines,
             "",
-            f"memory of stage {planned.fullest.stage}, the fullest:",
+            f"memory of stage {planned.fullest.stage}, the fullest{_even(search)}:",
             *(f"{name:<44}{format_bytes(owners[name]):>14}" for name in OWNERS),
             f"{'in all':<44}{format_bytes(planned.fullest.memory.total):>14} of {format_bytes(search.limit)}",
             *([f"{'in memory of the CPU':<44}{format_bytes(host):>14}"] if host else []),

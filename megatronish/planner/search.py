@@ -14,11 +14,11 @@ from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.planner.candidate import Candidate, MeshSizes, Recompute
 from megatronish.planner.devices import Device
-from megatronish.planner.efficiencies import Efficiencies
+from megatronish.planner.efficiencies import Efficiencies, KnownError, known_error
 from megatronish.planner.layout_config import config_of
 from megatronish.planner.stage_layers import StageLayers
 from megatronish.planner.stage_memory import MemoryScale
-from megatronish.planner.step_time import StepClock
+from megatronish.planner.step_time import StepClock, StepSeconds
 from megatronish.planner.workload import Workload
 from megatronish.schedule.schedules import SCHEDULES
 
@@ -68,6 +68,19 @@ class Search:
         self.clock = StepClock(self.work, self.device, self.efficiencies)
         self.scale = MemoryScale(self.config, self.work)
         self._stages: dict[tuple[int, str, int], StageLayers] = {}
+
+    @property
+    def error(self) -> KnownError:
+        """What is known of the error of its times."""
+        return known_error(
+            device=self.device.name,
+            calibrated=self.device.calibrated is not None,
+            has_experts=self.config.model.num_experts is not None,
+        )
+
+    def interval(self, step: StepSeconds) -> tuple[float, float]:
+        """Both ends of a step's seconds, with that error."""
+        return step.low * (1 - self.error.part), step.high * (1 + self.error.part)
 
     @property
     def limit(self) -> int:

@@ -239,7 +239,6 @@ def make_data_parallel(
             stage.shardings,
             mesh.domains,
             settings,
-            device=mesh.device,
             seed=seed,
             sources={
                 name: frozenset((user.chunk, deferred if user.is_linear else "B") for user in users)

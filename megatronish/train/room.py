@@ -52,7 +52,7 @@ class Claim(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a rank finds on its machine: the machine, its available bytes, and the device's name and bytes (None: CPU)."""
+    """What a rank finds: its machine, the available bytes, and the device's name and bytes (None: a CPU)."""
 
     machine: str
     available: int

@@ -51,7 +51,6 @@ def plans_of(
         bucket_size=bucket_size,
         alignment=4,
         sources=sources or dict.fromkeys(parameters, WHOLE_BACKWARD),
-        device=next(iter(parameters.values())).device,
     )
 
 
@@ -254,7 +253,6 @@ def test_what_replicas_of_shards_exchange_is_in_large_buckets() -> None:
             bucket_size=8_000_000,
             alignment=1,
             sources=dict.fromkeys(parameters, WHOLE_BACKWARD),
-            device=torch.device("cpu"),
         )
         assert len(plans) == number
 

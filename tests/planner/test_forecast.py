@@ -54,7 +54,8 @@ def test_a_run_ends_with_what_was_expected_and_measured(tmp_path: Path) -> None:
     assert measured["steps"] == 6
     assert 0 < measured["step_seconds"] < 60
     assert measured["peak_memory_bytes"] > expected["memory"]["bytes"]
-    assert " forecast: a step took " in said
+    (line,) = (line for line in said.splitlines() if line.startswith(" forecast: step "))
+    assert len(line) <= 120 and " (of tensors " in line and line.endswith(", bytes as expected")
     report = (tmp_path / "run" / "report.md").read_text()
     assert report == page(expected, measured)
     low, high = expected["step_seconds"]["low"], expected["step_seconds"]["high"]
@@ -83,13 +84,13 @@ def test_bytes_by_axis_of_a_real_run_are_the_expected_ones(tmp_path: Path, flags
     written = json.loads((tmp_path / "run" / "forecast.json").read_text())
     assert {"tp", "world"} < written["expected"]["traffic"].keys()
     assert written["measured"]["traffic"] == written["expected"]["traffic"]
-    assert re.search(r" forecast: .*; bytes of a step .*tp [0-9.]+ KiB.*, as expected\n", said)
+    assert re.search(r" forecast: step .* s \(none expected\), .*, bytes as expected\n", said)
 
 
 def test_one_process_has_sent_nothing(tmp_path: Path) -> None:
     """Votes of hooks are taken off what was sent, and one process sends no votes."""
     said = train_on_ranks(tiny(tmp_path / "run", ""), world_size=1)
-    assert " bytes of a step none, as expected\n" in said
+    assert ", bytes as expected\n" in said
 
 
 def test_bytes_are_not_expected_of_what_the_formulas_do_not_cover() -> None:

@@ -1,13 +1,23 @@
 """Tests of the planner's devices: the table, TOML files, and the network's units."""
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
 
+from megatronish.commands.plan import main
 from megatronish.costs.devices import peak_tflops
 from megatronish.errors import UserError
 from megatronish.planner.device_names import device_of
 from megatronish.planner.devices import device_table, find_device, network_gb_s
+
+
+def printed(arguments: list[str], *, status: int = 0) -> str:
+    """What a plan prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        assert main(arguments, program="megatronish plan") == status
+    return out.getvalue() + errors.getvalue()
 
 
 def test_every_row_has_a_source_and_the_peak_of_the_other_table() -> None:
@@ -25,11 +35,33 @@ def test_every_row_has_a_source_and_the_peak_of_the_other_table() -> None:
     "name",
     [
         *("NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"),
+        *("NVIDIA A10G", "NVIDIA GeForce RTX 3090 Ti", "Tesla V100-SXM2-16GB", "Tesla V100-PCIE-32GB"),
         *("NVIDIA A100-PCIE-40GB", "NVIDIA GH200 480GB", "cpu"),
     ],
 )
 def test_a_board_without_a_row_does_not_get_that_of_another(name: str) -> None:
     assert device_of(name) is None
+
+
+@pytest.mark.parametrize(
+    ("by_torch", "name"),
+    [
+        *(("Tesla T4", "t4"), ("Tesla V100-SXM2-32GB", "v100-sxm"), ("NVIDIA A10", "a10"), ("NVIDIA H20", "h20")),
+        *(("NVIDIA RTX A6000", "a6000"), ("NVIDIA GeForce RTX 3090", "rtx-3090")),
+    ],
+)
+def test_devices_of_small_machines_have_rows(by_torch: str, name: str) -> None:
+    device = find_device(name)
+    assert device_of(by_torch) == device
+    assert device.bf16_tflops == peak_tflops(by_torch, "fp16")
+    assert device.fp32_tflops == pytest.approx(peak_tflops(by_torch, "fp32") or 0)
+    assert device.has_bf16 == (peak_tflops(by_torch, "bf16") is not None)
+
+
+def test_a_plan_in_bf16_of_a_device_without_it_is_refused() -> None:
+    arguments = ["--config", "llama-8b-8gpu", "--vocab-size", "128256", "--gpus", "8", "--device"]
+    said = "--device v100-sxm: v100-sxm has no bf16, which it would emulate many times slower; use --fp16"
+    assert said in printed([*arguments, "v100-sxm"], status=2)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +121,7 @@ def test_a_figure_of_ones_own_is_not_overruled_by_what_was_measured_of_another(t
             "all_reduce_gb_s=600 of mine is over 1.3 times node_gb_s=450",
         ),
         ('[mine]\nlike = "h100-sxm"\nnetwork_all_reduce_gb_s = 400\n', "over 1.3 times network_gb_s=50, which no coll"),
+        ('[mine]\nlike = "h100-sxm"\nhas_bf16 = 1\n', "has_bf16=1 of mine must be true or false"),
         ('[mine]\nlike = "h100-sxm"\ncalibrated = 7\n', "calibrated=7 of mine must be a text"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,12 +12,15 @@ from megatronish.config.read import read_config
 from megatronish.costs.peak import expected_peak
 from megatronish.pipeline.stages import Stages
 from megatronish.planner.candidate import Candidate, MeshSizes
-from megatronish.planner.choose import short_list
+from megatronish.planner.choose import conventional, short_list
 from megatronish.planner.devices import find_device
 from megatronish.planner.exact import fullest_stage, memory_of, plan_of
 from megatronish.planner.layout_config import complaints, config_of, without_layout
+from megatronish.planner.pipeline_time import StageTimes, pipeline_seconds
 from megatronish.planner.search import NEAR, Search, SearchResult, divisors
 from megatronish.planner.workload import Workload
+from megatronish.schedule.schedules import SCHEDULES
+from megatronish.schedule.simulate import Costs, simulate
 
 CASES = {
     "gpt3-175b": (1024, "a100-sxm", 50257),
@@ -124,6 +128,57 @@ def test_the_closed_form_of_a_pipeline_is_near_the_simulator(name: str) -> None:
             off.append(plan_of(search, each.candidate).step.high / each.seconds - 1)
     assert max(map(abs, off)) < 0.15
     assert sorted(map(abs, off))[len(off) // 2] < 0.04
+
+
+@pytest.mark.parametrize("stages", [4, 8, 16])
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.2, 0.8), (1, 1.6, 0.9), (1, 2, 1), (1, 1.1, 0.5)])
+def test_the_closed_form_of_zb_v_has_the_bubble_of_the_simulator(stages: int, times: tuple[float, ...]) -> None:
+    zb_v, m = SCHEDULES["zb-v"], 3 * stages
+    closed = pipeline_seconds(
+        StageTimes(sum(times), stages * sum(times), *times),
+        **{"schedule": "zb-v", "stages": stages, "chunks": 2, "microbatches": m, "hop": 0.0},
+    )
+    whole = dict(zip("FBW", times, strict=True))
+    simulated = simulate(
+        zb_v.plan(num_stages=stages, num_microbatches=m, num_chunks=2),
+        costs=Costs(transfer=0),
+        placement=zb_v.place(num_stages=stages, num_chunks=2),
+        durations=lambda _stage, action: whole[action.kind] / 2,
+    )
+    assert closed.bubble == pytest.approx(simulated.makespan - m * sum(times), rel=0.1)
+
+
+def test_the_conventional_row_takes_more_stages_before_it_recomputes_whole_layers() -> None:
+    """405B: with tp of a node and no cp only full recomputation fits; those who train it recompute nothing."""
+    search = search_of(
+        "llama-70b",
+        *["--num-layers", "126", "--hidden-size", "16384", "--ffn-hidden-size", "53248"],
+        *["--num-attention-heads", "128"],
+        *["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"],
+        *["--global-batch-size", "2048"],
+        gpus=16384,
+    )
+    few = [MeshSizes(8, 8, 256, 1, 1, 8), MeshSizes(8, 16, 128, 1, 1, 8), MeshSizes(8, 16, 64, 2, 1, 8)]
+    search.meshes = lambda: iter(few)  # type: ignore[method-assign]
+    found = search.run().found
+    assert any(each.candidate.mesh.cp == 1 and each.candidate.recompute == "full" for each in found)
+    usual = conventional(search, found)
+    assert usual is not None and usual.candidate.recompute == "none"
+    assert (usual.candidate.mesh.tp, usual.candidate.mesh.pp, usual.candidate.schedule) == (8, 16, "1f1b")
+
+
+def test_what_is_known_of_the_error_widens_the_interval() -> None:
+    search = search_of("gpt3-175b")
+    assert search.error.part == 0.12 and "401 published steps that it was not fitted to" in search.error.reason
+    for other in (search_of("llama-70b"), search_of("qwen3-30b-a3b")):
+        assert other.error.part == 0.26
+    assert "no step of h100-sxm is among" in search_of("llama-70b").error.reason
+    assert "no step of experts or h100-sxm is among" in search_of("qwen3-30b-a3b").error.reason
+    calibrated = replace(search, device=replace(search.device, calibrated="a probe"))
+    assert calibrated.error.part == 0.21
+    step = plan_of(search, Candidate(MeshSizes(8, 8, 16, 1, 1, 8), zero=1, sequence_parallel=True)).step
+    low, high = search.interval(step)
+    assert low == pytest.approx(0.88 * step.low) and high == pytest.approx(1.12 * step.high)
 
 
 def test_the_short_list_has_different_meshes_and_a_conventional_layout() -> None:

@@ -87,31 +87,29 @@ class Forecast(Hook):
         self._write({"expected": self.expected, "measured": measured})
         self._write_text(self.path.with_name("report.md"), page(self.expected, measured))
         texts = [self._time(seconds), self._memory(memory), *self._traffic()]
-        tqdm.write(f" forecast: {'; '.join(texts)}")
+        tqdm.write(f" forecast: {', '.join(texts)}")
 
     def _time(self, seconds: float) -> str:
         expected = self.expected.get("step_seconds")
         if expected is None:
-            return f"a step took {seconds:.4g} s, and none was expected ({self.expected['no_time']})"
-        low, high = expected["low"], expected["high"]
-        off = 2 * seconds / (low + high) - 1
-        return f"a step took {seconds:.4g} s, expected {low:.4g} to {high:.4g} ({off:+.0%})"
+            return f"step {seconds:.3g} s (none expected)"
+        return f"step {seconds:.3g} s (expected {expected['low']:.3g}-{expected['high']:.3g})"
 
     def _memory(self, memory: int) -> str:
-        expected = self.expected["memory"]["bytes"]
-        what = "peak memory" if self.device.type == "cuda" else "peak memory of the process with its libraries"
-        return f"{what} {format_bytes(memory)}, expected of the fullest device {format_bytes(expected)}"
+        expected = format_bytes(self.expected["memory"]["bytes"])
+        if self.device.type == "cuda":
+            return f"memory {format_bytes(memory)} (expected {expected})"
+        return f"process {format_bytes(memory)} (of tensors {expected} expected)"
 
     def _traffic(self) -> list[str]:
-        """Bytes of a step by axis, where they were counted."""
+        """Whether the bytes of a step, where they were counted, are the expected ones."""
         if self._sent is None:
             return []
-        expected, texts = self.expected["traffic"], []
-        for axis in sorted({*self._sent, *expected}):
-            sent, wanted = (sum(of.get(axis, {}).values()) for of in (self._sent, expected))
-            differs = "" if sent == wanted else f" (expected {format_bytes(wanted)})"
-            texts.append(f"{axis} {format_bytes(sent)}{differs}")
-        return [f"bytes of a step {', '.join(texts) or 'none'}{', as expected' if self._sent == expected else ''}"]
+        expected = self.expected["traffic"]
+        differ = sum(self._sent.get(axis) != expected.get(axis) for axis in {*self._sent, *expected})
+        return [
+            f"bytes differ over {differ} of {len({*self._sent, *expected})} axes" if differ else "bytes as expected"
+        ]
 
     def _write(self, content: dict[str, Any]) -> None:
         self._write_text(self.path, json.dumps(content, indent=2) + "\n")
