@@ -140,15 +140,15 @@ def _chosen(
         most = max(most, room)
         if offer.has_copies or offer.free >= room:
             return number
-        told.append(f"{folders[number].parent} has {_size(offer.free)} free")
+        told.append(f"{folders[number].parent} has {_in_words(offer.free)} free")
     told += [f"{folders[n].parent} cannot be written: {why}" for n, why in enumerate(shared) if isinstance(why, str)]
-    wanted = _size(most) if most else "room"
+    wanted = _in_words(most) if most else "room"
     raise UserError(
         f"copies of the state need {wanted} on each host, twice what its ranks write and keep, and "
         f"{'; '.join(told)}; name a folder with room by --local-save, or leave --save-replicated-interval out"
     )
 
 
-def _size(num_bytes: int) -> str:
+def _in_words(num_bytes: int) -> str:
     """Bytes in words, so that a need and what there is are told apart also where both are small."""
     return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"
