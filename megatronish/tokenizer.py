@@ -345,6 +345,11 @@ TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
 """The tokenizers of --tokenizer-type, under the names of `TOKENIZER_NAMES`."""
 
 
+def tokenizer_trial_of_child() -> Callable[[tuple[str, Any, list[str]]], str]:
+    """What the child of a trial calls (tokenizer_trial.py)."""
+    return tokenizer_trial.trial_of(TOKENIZERS)
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool = False) -> list[int]:
     """Ids of a prompt; of an empty one the end-of-document token. UserError for what is no text."""
     encode = tokenizer.encode_marked if add_special_tokens else tokenizer.encode

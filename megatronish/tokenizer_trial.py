@@ -11,7 +11,7 @@ import json
 import os
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,7 +92,7 @@ def _digest(path: Path) -> str:
 
 def _try(kind: str, data: Any, files: Sequence[Path], size: int) -> None:
     seconds = BOUNDS.seconds + SECONDS_A_MEGABYTE * size / 1e6
-    child = Contained("megatronish.tokenizer_trial:trial", bounds=ChildBounds(BOUNDS.memory, seconds))
+    child = Contained("megatronish.tokenizer:tokenizer_trial_of_child", bounds=ChildBounds(BOUNDS.memory, seconds))
     try:
         child.ask((kind, data, [str(path) for path in files]))
     except ContainedError as error:
@@ -109,13 +109,12 @@ def _try(kind: str, data: Any, files: Sequence[Path], size: int) -> None:
 # In the child.
 
 
-def trial() -> Any:
+def trial_of(build: Mapping[str, Callable[[Any], TriedTokenizer]]) -> Callable[[tuple[str, Any, list[str]]], str]:
     """What the child does: load a tokenizer and write with it all that it may be asked to write."""
-    from megatronish.tokenizer import TOKENIZERS  # late: that file imports this one
 
     def tried(question: tuple[str, Any, list[str]]) -> str:
         kind, data, files = question
-        _write(TOKENIZERS[kind](data), files)
+        _write(build[kind](data), files)
         return ""
 
     return tried
