@@ -1,4 +1,4 @@
-"""Pinned memory: memory of the CPU that a GPU copies from and to while the host goes on, many tensors in few blocks.
+"""Pinned memory: memory of the CPU that a GPU copies from and to while the host continues, many tensors in few blocks.
 
 torch rounds each block that it pins up to a power of two: alone, buckets of 160 MB would take 256 MB each. So tensors
 that are made together share blocks that are nearly such a power. Of a block less than one of its tensors is not used,

@@ -8,7 +8,7 @@ its own.
 
 A kernel is compiled for one length, and each takes many seconds: sequences are padded to one of a few (`bucket_of`). In
 generation nearly every forward has another length and another batch, so there SDPA gets the dense mask; and of its
-backends all but cuDNN's, which plans for the very shape, tens of milliseconds that each token would wait.
+backends all except cuDNN's, which plans for the very shape, tens of milliseconds that each token would wait.
 
 All of this was read from torch's sources (2.13); it has not run on a GPU yet.
 """

@@ -100,15 +100,8 @@ def read_config(
     ]
     if problems:
         raise ConfigError(problems)
-    notes = [
-        *found_plugins,
-        *from_where,
-        *_idle(settled.idle, path),
-        *merged.notes,
-        *file.notes,
-        *line.flags.notes,
-        *derived.notes,
-    ]
+    notes = [*found_plugins, *from_where, *_idle(settled.idle, path)]
+    notes += [*merged.notes, *file.notes, *line.flags.notes, *derived.notes]
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
     return ReadConfig(derived.config, notes)

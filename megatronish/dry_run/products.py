@@ -42,5 +42,5 @@ def formula_of(packet: Any) -> Callable[..., Any] | None:
 
 
 def is_product(name: str) -> bool:
-    """Whether an operator multiplies matrices, by its name: without a formula it must be told, not counted as 0."""
+    """Whether an operator multiplies matrices, by its name: without a formula it must be reported, not counted as 0."""
     return PRODUCT.search(name) is not None

@@ -70,8 +70,8 @@ TIE = 1e-6
 def _preferred(margins: Tensor, scores: PairScores) -> Tensor:
     """[P]: 1 where the chosen completion has the larger reward, 0 where the rejected one has, 1/2 where they are tied.
 
-    Rewards relative to a reference are tied where both completions are as probable as in the reference, but for
-    rounding: while the policy equals it, each sign is that of noise, and another in each layout.
+    Rewards relative to a reference are tied where both completions are as probable as in the reference, except
+    for rounding: while the policy equals it, each sign is that of noise, and another in each layout.
     """
     of_margins = (margins.sign() + 1) / 2
     if scores.pairs.reference is None:

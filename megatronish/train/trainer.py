@@ -87,7 +87,7 @@ class Aside:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Context of work without communication: what it raises by its own fault is told once, and goes no further."""
+        """Context of work without communication: what it raises by its own fault is reported once."""
         try:
             yield
         except (UserError, RunError):  # what was looked for and found
@@ -121,7 +121,7 @@ class Hook:
     name = ""
     phase: PhaseName = "hook"
     is_observer = False
-    """Whether the run goes on without it if it raises. It sends nothing, for the other ranks know nothing of it."""
+    """Whether the run continues without it if it raises. It sends nothing, for the other ranks know nothing of it."""
 
     def start(self, trainer: "Trainer") -> None:
         """Called before the first step."""

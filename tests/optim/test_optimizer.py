@@ -1,11 +1,13 @@
 """Tests of the optimizer: torch's own steps, or apex's if installed; decay on matrices alone; global norms."""
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from jobs import tiny, train_on_ranks
 from torch import Tensor, nn
 
 from megatronish.config.optimizer import OptimizerConfig
@@ -14,6 +16,7 @@ from megatronish.optim.adam import FusedAdamChoice, adamw, find_fused_adam
 from megatronish.optim.global_norm import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer, optimizer_line
 from megatronish.sharding import Shard, Sharding
+from megatronish.train.plot import read_lines
 
 SHAPES = {"matrix": (4, 3), "bias": (4,), "norm": (3,)}
 STATE_NAMES = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
@@ -131,6 +134,13 @@ def test_norms_of_queries_and_keys_decay_if_asked() -> None:
     asked = stepped(OptimizerConfig(apply_wd_to_qk_layernorm=True), **rates)
     assert not usual["q_norm"].any() and not usual["norm"].any() and not asked["norm"].any()
     torch.testing.assert_close(asked["q_norm"], torch.full((3,), 0.05))
+
+
+def test_a_decoupled_rate_may_be_zero_at_the_first_step_of_a_warm_up_and_at_the_end_of_a_decay(tmp_path: Path) -> None:
+    rates = "--decoupled-lr 2e-2 --decoupled-min-lr 0 --min-lr 1e-3 --lr-warmup-init 0 --lr-warmup-iters 2"
+    train_on_ranks(tiny(tmp_path / "run", f"{rates} --lr-decay-iters 4 --train-iters 5"))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["decoupled_learning_rate"] for line in lines] == pytest.approx([0, 1e-2, 2e-2, 1e-2, 0])
 
 
 def test_a_decoupled_rate_is_put_back_with_its_count_of_steps() -> None:

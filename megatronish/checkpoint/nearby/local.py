@@ -150,5 +150,5 @@ def _chosen(
 
 
 def _in_words(num_bytes: int) -> str:
-    """Bytes in words, so that a need and what there is are told apart also where both are small."""
+    """Bytes in words, so that a need and the room differ in words, also where both are small."""
     return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"

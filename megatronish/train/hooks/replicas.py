@@ -132,7 +132,7 @@ def copies_of(engine: Engine) -> Iterator[Copies]:
 
 
 def hashes_of(copies: Copies, device: torch.device) -> Hashes:
-    """A hash of each of these tensors; none where there is nobody to compare with."""
+    """A hash of each of these tensors; none where no other rank has a copy."""
     tensors = {} if copies.axis.size == 1 else copies.tensors
     hashes = [_hash(each).to(device) for each in tensors.values()]
     return Hashes(copies.axis, list(tensors), torch.stack(hashes) if hashes else torch.empty(0, dtype=torch.int64))
