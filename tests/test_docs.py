@@ -180,7 +180,9 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 
 LAUNCHERS = {"nproc-per-node", "nnodes", "ntasks", "gpus-per-node", "gpus-per-task", "signal", "rdzv-endpoint"}
-OTHER_PROGRAMS = {f"--{name}" for name in LAUNCHERS | {"shm-size", "logdir", "index-url", "inplace", "pid", "editable"}}
+OTHER_PROGRAMS = {
+    f"--{name}" for name in LAUNCHERS | {"shm-size", "logdir", "index-url", "inplace", "pid", "editable", "local-dir"}
+}
 """Flags of launchers, pip and the like."""
 
 OTHER_FLAGS_IN = ("COMING_FROM.md", "CONVERT.md", "DESIGN.md", "FLAGS.md", "GLOSSARY.md", "BENCHMARKS.md", "LOG.md")
