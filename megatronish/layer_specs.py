@@ -82,7 +82,7 @@ class MLPSpec:
         return cls(
             ffn_size=ffn_size or model.ffn_size,
             activation=model.activation,
-            bias=model.linear_bias if bias is None else bias,
+            bias=model.mlp_bias if bias is None else bias,
             up_offset=model.glu_linear_offset if model.is_gated else 0.0,
             clamp=model.activation_func_clamp_value if model.is_gated else None,
         )
@@ -171,7 +171,7 @@ class LayerSpec:
                 norm_across_heads=model.qk_layernorm_across_heads,
                 clip=model.clip_qkv,
                 qkv_bias=model.qkv_bias,
-                out_bias=model.linear_bias,
+                out_bias=model.attention_bias,
                 rotary=rotary,
                 softmax=model.softmax_type,
             ),

@@ -55,7 +55,7 @@ def tensors(model: ModelConfig) -> Iterator[TensorRule]:
         if ours.endswith("mlp.fc1"):
             if kind == "weight":
                 theirs = f"model.{ours.removesuffix('fc1')}up_proj"
-                yield from same_tensors(ours, theirs, bias=model.linear_bias)
+                yield from same_tensors(ours, theirs, bias=model.mlp_bias)
         else:
             yield rule
 

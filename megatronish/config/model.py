@@ -87,6 +87,10 @@ class DenseOptions:
     """Linear layers carry no bias."""
     add_qkv_bias: bool = False
     """A bias on the query/key/value projection even with --disable-bias-linear (Qwen2)."""
+    add_attention_bias: bool = False
+    """Biases on all linear layers of attention even with --disable-bias-linear (a Llama with attention_bias)."""
+    add_mlp_bias: bool = False
+    """Biases on the linear layers of the MLP even with --disable-bias-linear (a Llama with mlp_bias)."""
     qk_layernorm: bool = False
     """Normalise each head's queries and keys before attention (Qwen3)."""
     qk_layernorm_across_heads: bool = False
@@ -168,13 +172,23 @@ class DenseOptions:
 
     @property
     def linear_bias(self) -> bool:
-        """Whether linear layers carry a bias."""
+        """Whether all linear layers carry a bias."""
         return not self.disable_bias_linear
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether all linear layers of attention carry a bias, the one after it too."""
+        return self.linear_bias or self.add_attention_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the linear layers of an MLP carry a bias."""
+        return self.linear_bias or self.add_mlp_bias
 
     @property
     def qkv_bias(self) -> bool:
         """Whether the query/key/value projection carries a bias."""
-        return self.linear_bias or self.add_qkv_bias
+        return self.attention_bias or self.add_qkv_bias
 
     @property
     def tied(self) -> bool:

@@ -67,6 +67,7 @@ def test_the_fields_that_training_alone_reads_are_these() -> None:
         (GPT, {"ffn_hidden_size": 128, "kv_channels": 8, "num_query_groups": 4, "max_position_embeddings": 64}),
         (GPT, {"group_query_attention": True, "num_query_groups": 4}),
         (GPT, {"add_qkv_bias": True}),
+        (GPT, {"add_attention_bias": True, "add_mlp_bias": True}),
         (GPT, {"no_rope_freq": "2", "window_attn_skip_freq": "2", "glu_linear_offset": 1.0}),
         (GPT, {"activation_func_clamp_value": 7.0}),
         (ROPE, {"no_rope_freq": "[0]*2"}),

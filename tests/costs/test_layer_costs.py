@@ -53,6 +53,8 @@ MODELS = {
     "llama, weights of norms minus 1": replace(LLAMA, apply_layernorm_1p=True),
     "llama with biases": replace(LLAMA, disable_bias_linear=False),
     "qwen2": replace(LLAMA, add_qkv_bias=True),
+    "llama with biases of attention": replace(LLAMA, add_attention_bias=True),
+    "llama with biases of the MLP": replace(LLAMA, add_mlp_bias=True),
     "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=64),
     "olmoe": replace(LLAMA, qk_layernorm=True, qk_layernorm_across_heads=True),
     "gpt2 with qk-norm": replace(GPT2, qk_layernorm=True),

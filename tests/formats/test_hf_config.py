@@ -397,7 +397,7 @@ def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: s
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights=false leaves attention unscaled"),
         (GPT2 | {"activation_function": "swish"}, 'activation_function="swish" is not supported; gelu_new, '),
         (GPT2 | {"n_layer": "12"}, 'n_layer="12" must be a whole number of at least 1; correct that line'),
-        (LLAMA_2_7B | {"attention_bias": True}, "attention_bias=true without mlp_bias"),
+        (MISTRAL_7B | {"attention_bias": True}, "attention_bias=true is not there in this family"),
         (LLAMA_2_7B | {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; silu is'),
         (LLAMA_2_7B | {"rms_norm_eps": None}, "rms_norm_eps=null must be a number that is not negative"),
         (LLAMA_2_7B | {"eos_token_id": "</s>"}, 'eos_token_id="</s>" must be a token id, or a list of them'),
@@ -539,6 +539,8 @@ def test_what_a_run_changed_is_changed_and_no_more(tmp_path: Path) -> None:
         ({"qk_layernorm": True, "window_size": 8, "window_attn_skip_freq": "2"}, "qwen3"),
         ({"add_qkv_bias": True, "window_size": 8, "window_attn_skip_freq": "[0, 1]"}, "qwen2"),
         ({"disable_bias_linear": False}, "llama"),
+        ({"add_attention_bias": True}, "llama"),
+        ({"add_mlp_bias": True}, "llama"),
         (BLOOM_PARTS, "bloom"),
         ({"kv_channels": 16, "num_query_groups": 2, "group_query_attention": True}, "llama"),
     ],
@@ -549,7 +551,8 @@ def test_the_family_follows_from_the_model(tmp_path: Path, fields: dict[str, Any
     written = hf_config_of(model, vocab_size=100, seq_length=64)
     assert written["model_type"] == kind
     again = model_of(tmp_path, written)
-    for name in ("head_size", "num_kv_heads", "ffn_size", "linear_bias", "qkv_bias", "windowed_layers", "qk_layernorm"):
+    biases = ("linear_bias", "attention_bias", "mlp_bias", "qkv_bias")
+    for name in ("head_size", "num_kv_heads", "ffn_size", *biases, "windowed_layers", "qk_layernorm"):
         assert getattr(again, name) == getattr(model, name), name
 
 

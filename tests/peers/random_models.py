@@ -48,6 +48,8 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "gpt2-untied": transformers.GPT2Config(**gpt2, **ends, n_inner=20, tie_word_embeddings=False),
         "llama": transformers.LlamaConfig(**_SIZES),
         "llama-biases": transformers.LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+        "llama-attention-biases": transformers.LlamaConfig(**_SIZES, attention_bias=True),
+        "llama-mlp-biases": transformers.LlamaConfig(**_SIZES, mlp_bias=True),
         "llama3": transformers.LlamaConfig(**_SIZES, **_rope("llama3", **_LLAMA3), tie_word_embeddings=True),
         "llama-linear": transformers.LlamaConfig(**_SIZES, **_rope("linear")),
         "llama-yarn": transformers.LlamaConfig(**_SIZES, **_rope("yarn", original_max_position_embeddings=16)),

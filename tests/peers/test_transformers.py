@@ -20,7 +20,17 @@ peer: Any = pytest.importorskip(
     exc_type=ImportError,
 )
 CASES = (
-    *("gpt2", "gpt2-untied", "llama", "llama-biases", "llama3", "llama-linear", "llama-yarn"),
+    *(
+        "gpt2",
+        "gpt2-untied",
+        "llama",
+        "llama-biases",
+        "llama-attention-biases",
+        "llama-mlp-biases",
+        "llama3",
+        "llama-linear",
+        "llama-yarn",
+    ),
     *(
         "mistral",
         "mistral-whole",
@@ -89,6 +99,8 @@ BORN_HERE = {
     "bloom": ("bloom", BLOOM),
     "bloom with six heads": ("bloom", BLOOM | {"hidden_size": 24, "num_attention_heads": 6}),
     "llama": ("llama", LLAMA | {"rotary_base": 100.0, "kv_channels": 6}),
+    "llama with biases of attention": ("llama", LLAMA | {"add_attention_bias": True}),
+    "llama with biases of the MLP": ("llama", LLAMA | {"add_mlp_bias": True}),
     "llama with biases": ("llama", LLAMA | {"disable_bias_linear": False}),
     "llama 3": (
         "llama",

@@ -32,6 +32,9 @@ VARIANTS = {
         untie_embeddings_and_output_weights=True,
         num_query_groups=2,
     ),
+    "llama with biases of attention": replace(
+        SMALL, normalization="RMSNorm", disable_bias_linear=True, add_attention_bias=True, swiglu=True
+    ),
     "qwen2": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, add_qkv_bias=True, swiglu=True),
     "qwen3": replace(SMALL, normalization="RMSNorm", disable_bias_linear=True, qk_layernorm=True, kv_channels=16),
     "swiglu with biases": replace(SMALL, swiglu=True, qk_layernorm=True, ffn_hidden_size=40),

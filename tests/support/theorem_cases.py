@@ -141,6 +141,8 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
         softmax_type={"gpt_oss": "learnable", "bloom": "off-by-one"}.get(family, "vanilla"),  # type: ignore[arg-type]
         disable_bias_linear=family == "llama" or qwen,
         add_qkv_bias=qwen,
+        add_attention_bias=family == "llama" and chosen["tied"],
+        add_mlp_bias=family == "llama" and not chosen["tied"] and chosen["eod_mask_loss"],
         qk_layernorm=qwen,
         window_size=5 if qwen or oss else None,
         window_attn_skip_freq="2" if oss else None,

@@ -148,7 +148,7 @@ def _upcycling(config: Config) -> str | None:
             f"moe_shared_expert_intermediate_size={shared} with moe_use_upcycling would be experts without weights; "
             "leave one of the two out"
         )
-    if model.linear_bias:
+    if model.mlp_bias:
         return "moe_use_upcycling cannot keep the biases of an MLP: experts have none; start from a model without them"
     return None
 
@@ -204,6 +204,7 @@ RULES = (
     ConfigRule(
         (
             *("moe_use_upcycling", "num_experts", "load", "load_hf", "moe_ffn_hidden_size", "disable_bias_linear"),
+            "add_mlp_bias",
             *("moe_shared_expert_intermediate_size", *_FFN),
         ),
         _upcycling,

@@ -39,10 +39,8 @@ def read_llama(config: ConfigJson) -> dict[str, Any]:
     config.must_be("hidden_act", "silu", "swish", why="is not supported; silu is")
     heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", null=heads)
-    has_bias = config.flag("attention_bias")
-    if has_bias != config.flag("mlp_bias"):
-        key, other = ("attention_bias", "mlp_bias") if has_bias else ("mlp_bias", "attention_bias")
-        config.refuse(key, f"without {other} is not supported: both, or neither")
+    biases = {"add_attention_bias": config.flag("attention_bias"), "add_mlp_bias": config.flag("mlp_bias")}
+    has_all = all(biases.values())
     return {
         "num_layers": config.whole("num_hidden_layers"),
         "hidden_size": hidden_size,
@@ -57,10 +55,18 @@ def read_llama(config: ConfigJson) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": config.number("rms_norm_eps"),
         "swiglu": True,
-        "disable_bias_linear": not has_bias,
+        "disable_bias_linear": not has_all,
+        **({} if has_all or not any(biases.values()) else biases),
         "attention_dropout": config.number("attention_dropout"),
         "hidden_dropout": 0.0,
     }
+
+
+def read_descendant(config: ConfigJson) -> dict[str, Any]:
+    """Fields of a descendant of Llama whose linear layers have no such biases."""
+    for key in ("attention_bias", "mlp_bias"):
+        config.must_be(key, False, None, why="is not there in this family")
+    return read_llama(config)
 
 
 def write_llama(model: ModelConfig, seq_length: int) -> dict[str, Any]:
@@ -77,15 +83,15 @@ def write_llama(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         "rms_norm_eps": model.norm_epsilon,
         **write_rope(model),
         "attention_dropout": model.attention_dropout,
-        "attention_bias": model.linear_bias,
-        "mlp_bias": model.linear_bias,
+        "attention_bias": model.attention_bias,
+        "mlp_bias": model.mlp_bias,
     }
 
 
 def _not_llama(model: ModelConfig) -> str | None:
     return not_llama_block(model) or first_true(
         {
-            "add_qkv_bias": model.qkv_bias and not model.linear_bias,
+            "add_qkv_bias": model.qkv_bias and not model.attention_bias,
             f"window_size={model.window_size}": model.window_size is not None,
             "qk_layernorm": model.qk_layernorm,
         }
@@ -132,10 +138,10 @@ def llama_tensors(model: ModelConfig, experts: ExpertNames | None = None) -> Ite
         if model.qk_layernorm:
             yield from same_tensors(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
             yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
-        yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.linear_bias)
+        yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.attention_bias)
         yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
         if experts is None or not model.expert_layers[n]:
-            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=model.linear_bias)
+            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=model.mlp_bias)
             continue
         yield from expert_tensors(model, experts, ours=ours, theirs=theirs)
         if (shared := model.moe_shared_expert_intermediate_size) is not None:

@@ -10,7 +10,7 @@ from megatronish.formats.hf.llama import (
     LLAMA_TENSORS,
     ROWS,
     not_llama_block,
-    read_llama,
+    read_descendant,
     without_biases,
     write_llama,
 )
@@ -28,7 +28,7 @@ def _read_mistral(config: ConfigJson) -> dict[str, Any]:
     slides = all_layers_slide(config)
     if slides is None:
         slides = config.values["sliding_window"] is not None
-    return read_llama(config) | {"window_size": config.whole("sliding_window") if slides else None}
+    return read_descendant(config) | {"window_size": config.whole("sliding_window") if slides else None}
 
 
 def _write_mistral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _write_mistral(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 def _not_mistral(model: ModelConfig) -> str | None:
     return not_llama_block(model) or first_true(
         {
-            "biases of linear layers": model.qkv_bias,
+            "biases of linear layers": model.qkv_bias or model.mlp_bias,
             "qk_layernorm": model.qk_layernorm,
             f"window_attn_skip_freq={model.window_attn_skip_freq}": len(set(model.windowed_layers)) > 1,
         }

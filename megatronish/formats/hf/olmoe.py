@@ -12,7 +12,7 @@ from megatronish.formats.hf.llama import (
     ROWS,
     llama_tensors_with,
     not_llama_block,
-    read_llama,
+    read_descendant,
     without_biases,
     write_llama,
 )
@@ -34,7 +34,7 @@ _OLMOE = LLAMA_DEFAULTS | {
 def _read_olmoe(config: ConfigJson) -> dict[str, Any]:
     config.must_be("attention_bias", False, None, why="is not supported together with a norm of queries and keys")
     config.must_be("sliding_window", None, why="is not supported in this family")
-    model = read_llama(config)
+    model = read_descendant(config)
     if model["kv_channels"] * model["num_attention_heads"] != model["hidden_size"]:
         config.refuse("head_dim", f"must be hidden_size={model['hidden_size']} over num_attention_heads in this family")
     clip = config.values.get("clip_qkv")
@@ -70,7 +70,7 @@ def _not_olmoe(model: ModelConfig) -> str | None:
         or not_experts_alone(model)
         or first_true(
             {
-                "biases of linear layers": model.qkv_bias,
+                "biases of linear layers": model.qkv_bias or model.mlp_bias,
                 "no qk_layernorm_across_heads": not model.qk_layernorm_across_heads,
                 f"window_size={model.window_size}": any(model.windowed_layers),
                 f"kv_channels={model.head_size}": model.head_size * model.num_attention_heads != model.hidden_size,

@@ -10,7 +10,7 @@ from megatronish.formats.hf.llama import (
     LLAMA_TENSORS,
     ROWS,
     not_llama_block,
-    read_llama,
+    read_descendant,
     without_biases,
     write_llama,
 )
@@ -29,7 +29,7 @@ QWEN2_DEFAULTS = LLAMA_DEFAULTS | {
 
 
 def _read_qwen2(config: ConfigJson) -> dict[str, Any]:
-    return read_llama(config) | {"add_qkv_bias": True} | qwen_window(config)
+    return read_descendant(config) | {"add_qkv_bias": True} | qwen_window(config)
 
 
 def _write_qwen2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _not_qwen2(model: ModelConfig) -> str | None:
     return not_llama_block(model) or first_true(
         {
             "no bias on queries, keys and values": not model.qkv_bias,
-            "biases of all linear layers": model.linear_bias,
+            "biases of all linear layers": model.attention_bias or model.mlp_bias,
             "qk_layernorm": model.qk_layernorm,
         }
     )

@@ -11,7 +11,7 @@ from megatronish.formats.hf.llama import (
     ROWS,
     llama_tensors_with,
     not_llama_block,
-    read_llama,
+    read_descendant,
     without_biases,
     write_llama,
 )
@@ -40,7 +40,7 @@ def _read_qwen2_moe(config: ConfigJson) -> dict[str, Any]:
     if config.flag("use_sliding_window") or all_layers_slide(config):
         config.refuse("use_sliding_window", "is not supported in this family")
     return {
-        **read_llama(config),
+        **read_descendant(config),
         "add_qkv_bias": config.flag("qkv_bias"),
         **read_experts(config, number="num_experts", width="moe_intermediate_size"),
         **read_choice(config),
@@ -66,7 +66,7 @@ def _write_qwen2_moe(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 def _not_qwen2_moe(model: ModelConfig) -> str | None:
     return not_llama_block(model) or first_true(
         {
-            "biases of all linear layers": model.linear_bias,
+            "biases of all linear layers": model.attention_bias or model.mlp_bias,
             "qk_layernorm": model.qk_layernorm,
             f"window_size={model.window_size}": any(model.windowed_layers),
             "no shared expert": model.moe_shared_expert_intermediate_size is None,

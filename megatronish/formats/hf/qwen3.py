@@ -5,7 +5,7 @@ from typing import Any
 from megatronish.config.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.family import ModelFamily, first_true
-from megatronish.formats.hf.llama import LLAMA_TENSORS, ROWS, not_llama_block, read_llama
+from megatronish.formats.hf.llama import LLAMA_TENSORS, ROWS, not_llama_block, read_descendant
 from megatronish.formats.hf.qwen2 import QWEN2
 from megatronish.formats.hf.window import qwen_window
 
@@ -14,7 +14,7 @@ _QWEN3 = QWEN2.defaults | {"head_dim": 128}
 
 def _read_qwen3(config: ConfigJson) -> dict[str, Any]:
     config.must_be("attention_bias", False, None, why="is not supported together with a norm of queries and keys")
-    return read_llama(config) | {"qk_layernorm": True} | qwen_window(config)
+    return read_descendant(config) | {"qk_layernorm": True} | qwen_window(config)
 
 
 def _write_qwen3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def _write_qwen3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 
 def _not_qwen3(model: ModelConfig) -> str | None:
-    biases = {"biases of linear layers": model.qkv_bias, "no qk_layernorm": not model.qk_layernorm}
+    biases = {"biases of linear layers": model.qkv_bias or model.mlp_bias, "no qk_layernorm": not model.qk_layernorm}
     return not_llama_block(model) or first_true(biases)
 
 

@@ -11,7 +11,7 @@ from megatronish.formats.hf.llama import (
     ROWS,
     llama_tensors_with,
     not_llama_block,
-    read_llama,
+    read_descendant,
     without_biases,
     write_llama,
 )
@@ -40,7 +40,7 @@ def _read_qwen3_moe(config: ConfigJson) -> dict[str, Any]:
     if all_layers_slide(config) not in (None, slides):
         config.refuse("layer_types", "says other than use_sliding_window and sliding_window")
     return {
-        **read_llama(config),
+        **read_descendant(config),
         "qk_layernorm": True,
         "window_size": config.whole("sliding_window") if slides else None,
         **read_experts(config, number="num_experts", width="moe_intermediate_size"),
@@ -67,7 +67,7 @@ def _not_qwen3_moe(model: ModelConfig) -> str | None:
     shared = model.moe_shared_expert_intermediate_size
     return not_llama_block(model) or first_true(
         {
-            "biases of linear layers": model.qkv_bias,
+            "biases of linear layers": model.qkv_bias or model.mlp_bias,
             "no qk_layernorm": not model.qk_layernorm,
             f"window_attn_skip_freq={model.window_attn_skip_freq}": len(set(model.windowed_layers)) > 1,
             f"moe_shared_expert_intermediate_size={shared}": shared is not None,

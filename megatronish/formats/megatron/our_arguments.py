@@ -29,6 +29,9 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse("qk_layernorm_across_heads")
     if model.clip_qkv is not None:
         raise refuse(f"clip_qkv={model.clip_qkv}")
+    for name in ("add_attention_bias", "add_mlp_bias"):
+        if getattr(model, name) and not model.linear_bias:
+            raise refuse(name)
     if model.activation == "gelu_tanh" and model.disable_bias_linear:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
     if model.rope_scaling == "yarn":
