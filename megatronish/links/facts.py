@@ -101,7 +101,7 @@ def available_memory() -> int:
 
 
 def free_swap() -> int:
-    """Bytes of the host's swap that nobody uses."""
+    """Bytes of the host's swap that is not used."""
     return _of_meminfo("SwapFree") or 0
 
 

@@ -39,7 +39,7 @@ Change = tuple[str, dict[str, Any]]
 
 
 class Claim(NamedTuple):
-    """What ranks of a machine expect to take of one memory: bytes, of so many, whose it is, and a rank's part of it."""
+    """What ranks expect to take of one memory: bytes, of how many, and whose it is."""
 
     needs: int
     has: int
@@ -51,7 +51,7 @@ class Claim(NamedTuple):
         return self.needs > MARGIN * self.has
 
 
-class Found(NamedTuple):
+class RankRoom(NamedTuple):
     """What a rank finds: its machine, the available bytes, and the device's name and bytes (None: a CPU)."""
 
     machine: str
@@ -59,7 +59,7 @@ class Found(NamedTuple):
     device: tuple[str, int] | None
 
     @classmethod
-    def of(cls, device: torch.device) -> "Found":
+    def of(cls, device: torch.device) -> "RankRoom":
         """As it is now."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -76,7 +76,7 @@ def refuse_without_room(config: Config, mesh: Mesh, *, vocab_size: int) -> None:
     """UserError on all ranks if a machine or a device lacks memory for its ranks. A collective call."""
     if not config.resilience.check_memory:
         return
-    everyone = from_all(mesh.checkpoint_axis, lambda: Found.of(mesh.device))
+    everyone = from_all(mesh.checkpoint_axis, lambda: RankRoom.of(mesh.device))
 
     def look() -> None:
         if mesh.is_main and (said := sentence(config, everyone, vocab_size=vocab_size)) is not None:
@@ -93,11 +93,11 @@ def note_on_room(config: Config, device_type: DeviceType, *, vocab_size: int) ->
     number = config.layout.world_size
     if place_from_environment() is not None or number > MOST_RANKS or not config.resilience.check_memory:
         return None
-    said = sentence(config, [Found.of(torch.device(device_type))] * number, vocab_size=vocab_size)
+    said = sentence(config, [RankRoom.of(torch.device(device_type))] * number, vocab_size=vocab_size)
     return None if said is None else f"a start of all ranks here would be refused: {said}"
 
 
-def sentence(config: Config, everyone: Sequence[Found], *, vocab_size: int) -> str | None:
+def sentence(config: Config, everyone: Sequence[RankRoom], *, vocab_size: int) -> str | None:
     """What lacks memory, and flags with which it would not; None if nothing lacks."""
     lacking = fullest(config, everyone, vocab_size=vocab_size)
     if not lacking.is_too_much:
@@ -108,14 +108,14 @@ def sentence(config: Config, everyone: Sequence[Found], *, vocab_size: int) -> s
     )
 
 
-def fullest(config: Config, everyone: Sequence[Found], *, vocab_size: int) -> Claim:
+def fullest(config: Config, everyone: Sequence[RankRoom], *, vocab_size: int) -> Claim:
     """The claim that takes most of what is there."""
     on_gpu = any(each.device is not None for each in everyone)
     expected = _expected(config, vocab_size, "cuda" if on_gpu else "cpu")
     return max(_claims(config, everyone, expected), key=lambda claim: claim.needs / max(1, claim.has))
 
 
-def _claims(config: Config, everyone: Sequence[Found], expected: Sequence[Memory]) -> Iterator[Claim]:
+def _claims(config: Config, everyone: Sequence[RankRoom], expected: Sequence[Memory]) -> Iterator[Claim]:
     machines: dict[str, list[int]] = {}
     for rank, found in enumerate(everyone):
         machines.setdefault(found.machine, []).append(rank)
@@ -139,7 +139,7 @@ def _expected(config: Config, vocab_size: int, device: DeviceType) -> list[Memor
     return memory_of_stages(config, loads, vocab_size=vocab_size, device=device, kernels=load_kernels() is None)
 
 
-def _remedy(config: Config, everyone: Sequence[Found], vocab_size: int) -> str:
+def _remedy(config: Config, everyone: Sequence[RankRoom], vocab_size: int) -> str:
     """Flags with which it would fit: single ones, or pairs; else the smallest that was tried."""
     begin, fitting = time.monotonic(), list[str]()
     smallest: tuple[float, str] | None = None

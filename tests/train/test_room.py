@@ -12,7 +12,7 @@ from megatronish.config.config import Config
 from megatronish.config.read import read_config
 from megatronish.links import facts
 from megatronish.train import room
-from megatronish.train.room import Found, sentence
+from megatronish.train.room import RankRoom, sentence
 
 GIB = 2**30
 MODEL = f"--config {ROOT}/configs/llama-8b-8gpu.toml --mock-data --vocab-size 128256"
@@ -24,13 +24,13 @@ def config_of(flags: str) -> Config:
     return read_config(shlex.split(flags), needs_files=False).config
 
 
-def said_of(flags: str, found: Found) -> str | None:
+def said_of(flags: str, found: RankRoom) -> str | None:
     config = config_of(flags)
     return sentence(config, [found] * config.layout.world_size, vocab_size=128256)
 
 
-def gpu(gib: float) -> Found:
-    return Found("node7 boot", 2000 * GIB, ("NVIDIA H100", int(gib * GIB)))
+def gpu(gib: float) -> RankRoom:
+    return RankRoom("node7 boot", 2000 * GIB, ("NVIDIA H100", int(gib * GIB)))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_fits_is_not_refused_and_what_is_near_neither() -> None:
 
 def test_ranks_of_a_machine_count_together_and_each_machine_by_itself() -> None:
     config = config_of(MODEL)
-    one = Found("node1 boot", 300 * GIB, None)
+    one = RankRoom("node1 boot", 300 * GIB, None)
     assert sentence(config, [one] * 8, vocab_size=128256) is None
     few = [one._replace(available=150 * GIB), one._replace(machine="node2 boot", available=150 * GIB)]
     assert sentence(config, few * 4, vocab_size=128256) is None
