@@ -101,7 +101,8 @@ def find_device(given: str) -> Device:
         return table[name]
     if given.endswith(".toml"):
         return read_device(Path(given))
-    begun = [each for each in table if name and (each.startswith(name) or name.startswith(each))]
+    likely = difflib.get_close_matches(name, table, n=1, cutoff=0.8)  # a1000-sxm is a100-sxm rather than a10
+    begun = likely + [each for each in table if name and (each.startswith(name) or name.startswith(each))]
     first_words = {each.partition("-")[0]: each for each in reversed(table)}  # h100 -> h100-sxm
     close = difflib.get_close_matches(name.partition("-")[0], first_words, n=1, cutoff=0.5)
     nearest = begun or [first_words[each] for each in close]
