@@ -35,7 +35,10 @@ _ONE_ACTIVATION = "an MLP has one activation"
 
 CONFLICTS = (
     Conflict(
-        ("mock_data",), ("data_path", "dataset_type", *_SPLIT_DATA), "made-up tokens stand in for files", wins=True
+        ("mock_data",),
+        ("data_path", "dataset_type", "dataset_args", *_SPLIT_DATA),
+        "made-up tokens stand in for files",
+        wins=True,
     ),
     Conflict(
         ("num_epochs",),

@@ -308,7 +308,7 @@ def test_a_page_of_a_forecast_keeps_names_of_devices_in_their_lines() -> None:
         "layout": odd,
         "global_batch_size": 4,
         "memory": {"bytes": 1, "stage": 0, "by_owner": {odd: 1}},
-        "step_seconds": {"low": 1.0, "high": 2.0, "device": odd, "calibrated": odd},
+        "step_seconds": {"low": 1.0, "high": 2.0, "device": odd, "calibrated": odd, "error": odd},
         "no_traffic": odd,
     }
     measured = {"steps": 3, "step_seconds": 1.0, "peak_memory_bytes": 2, "memory_of": odd}

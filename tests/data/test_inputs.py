@@ -116,7 +116,7 @@ def test_a_broken_array_is_named_with_its_element(tmp_path: Path, content: bytes
 
 def test_lines_that_are_arrays_of_something_else_stay_lines(tmp_path: Path) -> None:
     (batch,) = read_batches(written(tmp_path / "x.jsonl", b'[1]\n{"text": "a"}\n'), ["text"])
-    assert batch.lines == [b"[1]\n", b'{"text": "a"}\n']
+    assert batch.lines == [b"[1]", b'{"text": "a"}']
 
 
 def parquet() -> tuple[ModuleType, ModuleType]:

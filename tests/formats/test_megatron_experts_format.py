@@ -290,9 +290,9 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], fields: dict[
         ({"moe_layer_freq": [1]}, r"moe_layer_freq=\[1\] must have num_layers=2 entries"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "num_experts=4 must be divisible by"),
         ({"moe_router_enable_expert_bias": True}, "is added to sigmoid scores"),
-        ({"num_experts": 10**9}, "num_experts is 1000000000, and may be 32767 at most"),
+        ({"num_experts": 10**9}, "num_experts is 1000000000, and must be at most 32767"),
         ({"num_experts": "many"}, "num_experts is 'many', which is not possible"),
-        ({"moe_ffn_hidden_size": 10**12}, "moe_ffn_hidden_size=1000000000000 among them"),
+        ({"moe_ffn_hidden_size": 10**12}, "moe_ffn_hidden_size is 1000000000000, and must be at most 2147483647"),
         ({"num_experts": None, "expert_model_parallel_size": 2}, r"trained with expert_model_parallel_size \(2\)"),
     ],
 )

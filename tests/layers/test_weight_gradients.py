@@ -202,8 +202,10 @@ def test_deferred_weight_gradients_are_those_of_an_undivided_backward(kind: str,
                 assert seen.lengths == ({S // layout.tp, S} if cut else {S})
             for name, gradient in seen.gradients.items():
                 assert gradient.dtype == torch.float32
-                # The two parts of the tied gradient meet in bf16 in an undivided backward, here in fp32.
-                atol = 2**-7 * float(gradient.abs().max()) if bf16 and name == TIED else 1e-6
+                # The two parts of the tied gradient meet in bf16 in an undivided backward, here in fp32. A sum is
+                # rounded as its terms are large, also where they cancel: two roundings of the largest element.
+                share = 2**-7 if bf16 and name == TIED else 2**-22
+                atol = max(1e-6, share * float(gradient.abs().max()))
                 torch.testing.assert_close(gradient, whole.gradients[name], rtol=1e-5, atol=atol, msg=name)
                 assert not bf16 or name == TIED or torch.equal(gradient, whole.gradients[name])
 
