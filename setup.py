@@ -95,7 +95,7 @@ setup(
         "tyro>=1.0",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4", "PyYAML>=6"],
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "mypy", "safetensors>=0.4", "PyYAML>=6", "uvicorn>=0.30"],
         "yaml": ["PyYAML>=6"],  # megatronish from-axolotl
         "zstd": ["zstandard>=0.21"],  # .zst files to preprocess; Python 3.14 reads them by itself
         "parquet": ["pyarrow>=15"],  # .parquet files to preprocess
