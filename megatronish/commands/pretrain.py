@@ -79,7 +79,8 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     patience = wanted.hang_seconds_start or wanted.hang_seconds or DISK_SECONDS
     status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts, patience=patience)
     if status and place_from_environment() is None:
-        within(2.0, partial(say_last, config.run_dir, _ending_of(status, restarts.sentence)), otherwise=None)
+        ending = _ending_of(status, restarts.sentence)
+        within(2.0, partial(say_last, config.run_dir, ending, knows_first=bool(restarts.sentence)), otherwise=None)
     return status or (print_sample(config) if place_from_environment() is None else 0)
 
 

@@ -68,7 +68,7 @@ class Watchdog:
         self._kept_by = ""
         self._rings: Path | None = None
         self._pulses: Pulses | None = None
-        self._slot, self._trace, self._armed = 0, -1, -1.0
+        self._slot, self._trace, self._due = 0, -1, 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._newest: dict[int, tuple[Beat, float]] = {}  # beats of all ranks, and when each was new here
@@ -140,8 +140,9 @@ class Watchdog:
         main = beat.thread(MAIN)
         if self._pulses is None or main is None:
             return
-        if (now := time.monotonic()) > self._armed + 0.25 * main.limit and not beat.ended:
-            self._armed = now
+        # Due is always 0.5 to 0.75 of the limit ahead: that of another phase may have been much longer.
+        if not 0.5 * main.limit <= self._due - time.monotonic() <= 0.75 * main.limit and not beat.ended:
+            self._due = time.monotonic() + 0.75 * main.limit
             os.ftruncate(self._trace, 0)
             os.lseek(self._trace, 0, os.SEEK_SET)
             faulthandler.dump_traceback_later(0.75 * main.limit, file=self._trace)

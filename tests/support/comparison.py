@@ -191,9 +191,11 @@ def assert_near_in_half_precision(exact: Problem, spread: Spread, **precision: b
     alone = Spread(Layout(), micro_batch_size=exact.global_batch_size)
     one_process = train(Place(), rounded, alone, choices)
     ranks = run_layout(rounded, spread, choices)
-    for record, near in [(one_process, reference), *((rank, reference) for rank in ranks), (ranks[0], one_process)]:
+    # Of the last two both are rounded, each in its own way: what their norms carry adds up in quadrature.
+    pairs = [(one_process, reference, BF16_NORM), *((rank, reference, BF16_NORM) for rank in ranks)]
+    for record, near, norm in [*pairs, (ranks[0], one_process, 2**0.5 * BF16_NORM)]:
         assert record.losses == pytest.approx(near.losses, rel=BF16_LOSS)
-        assert record.grad_norms == pytest.approx(near.grad_norms, rel=BF16_NORM)
+        assert record.grad_norms == pytest.approx(near.grad_norms, rel=norm)
         assert record.evaluation == pytest.approx(near.evaluation, rel=BF16_LOSS)
     gradient = whole([reference.gradient_parts])
     of_one_process = distance(whole([one_process.gradient_parts]), gradient)

@@ -36,17 +36,17 @@ class Planted:
         with open(self.file, "w") as file:
             file.write(str(time.monotonic()))
 
-    def sleep(self, *_: Any) -> None:
+    def sleep(self, *_: Any, **__: Any) -> None:
         """Hang in Python."""
         self.begins()
         time.sleep(FOREVER)
 
-    def stop(self, *_: Any) -> None:
+    def stop(self, *_: Any, **__: Any) -> None:
         """Hang as by SIGSTOP."""
         self.begins()
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: Any, **__: Any) -> None:
         """End with status 0, in the middle."""
         self.begins()
         os._exit(0)
@@ -72,7 +72,7 @@ def in_step(rank: int, step: int, file: str, how: str = "sleep") -> None:
     """The rank hangs at the beginning of a step."""
     planted = Planted(rank, step, file)
     when = lambda engine, *_, num_steps_done, **__: num_steps_done == step and engine.mesh.world.rank == rank  # noqa: E731
-    _before(Engine, "step", lambda *_, **__: getattr(planted, how)(), when)
+    _before(Engine, "step", getattr(planted, how), when)
 
 
 def in_loader(rank: int, step: int, file: str) -> None:

@@ -19,6 +19,7 @@ from megatronish.train.trainer import Hook, StepRecord, Trainer
 HEALTH = "health.json"
 FEWEST_SECONDS = 1.0
 STEP = "step"
+FAILED = "failed: "
 LONGEST = 300  # characters of a phase
 
 
@@ -58,14 +59,18 @@ def say_health(folder: Path, *, step: int, phase: str) -> bool:
     return True
 
 
-def say_last(folder: Path, phase: str) -> None:
-    """Let this be the last word of a run that has none, at the step that was said last."""
+def say_last(folder: Path, phase: str, *, knows_first: bool = False) -> None:
+    """Let this be the last word of a run that has none, at the step that was said last.
+
+    Who `knows_first` knows the rank that failed first, and replaces what another one has said of its own failure.
+    """
     try:
         said = json.loads((folder / HEALTH).read_text())
-        is_open, step = said["phase"] == STEP, int(said["step"])
+        is_open = said["phase"] == STEP or (knows_first and said["phase"].startswith(FAILED))
+        step = int(said["step"])
     except FileNotFoundError:
         is_open, step = folder.is_dir(), 0
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     if is_open:
         say_health(folder, step=step, phase=phase)
@@ -74,4 +79,4 @@ def say_last(folder: Path, phase: str) -> None:
 def failed(error: BaseException) -> str:
     """The last word of a run that an error has ended."""
     line = (str(error).splitlines() or [""])[0]
-    return f"failed: {line or type(error).__name__}"[:LONGEST]
+    return f"{FAILED}{line or type(error).__name__}"[:LONGEST]
