@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from plain import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, PlainDecoder, Shape, Step, autocast_step, fsdp_step
 from profiled import where_a_step_goes
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatronish.config.config import Config
 from megatronish.config.model import ModelConfig
@@ -35,6 +35,7 @@ from megatronish.config.training import TrainingConfig
 from megatronish.costs.devices import peak_tflops
 from megatronish.costs.flops import model_flops_per_token
 from megatronish.costs.memory import expected_memory
+from megatronish.data_parallel import parameters
 from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.pipeline.stages import Stages
@@ -127,19 +128,22 @@ def batch_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def draw_on_device(model: nn.Module, shardings: Mapping[str, Sharding], *, seed: int, **_: Any) -> None:
-    """Fill whole parameters from one generator of the device.
+class DrawnOnDevice:
+    """Initial values of whole parameters from one generator of the device, in place of fill_zeros.
 
     A run draws by names on one CPU thread, some 20 million parameters a second: minutes for a part of an 8B model.
     """
-    generator: torch.Generator | None = None
-    for name, parameter in model.named_parameters():
-        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
-        init = shardings[name].init
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, zeros: Tensor, sharding: Sharding, *_: Any, **__: Any) -> None:
+        """Fill a whole parameter."""
+        init = sharding.init
         if init.std is None:
-            parameter.fill_(init.value)
+            zeros.fill_(init.value)
         else:
-            parameter.normal_(std=init.std, generator=generator)
+            zeros.normal_(std=init.std, generator=self._generator)
 
 
 def one_token(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -153,7 +157,7 @@ def one_token(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def our_step(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Step, list[Tensor]]:
     """A step of megatronish's engine, and its parameters."""
     mesh = Mesh.start(device=device)
-    with patch.object(build, "initialize", draw_on_device):
+    with patch.object(parameters, "fill_zeros", DrawnOnDevice(device)):
         engine = build.build_engine(config_of(shape, compiled=compiled), mesh, vocab_size=shape.vocab_size)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
