@@ -43,6 +43,8 @@ def _loss(tag: str) -> Callable[[float], str]:
     return lambda value: f"{tag}: {value:.6E}"
 
 
+EXPERTS_FILE = "experts.jsonl"
+"""File of a run folder: tokens of each expert, which are too many for the table that metrics.jsonl is."""
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from megatronish.figures import write_figure
-from megatronish.train.hooks.experts import FILE
+from megatronish.train.metrics import EXPERTS_FILE
 from megatronish.train.plot import each_line, thinned
 
 MOST_LINES = 100  # of which the map shows the sum: a single step is noise
@@ -60,7 +60,7 @@ def plot_experts(run_dir: Path) -> Path | None:
 
     None for a run without experts.
     """
-    counts = read_counts(run_dir / FILE)
+    counts = read_counts(run_dir / EXPERTS_FILE)
     if counts is None:
         return None
     num_layers, num_experts = counts.last.shape

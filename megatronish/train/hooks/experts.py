@@ -5,14 +5,13 @@ from pathlib import Path
 from megatronish.config.run import LogConfig
 from megatronish.train.balancing import ExpertLoad
 from megatronish.train.folder import add_line
+from megatronish.train.metrics import EXPERTS_FILE
 from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
-FILE = "experts.jsonl"
-
 
 class LogExperts(Hook):
-    """A line of `FILE` for each line of the log, {"step", "tokens_per_expert": {layer: [E]}}, on the main rank alone.
+    """A line of experts.jsonl for each of the log, {"step", "tokens_per_expert": {layer: [E]}}, on the main rank alone.
 
     A file of its own: a model of 48 layers with 128 experts has 6,144 counts a step, and metrics.jsonl stays a table.
     """
@@ -21,7 +20,7 @@ class LogExperts(Hook):
 
     def __init__(self, *, config: LogConfig, folder: Path | None, trackers: Trackers) -> None:
         self.config, self.trackers = config, trackers
-        self.file = folder and folder / FILE
+        self.file = folder and folder / EXPERTS_FILE
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Write the counts of the step, and send each layer's points, each at its own interval."""
