@@ -74,7 +74,7 @@ setup(
             "ops/dropout.cpp",
             "dry_run/fake_cuda.cpp",
             "data/chat/templates/*.jinja",
-            "planner/*.toml",
+            "estimate/planner/*.toml",
         ],
     },
     ext_modules=[Extension("megatronish.ops.kernels_cuda", sources=[])] if kernels_wanted else [],

@@ -21,12 +21,12 @@ import torch
 from benchmarks.contestants.case import Case, Job
 from benchmarks.contestants.ours import Ours
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.mesh import Mesh
-from megatronish.train.build import build_engine
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.engine.build import build_engine
+from megatronish.parallel.mesh import Mesh
 
 CASE = Case("one", "small", "fp32")
 WARM_UP_STEPS = 3

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.attention.mask import AttentionMask
-from megatronish.config.model import ModelConfig
-from megatronish.layer_specs import ExpertsSpec, layer_specs
-from megatronish.mesh import TensorParallel
+from megatronish.config.sections.model import ModelConfig
 from megatronish.model.batch import MicroBatch
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
+from megatronish.parallel.mesh import TensorParallel
+from megatronish.specs.layers import ExpertsSpec, layer_specs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.2}  # its routers choose by logits in bf16, and some tokens differ
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}

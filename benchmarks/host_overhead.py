@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatronish.commands.configuration import read_config
+from megatronish.engine.engine import Engine
+from megatronish.engine.forward import run_chunk
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
-from megatronish.train.chunks import run_chunk
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 FLAGS = (
     "--mock-data --vocab-size 128 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatronish.mesh import Axis
 from megatronish.ops.activation import bias_gelu, bias_swiglu
 from megatronish.ops.dropout import dropout_add
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatronish.ops.softmax import scaled_causal_softmax, scaled_masked_softmax
-from megatronish.streams import keep_mask
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.streams import keep_mask
 
 EPSILON, SCALE, DROPPED = 1e-5, 0.125, 0.1
 

@@ -25,13 +25,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatronish import comm
 from megatronish.config.read import read_config
+from megatronish.engine.engine import Engine
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel import comm
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 COLLECTIVES = {"start_all_reduce": "reduce", "start_reduce_scatter": "reduce", "start_all_gather": "gather"}
 COLOURS = {"forward": "#4a7fcb", "backward": "#58ad5f", "update": "#b7b7b7", "reduce": "#e9b33f", "gather": "#c2607c"}

@@ -17,14 +17,14 @@ from collections.abc import Callable
 import torch
 
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.mesh import Mesh
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
 from megatronish.model.batch import MicroBatch
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
+from megatronish.parallel.mesh import Mesh
 
 VOCAB_SIZE, SEQ_LENGTH, MICRO_BATCH_SIZE = 8192, 256, 8
 WARM_UP_STEPS = 2

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from megatronish import comm
 from megatronish.config.read import read_config
-from megatronish.config.run import CheckpointConfig
+from megatronish.config.sections.run import CheckpointConfig
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import leave
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer, TrainingSchedule
 
 FLAGS = (

@@ -19,29 +19,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.costs.flops import model_flops_per_token
-from megatronish.costs.memory import expected_memory
-from megatronish.costs.memory_table import format_bytes
-from megatronish.costs.parameters import num_parameters
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
+from megatronish.engine.build import build_engine
+from megatronish.estimate.costs.flops import model_flops_per_token
+from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.memory_table import format_bytes
+from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.layer_costs import Count, LayerCost, LinearShape, NormShape
-from megatronish.layer_specs import LayerSpec
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm
-from megatronish.mesh import Mesh, TensorParallel, leave
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
-from megatronish.pipeline.stages import Stages
+from megatronish.parallel.mesh import Mesh, TensorParallel, leave
+from megatronish.parallel.pipeline.stages import Stages
 from megatronish.plugins import register_block
-from megatronish.train.build import build_engine
+from megatronish.specs.costs import Count, LayerCost, LinearShape, NormShape
+from megatronish.specs.layers import LayerSpec
 
 # The config, by sections, whose fields are those of the flags: how many ranks, which model, how large a batch is.
 PARALLEL = ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2)

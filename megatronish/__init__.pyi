@@ -10,14 +10,19 @@ from megatronish.commands.pretrain import pretrain as pretrain
 
 # Configuration
 from megatronish.config.config import Config as Config
-from megatronish.config.data import DataConfig as DataConfig
-from megatronish.config.model import ModelConfig as ModelConfig
-from megatronish.config.optimizer import OptimizerConfig as OptimizerConfig
-from megatronish.config.parallel import ParallelConfig as ParallelConfig
-from megatronish.config.recompute import RecomputeConfig as RecomputeConfig
-from megatronish.config.run import CheckpointConfig as CheckpointConfig
-from megatronish.config.run import LogConfig as LogConfig
-from megatronish.config.training import TrainingConfig as TrainingConfig
+from megatronish.config.sections.data import DataConfig as DataConfig
+from megatronish.config.sections.model import ModelConfig as ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig as OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig as ParallelConfig
+from megatronish.config.sections.recompute import RecomputeConfig as RecomputeConfig
+from megatronish.config.sections.run import CheckpointConfig as CheckpointConfig
+from megatronish.config.sections.run import LogConfig as LogConfig
+from megatronish.config.sections.training import TrainingConfig as TrainingConfig
+
+# Errors
+from megatronish.core.errors import RunError as RunError
+from megatronish.core.errors import UserError as UserError
+from megatronish.core.layout import Layout as Layout
 
 # Data
 from megatronish.data.collate import Collator as Collator
@@ -30,10 +35,10 @@ from megatronish.data.mock import MockSamples as MockSamples
 from megatronish.data.preprocess import preprocess as preprocess
 from megatronish.data.sample import Dataset as Dataset
 from megatronish.data.sample import Sample as Sample
-
-# Errors
-from megatronish.errors import RunError as RunError
-from megatronish.errors import UserError as UserError
+from megatronish.engine.build import build_engine as build_engine
+from megatronish.engine.checkpoint_state import tensors_of as tensors_of
+from megatronish.engine.engine import Engine as Engine
+from megatronish.engine.engine import StepResult as StepResult
 
 # Trained models
 from megatronish.formats.convert import convert as convert
@@ -51,11 +56,6 @@ from megatronish.layers.embedding import VocabParallelEmbedding as VocabParallel
 from megatronish.layers.linear import ColumnParallelLinear as ColumnParallelLinear
 from megatronish.layers.linear import RowParallelLinear as RowParallelLinear
 from megatronish.layers.norm import Norm as Norm
-from megatronish.layout import Layout as Layout
-from megatronish.mesh import Axis as Axis
-from megatronish.mesh import Mesh as Mesh
-from megatronish.mesh import TensorParallel as TensorParallel
-from megatronish.mesh import leave as leave
 from megatronish.model.attention import Attention as Attention
 from megatronish.model.attention import CoreAttention as CoreAttention
 from megatronish.model.batch import MicroBatch as MicroBatch
@@ -71,21 +71,21 @@ from megatronish.optim.learning_rate import DECAYS as DECAYS
 from megatronish.optim.learning_rate import LearningRateSchedule as LearningRateSchedule
 from megatronish.optim.learning_rate import build_learning_rate_schedule as build_learning_rate_schedule
 from megatronish.optim.optimizer import OPTIMIZERS as OPTIMIZERS
+from megatronish.parallel.mesh import Axis as Axis
+from megatronish.parallel.mesh import Mesh as Mesh
+from megatronish.parallel.mesh import TensorParallel as TensorParallel
+from megatronish.parallel.mesh import leave as leave
 
 # Pipeline schedules
-from megatronish.schedule.draw import draw as draw
-from megatronish.schedule.schedules import SCHEDULES as SCHEDULES
-from megatronish.schedule.schedules import PipelineSchedule as PipelineSchedule
-from megatronish.schedule.simulate import Costs as Costs
-from megatronish.schedule.simulate import simulate as simulate
-from megatronish.sharding import Sharding as Sharding
-from megatronish.tokenizer import Tokenizer as Tokenizer
-from megatronish.tokenizer import build_tokenizer as build_tokenizer
-from megatronish.train.build import build_engine as build_engine
+from megatronish.parallel.schedules.draw import draw as draw
+from megatronish.parallel.schedules.simulate import Costs as Costs
+from megatronish.parallel.schedules.simulate import simulate as simulate
+from megatronish.parallel.schedules.table import SCHEDULES as SCHEDULES
+from megatronish.parallel.schedules.table import PipelineSchedule as PipelineSchedule
+from megatronish.parallel.sharding import Sharding as Sharding
+from megatronish.tokenizer.tokenizer import Tokenizer as Tokenizer
+from megatronish.tokenizer.tokenizer import build_tokenizer as build_tokenizer
 from megatronish.train.embedded import train_rank as train_rank
-from megatronish.train.engine import Engine as Engine
-from megatronish.train.engine import StepResult as StepResult
-from megatronish.train.state import tensors_of as tensors_of
 from megatronish.train.trainer import Hook as Hook
 from megatronish.train.trainer import Progress as Progress
 from megatronish.train.trainer import StepRecord as StepRecord

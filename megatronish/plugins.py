@@ -12,8 +12,9 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from megatronish.config.data import DataConfig
-from megatronish.config.names import (
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
+from megatronish.core.names import (
     BLOCK_NAMES,
     DATASET_NAMES,
     HOOK_NAMES,
@@ -25,21 +26,20 @@ from megatronish.config.names import (
     OptimizerChoice,
     Options,
 )
-from megatronish.config.tokenizer_names import TOKENIZER_NAMES
 from megatronish.data.datasets import DATASETS
 from megatronish.data.sample import Dataset
-from megatronish.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import FamilyTensors, ModelFamily
-from megatronish.layer_specs import LAYERS, LayerSpec
 from megatronish.model.block import BLOCKS
 from megatronish.objectives.pairs import AnyObjective
 from megatronish.objectives.table import OBJECTIVES
 from megatronish.optim.masters import Update
 from megatronish.optim.optimizer import OPTIMIZERS
-from megatronish.schedule.plan import Action, Placement, looped
-from megatronish.schedule.schedules import SCHEDULES, PipelineSchedule
-from megatronish.tokenizer import TOKENIZERS, Tokenizer
+from megatronish.parallel.schedules.plan import Action, Placement, looped
+from megatronish.parallel.schedules.table import SCHEDULES, PipelineSchedule
+from megatronish.specs.layers import LAYERS, LayerSpec
+from megatronish.tokenizer.names import TOKENIZER_NAMES
+from megatronish.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 from megatronish.train.hooks.table import HOOKS
 from megatronish.train.trainer import Hook
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from megatronish import comm
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, Mesh
 
 WORLD_SIZES = (2, 3, 4)
 DIFFERENTIABLE = (comm.reduce_from, comm.reduce_scatter_to_sequence)

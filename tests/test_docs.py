@@ -20,11 +20,11 @@ from megatronish.commands.table import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config
-from megatronish.costs.memory import expected_memory
-from megatronish.costs.memory_table import format_bytes
-from megatronish.costs.parameters import num_parameters
+from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.memory_table import format_bytes
+from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.formats.start import read_start
-from megatronish.pipeline.stages import Stages
+from megatronish.parallel.pipeline.stages import Stages
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatronish.attention import dropped
+from megatronish.attention import dropout_attention
 from megatronish.attention.block_mask import BLOCK
 from megatronish.dry_run.attention import Reference, computed_scores, dropped_references
 from megatronish.dry_run.recorder import StepRecorder
 
 
 def all_references() -> dict[Any, Reference]:
-    return {getattr(torch.ops.megatronish, each.name): Reference(each.reference) for each in dropped.FAMILY.operators}
+    return {
+        getattr(torch.ops.megatronish, each.name): Reference(each.reference)
+        for each in dropout_attention.FAMILY.operators
+    }
 
 
 def peak_and_flops(references: Mapping[Any, Reference], *, length: int, window: int | None) -> tuple[int, Counter[str]]:

@@ -14,9 +14,9 @@ from megatronish.dry_run.products import formula_of, is_product
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
 from megatronish.dry_run.tables import matrices_by_one_piece
 from megatronish.layers.nf4 import CODES, NF4Form, NF4Weight
-from megatronish.mesh import Axis
 from megatronish.ops.nf4 import BLOCK
-from megatronish.sharding import Sharding
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.sharding import Sharding
 
 aten = torch.ops.aten
 

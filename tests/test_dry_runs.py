@@ -1,4 +1,4 @@
-"""Dry runs over features dealt pairwise: waits of the host, bytes by axis and memory, against the formulas of costs/.
+"""Dry runs over features dealt pairwise: waits of the host, bytes by axis and memory, against estimate/costs/.
 
 Each case builds the engine of one rank on fake CUDA tensors, takes a step and computes what hooks do after it; a
 tensor on the wrong device raises. Some also evaluate, take a second step and look for a NaN, and a few generate. The
@@ -20,7 +20,7 @@ from pairwise import covered_pairs, possible_pairs
 from paths import ROOT, TESTS
 
 from megatronish.commands.configuration import read_config
-from megatronish.costs.flops import hardware_flops_per_token
+from megatronish.estimate.costs.flops import hardware_flops_per_token
 from megatronish.ops.build import BuildError, find_compiler
 
 ALL = [*CASES, *SINGLE]

@@ -10,7 +10,7 @@ from megatronish.checkpoint.remote import RemotePath
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import with_fields
-from megatronish.errors import RunError, UserError, without_passwords
+from megatronish.core.errors import RunError, UserError, without_passwords
 
 PW = "PeW0rd"
 

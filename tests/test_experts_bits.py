@@ -14,13 +14,13 @@ from ranks import run_ranks
 from theorem import Record, Samples, build, states_of, train
 from theorem_cases import RECOMPUTE
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import Layout
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
 from megatronish.optim.loss_scale import DynamicLossScale
+from megatronish.parallel.mesh import Mesh
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,

@@ -23,7 +23,7 @@ from expert_cases import (
 from pairwise import Chosen, covered_pairs, one_of_each, possible_pairs
 from theorem_cases import name_of
 
-from megatronish.layout import Layout
+from megatronish.core.layout import Layout
 
 
 def name_of_experts(layout: Layout, chosen: Chosen) -> str:

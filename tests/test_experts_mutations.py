@@ -16,20 +16,20 @@ from problem import Problem, Spread
 from ranks import run_ranks
 from theorem import Record, train
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import Layout
+from megatronish.engine import engine, reduction
+from megatronish.engine.balancing import TOKENS
+from megatronish.engine.results import StepSums
 from megatronish.launch.place import Place
 from megatronish.layers.capacity import Capacity, kept_choices
 from megatronish.layers.dispatch import TokenRoute, make_route
 from megatronish.layers.router import Balance, Router
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Domain, Mesh
 from megatronish.model import experts as experts_of_model
 from megatronish.model import gpt
 from megatronish.model.routing import Tally
-from megatronish.sharding import Sharding
-from megatronish.train import engine, reduction
-from megatronish.train.balancing import TOKENS
-from megatronish.train.results import StepSums
+from megatronish.parallel.mesh import Axis, Domain, Mesh
+from megatronish.parallel.sharding import Sharding
 
 Patch = pytest.MonkeyPatch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatronish.files import write_durably, write_quickly
+from megatronish.core.files import write_durably, write_quickly
 
 
 @pytest.mark.parametrize("write", [write_durably, write_quickly])

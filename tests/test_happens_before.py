@@ -20,10 +20,10 @@ from theorem import train
 from theorem_cases import choices, problem_of, spread_of
 from torch import Tensor
 
-from megatronish import comm
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh
 
 # ---- what is a race, on a buffer of eight elements that two ranks exchange
 
@@ -130,7 +130,7 @@ class Removed(NamedTuple):
 
 SEQUENCE = {"sequence_parallel": True}
 NO_SEQUENCE = {"sequence_parallel": False}
-LINEAR, RING, TRANSFERS = "layers/linear.py", "attention/ring.py", "pipeline/transfers.py"
+LINEAR, RING, TRANSFERS = "layers/linear.py", "attention/ring.py", "parallel/pipeline/transfers.py"
 REMOVED = [
     Removed(LINEAR, "whole = comm.start_all_gather(", Layout(tp=2), SEQUENCE, "started at layers/linear.py"),
     Removed(LINEAR, "else gathering.wait()", Layout(tp=2), SEQUENCE, "started at layers/linear.py"),
@@ -158,28 +158,30 @@ REMOVED = [
         *("comm.py", "sent=sent, received=received).wait()", Layout(dp=2), {"experts": "softmax", "ep": "most"}),
         "started at layers/dispatch.py",
     ),
-    Removed(TRANSFERS, "self.receiving.pop(action).wait()", Layout(pp=2), {}, "started at pipeline/transfers.py"),
+    Removed(
+        TRANSFERS, "self.receiving.pop(action).wait()", Layout(pp=2), {}, "started at parallel/pipeline/transfers.py"
+    ),
     Removed(TRANSFERS, "self.sending.wait()", Layout(pp=2), {}, "never waited for:\n  c10d::send started at"),
     Removed(
-        "data_parallel/gradients.py",
+        "parallel/data_parallel/gradients.py",
         "arrived = pending.wait()",
         Layout(dp=2),
         {},
-        "started at data_parallel/gradients.py",
+        "started at parallel/data_parallel/gradients.py",
     ),
     Removed(
-        "data_parallel/parameters.py",
+        "parallel/data_parallel/parameters.py",
         ".pop(number).wait()",
         Layout(dp=2),
         {"zero": 1},
-        "started at data_parallel/parameters.py",
+        "started at parallel/data_parallel/parameters.py",
     ),
     Removed(
-        "data_parallel/fully_sharded.py",
+        "parallel/data_parallel/fully_sharded.py",
         "pending.wait()",
         Layout(dp=4),
         {"zero": 3, "copies": 2},
-        "started at data_parallel/fully_sharded.py",
+        "started at parallel/data_parallel/fully_sharded.py",
     ),
     Removed(
         *("layers/weight_gradients.py", "x = gathering.wait()", Layout(tp=2, pp=2), SEQUENCE | {"schedule": "zb-h1"}),

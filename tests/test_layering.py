@@ -12,74 +12,76 @@ from paths import ROOT
 
 PACKAGE = ROOT / "megatronish"
 
-# A part is a folder or a file of megatronish/. It may import itself and the rows above its own. Files of the package's
-# own folder (comm, sharding, ...) may import each other within a row.
+# A part is a folder or a file of megatronish/, or of a folder whose parts stand in different rows. It may import itself
+# and the rows above its own. Parts that are files may import each other within a row.
 ROWS = (
-    ("errors",),
-    ("files", "contained"),
-    ("foreign",),
-    ("figures", "layout"),
-    ("schedule",),
+    ("core",),
+    ("tokenizer.names",),
+    ("compat.megatron_flags",),
+    ("parallel.schedules",),
     ("config",),
-    ("launch",),
+    ("compat.importers", "launch"),
     ("watch",),
-    ("mesh",),
-    (
-        *("comm", "pinned", "ranges", "sharding", "streams", "layer_costs", "layer_specs"),
-        *("tokenizer", "tokenizer_trial", "tiktoken_file", "control_tokens"),
-    ),
-    ("ops", "costs"),
+    ("parallel.mesh",),
+    ("parallel.comm", "parallel.pinned", "parallel.ranges", "parallel.sharding", "parallel.streams", "specs"),
+    ("tokenizer.control_tokens", "tokenizer.tiktoken_file", "tokenizer.tokenizer", "tokenizer.trial"),
+    ("ops", "estimate.costs"),
     ("layers", "attention"),
     ("model",),
     ("objectives",),
     ("optim",),
-    ("pipeline", "data_parallel", "data"),
-    ("checkpoint", "planner"),
-    ("links",),
+    ("parallel.pipeline", "parallel.data_parallel", "data"),
+    ("checkpoint", "estimate.planner"),
+    ("estimate.links",),
+    ("estimate.room",),
     ("formats",),
+    ("engine",),
+    ("report",),
     ("train",),
-    ("inference", "plugins", "dry_run"),
+    ("inference", "plugins", "dry_run", "verify"),
     ("commands",),
     ("__main__",),
 )
 ROW_OF = {part: number for number, row in enumerate(ROWS) for part in row}
+SPLIT = {f"megatronish.{part.partition('.')[0]}" for part in ROW_OF if "." in part}
 
 # The only places that may use torch.distributed: groups are made in one, collectives called in one; what libraries of
 # torch send is theirs.
 MAY_USE_TORCH_DISTRIBUTED = (
-    "mesh.py",
-    "comm.py",
+    "parallel/mesh.py",
+    "parallel/comm.py",
     "launch/",
     "checkpoint/",
-    "links/",
-    "data_parallel/fully_sharded.py",
-    "data_parallel/counted_transfers.py",
+    "estimate/links/",
+    "parallel/data_parallel/fully_sharded.py",
+    "parallel/data_parallel/counted_transfers.py",
     "dry_run/",
 )
 
 # What answers before torch is imported, so that --help, --dry-run errors and planning are instant.
 WITHOUT_TORCH = (
     "config/*.py",
-    "config/importers/*.py",
-    "config/megatron_flags/*.py",
+    "config/sections/*.py",
+    "compat/importers/*.py",
+    "compat/megatron_flags/*.py",
     "config/rules/*.py",
     "formats/start.py",
     "formats/hf/[!t]*.py",
-    "layout.py",
-    "schedule/*[!g].py",
+    "core/[!f]*.py",
+    "core/f[!i]*.py",
+    "core/files.py",
+    "parallel/schedules/*[!g].py",
     "optim/learning_rate.py",
     "optim/batch_size.py",
     "optim/loss_scale.py",
-    "layer_costs.py",
-    "layer_specs.py",
-    "costs/*.py",
-    "links/definitions.py",
-    "links/fit.py",
-    "links/settings.py",
+    "specs/*.py",
+    "estimate/costs/*.py",
+    "estimate/links/definitions.py",
+    "estimate/links/fit.py",
+    "estimate/links/settings.py",
     "watch/*.py",
-    "planner/*.py",
-    "errors.py",
-    "foreign.py",
+    "estimate/planner/*.py",
+    "tokenizer/names.py",
     "__init__.py",
     "__main__.py",
     "commands/*[!g].py",
@@ -100,15 +102,17 @@ class Import(NamedTuple):
 
 
 def module_of(path: Path) -> str:
-    """Name of a module by its path: megatronish/schedule/plan.py -> megatronish.schedule.plan."""
+    """Name of a module by its path: megatronish/parallel/schedules/plan.py -> megatronish.parallel.schedules.plan."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def part_of(module: str) -> str | None:
-    """megatronish.schedule.plan -> schedule; None for what is not ours."""
-    names = module.split(".")
-    return names[1] if names[0] == "megatronish" and len(names) > 1 else None
+    """megatronish.core.files -> core, megatronish.parallel.comm -> parallel.comm; None for what is not ours."""
+    package, *names = module.split(".")
+    if package != "megatronish" or not names or module in SPLIT:
+        return None
+    return next((part for n in (2, 1) if (part := ".".join(names[:n])) in ROW_OF), names[0])
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -136,19 +140,19 @@ IMPORTS = [found for path in FILES for found in imports_of(path, path.read_text(
 
 def test_every_way_to_import_is_seen() -> None:
     source = """
-from ..config.model import ModelConfig
+from ...config.sections.model import ModelConfig
 from . import plan
-from megatronish import comm
+from megatronish.parallel import comm
 def f():
     import torch
     from megatronish.train.trainer import train
     torch.distributed.barrier()
 """
-    found = [(each.line, each.module) for each in imports_of(PACKAGE / "schedule/made_up.py", source)]
+    found = [(each.line, each.module) for each in imports_of(PACKAGE / "parallel/schedules/made_up.py", source)]
     assert sorted(found) == [
-        (2, "megatronish.config.model"),
-        (3, "megatronish.schedule.plan"),
-        (4, "megatronish.comm"),
+        (2, "megatronish.config.sections.model"),
+        (3, "megatronish.parallel.schedules.plan"),
+        (4, "megatronish.parallel.comm"),
         (6, "torch"),
         (7, "megatronish.train.trainer"),
         (8, "torch.distributed"),
@@ -166,7 +170,7 @@ def test_imports_go_down_the_layers() -> None:
         source, target = part_of(module_of(found.path)), part_of(found.module)
         if source is None or target is None or source == target or target not in ROW_OF:
             continue
-        files = all((PACKAGE / f"{part}.py").exists() for part in (source, target))
+        files = all((PACKAGE / f"{part.replace('.', '/')}.py").exists() for part in (source, target))
         if ROW_OF[target] > ROW_OF[source] or (ROW_OF[target] == ROW_OF[source] and not files):
             breaks.append(f"{found.where}: {source} must not import {target}")
     assert not breaks, "\n".join(breaks)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatronish.config.parallel import ParallelConfig
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.launch.place import Place
-from megatronish.mesh import Axis, Mesh, backend_of
+from megatronish.parallel.mesh import Axis, Mesh, backend_of
 
 GPU = torch.device("cuda", 5)
 BACKEND = "cpu:fake,cuda:fake"  # as cpu:gloo,cuda:nccl

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from megatronish.layout import AXES, Coordinates, Layout
+from megatronish.core.layout import AXES, Coordinates, Layout
 
 LAYOUTS = [Layout(*sizes) for sizes in product(range(1, 25), repeat=4) if prod(sizes) <= 24]
 AXIS_SETS = [axes for count in range(5) for axes in combinations(AXES, count)]

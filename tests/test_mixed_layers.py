@@ -15,25 +15,25 @@ from saved import saved_by
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.costs.flops import forward_flops, layer_flops
-from megatronish.costs.memory import expected_memory
-from megatronish.costs.parameters import num_parameters, parameters_of_stage
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
+from megatronish.engine.build import build_engine
+from megatronish.estimate.costs.flops import forward_flops, layer_flops
+from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.launch.place import Place
-from megatronish.layer_specs import AttentionSpec, LayerSpec, MixedModelConfig, MLPSpec
-from megatronish.mesh import Mesh, dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.stages import Stages
-from megatronish.sharding import collect_shardings, initialize
-from megatronish.train.build import build_engine
+from megatronish.parallel.mesh import Mesh, dense_domain
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.sharding import collect_shardings, initialize
+from megatronish.specs.layers import AttentionSpec, LayerSpec, MixedModelConfig, MLPSpec
 
 S, B, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 24, 2, 8, 61
 TRAINING = TrainingConfig(seq_length=S, micro_batch_size=B, global_batch_size=GLOBAL_BATCH_SIZE)

@@ -13,10 +13,10 @@ import pytest
 from jobs import steps_of, tiny, train_on_ranks
 from paths import GOLDEN
 
+from megatronish.compat.megatron_flags.table import KNOWN
 from megatronish.config.data_lists import DATA_LISTS
 from megatronish.config.dump import resolved
 from megatronish.config.fields import ALIASES, FIELDS
-from megatronish.config.megatron_flags.table import KNOWN
 from megatronish.config.read import read_config
 
 RUNS = sorted((GOLDEN / "checkpoints").iterdir())

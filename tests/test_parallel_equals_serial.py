@@ -35,7 +35,7 @@ from theorem_cases import (
     spread_of,
 )
 
-from megatronish.layout import Layout
+from megatronish.core.layout import Layout
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatronish import pinned
-from megatronish.pinned import ALIGNMENT, Form, blocks_of, bytes_of_blocks, pinned_zeros, power_above
+from megatronish.parallel import pinned
+from megatronish.parallel.pinned import ALIGNMENT, Form, blocks_of, bytes_of_blocks, pinned_zeros, power_above
 
 MB = 10**6
 

@@ -15,12 +15,12 @@ from ranks import run_ranks
 from test_experts_mutations import Patch, no_mistake, planted_train
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
-from megatronish.layout import Layout
-from megatronish.mesh import Axis
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import Layout
 from megatronish.model import gpt
 from megatronish.model.batch import MicroBatch
 from megatronish.model.context import Context, make_context
+from megatronish.parallel.mesh import Axis
 
 PROBLEM = Problem(
     ModelConfig(

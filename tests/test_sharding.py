@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatronish.config.model import ModelConfig
-from megatronish.mesh import Axis, Domain, TensorParallel, dense_domain
+from megatronish.config.sections.model import ModelConfig
 from megatronish.model.gpt import GPT, ModelChunk
-from megatronish.sharding import Cut, Piece, Sharding, collect_shardings, flat_pieces, initialize
-from megatronish.streams import normal_rectangle
+from megatronish.parallel.mesh import Axis, Domain, TensorParallel, dense_domain
+from megatronish.parallel.sharding import Cut, Piece, Sharding, collect_shardings, flat_pieces, initialize
+from megatronish.parallel.streams import normal_rectangle
 
 TP_SIZES = range(1, 9)
 VOCABULARY = 131

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from megatronish.layers.dropout import Dropout
-from megatronish.streams import TILE, keep_mask, mask_keys, normal_rectangle, numpy_stream, seed_of, torch_stream
+from megatronish.parallel.streams import (
+    TILE,
+    keep_mask,
+    mask_keys,
+    normal_rectangle,
+    numpy_stream,
+    seed_of,
+    torch_stream,
+)
 
 ROWS = torch.arange(512)
 GOLDEN_SEED = 2803926141705728152

@@ -10,10 +10,16 @@ import pytest
 import tokenizers
 from paths import ROOT
 
-from megatronish.config.data import DataConfig
-from megatronish.config.tokenizer_names import tokenizer_type
-from megatronish.errors import UserError
-from megatronish.tokenizer import BytesTokenizer, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
+from megatronish.tokenizer.names import tokenizer_type
+from megatronish.tokenizer.tokenizer import (
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    build_tokenizer,
+)
 
 TEXTS = [
     "def f(x):\n\tif x:\n\t\treturn  1 \n\n\n",

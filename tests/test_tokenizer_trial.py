@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from chat_tokenizers import byte_level
 
-from megatronish import tokenizer_trial
-from megatronish.config.data import DataConfig
-from megatronish.contained import ChildBounds
-from megatronish.errors import UserError
-from megatronish.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.contained import ChildBounds
+from megatronish.core.errors import UserError
+from megatronish.tokenizer import trial
+from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
 GOOD: dict[str, Any] = json.loads(byte_level().to_str())
 
@@ -53,7 +53,7 @@ SENTENCES = {
 @pytest.fixture(autouse=True)
 def small_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokenizer_trial, "BOUNDS", ChildBounds(memory=1 << 30, seconds=1.0))
+    monkeypatch.setattr(trial, "BOUNDS", ChildBounds(memory=1 << 30, seconds=1.0))
 
 
 def built(folder: Path, text: str, kind: str = "huggingface") -> Any:
@@ -104,7 +104,7 @@ def test_other_kinds_are_tried_the_same_way(kind: str, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_tokenizer_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(tokenizer_trial, "_try", lambda kind, *_: tried.append(kind))
+    monkeypatch.setattr(trial, "_try", lambda kind, *_: tried.append(kind))
     for _ in range(3):
         built(tmp_path, json.dumps(GOOD))
     assert tried == ["huggingface"]

@@ -27,16 +27,16 @@ from benchmarks.contestants.case import (
     count_over_ranks,
 )
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
 from megatronish.launch.freed_memory import keep_freed_memory
 from megatronish.launch.place import place_from_environment
-from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
+from megatronish.parallel.mesh import Mesh
 
 PARALLEL: Mapping[str, dict[str, Any]] = {
     "one": {},

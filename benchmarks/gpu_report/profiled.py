@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatronish.ranges import UPDATE, marked
-from megatronish.train.breakdown import Breakdown
+from megatronish.parallel.ranges import UPDATE, marked
+from megatronish.report.breakdown import Breakdown
 
 NUM_STEPS = 2
 

@@ -28,19 +28,19 @@ from profiled import where_a_step_goes
 from torch import Tensor
 
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.costs.devices import peak_tflops
-from megatronish.costs.flops import model_flops_per_token
-from megatronish.costs.memory import expected_memory
-from megatronish.data_parallel import parameters
-from megatronish.mesh import Mesh
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.engine import build
+from megatronish.estimate.costs.devices import peak_tflops
+from megatronish.estimate.costs.flops import model_flops_per_token
+from megatronish.estimate.costs.memory import expected_memory
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.stages import Stages
-from megatronish.sharding import Sharding
-from megatronish.train import build
+from megatronish.parallel.data_parallel import parameters
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.sharding import Sharding
 
 MODELS = {
     "124m": Shape(12, 768, 12, 1024, 16, 50304, 3072),

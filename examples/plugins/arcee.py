@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.family import FamilyTensors, ModelFamily
 from megatronish.formats.hf.llama import LLAMA, llama_tensors

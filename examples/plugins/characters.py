@@ -9,10 +9,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatronish.config.data import DataConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
 from megatronish.plugins import register_tokenizer
-from megatronish.tokenizer import Tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 
 class CharacterTokenizer(Tokenizer):

@@ -11,8 +11,8 @@ import math
 from typing import Any
 
 from megatronish.plugins import register_hook
-from megatronish.train.job import TrainingJob
-from megatronish.train.statistics import params_norm
+from megatronish.report.statistics import params_norm
+from megatronish.train.setup import TrainingJob
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 

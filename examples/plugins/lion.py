@@ -7,7 +7,7 @@ The paper takes a third to a tenth of Adam's learning rate, and three to ten tim
 
 import torch
 
-from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.optim.masters import Masters
 from megatronish.plugins import register_optimizer
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatronish.config.model import ModelConfig
-from megatronish.layer_costs import Count, LayerCost, NormShape
-from megatronish.layer_specs import LayerSpec, MLPSpec
+from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.norm import Norm
-from megatronish.mesh import TensorParallel
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.model.mlp import MLP
+from megatronish.parallel.mesh import TensorParallel
+from megatronish.parallel.sharding import Init, Sharding
 from megatronish.plugins import register_block
-from megatronish.sharding import Init, Sharding
+from megatronish.specs.costs import Count, LayerCost, NormShape
+from megatronish.specs.layers import LayerSpec, MLPSpec
 
 
 class ParallelBlock(nn.Module):

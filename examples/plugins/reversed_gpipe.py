@@ -5,8 +5,8 @@
 As in GPipe, every stage holds the activations of all micro-batches at once.
 """
 
+from megatronish.parallel.schedules.plan import Action
 from megatronish.plugins import register_schedule
-from megatronish.schedule.plan import Action
 
 
 def reversed_gpipe(*, num_microbatches: int, **_sizes: int) -> list[Action]:

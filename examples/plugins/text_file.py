@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatronish.core.errors import UserError
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError
-from megatronish.errors import UserError
+from megatronish.parallel.streams import numpy_stream
 from megatronish.plugins import register_dataset
-from megatronish.streams import numpy_stream
 
 
 class TextFile:

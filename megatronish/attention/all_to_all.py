@@ -7,13 +7,13 @@ After attention a second all-to-all turns the result back.
 import torch
 from torch import Tensor
 
-from megatronish import comm
 from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import from_zigzag, to_zigzag
-from megatronish.config.training import AttentionBackend
-from megatronish.mesh import Axis
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.ops.dropout import ProbabilityDropout
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 
 def all_to_all_attention(

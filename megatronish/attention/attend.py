@@ -18,10 +18,10 @@ from megatronish.attention.all_to_all import all_to_all_attention
 from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.ring import ring_attention
-from megatronish.config.training import AttentionBackend
-from megatronish.mesh import Axis
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.ops.dropout import ProbabilityDropout
-from megatronish.ranges import ATTENTION, marked
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.ranges import ATTENTION, marked
 
 
 def attend(

@@ -11,12 +11,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megatronish.attention.dropped import dropped_attention
+from megatronish.attention.dropout_attention import dropped_attention
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.flash import flash_attention
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.sinks import sink_attention
-from megatronish.config.training import AttentionBackend
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.ops.dropout import ProbabilityDropout
 
 

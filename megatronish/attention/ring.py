@@ -23,16 +23,16 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatronish import comm
 from megatronish.attention import tile
-from megatronish.attention.dropped import dropped_tile
+from megatronish.attention.dropout_attention import dropped_tile
 from megatronish.attention.mask import AttentionMask, BlockMask
 from megatronish.attention.operations import TileMask
 from megatronish.attention.sinks import absorb, gradient_of_sinks
 from megatronish.attention.zigzag import chunks_of, places_of
-from megatronish.mesh import Axis
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 BLOCK_TAG, GRADS_TAG = 0, 1
 

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from megatronish import comm
-from megatronish.errors import RunError, UserError
-from megatronish.mesh import Axis
+from megatronish.core.errors import RunError, UserError
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 T = TypeVar("T")
 

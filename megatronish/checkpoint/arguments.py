@@ -6,8 +6,8 @@ from typing import cast
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.remote import Location
-from megatronish.config.starting import Start, start_of_state
-from megatronish.errors import UserError
+from megatronish.config.model_source import Start, start_of_state
+from megatronish.core.errors import UserError
 
 
 def read_arguments(load: Location, step: int | None) -> Start:

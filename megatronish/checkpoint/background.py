@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatronish.checkpoint.tensors import GlobalTensor
-from megatronish.pinned import Form, pinned_zeros
+from megatronish.parallel.pinned import Form, pinned_zeros
 
 T = TypeVar("T")
 

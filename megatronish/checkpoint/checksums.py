@@ -22,8 +22,8 @@ from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath, is_outage
-from megatronish.errors import UserError
-from megatronish.files import write_durably
+from megatronish.core.errors import UserError
+from megatronish.core.files import write_durably
 
 CHECKSUMS = "checksums.json"
 CHUNK_BYTES = 2**20

@@ -25,8 +25,8 @@ from typing import Any, TypeVar, cast
 from megatronish.checkpoint.attempts import remove_attempt, remove_incomplete, step_of, whole_attempts
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
 from megatronish.checkpoint.remote import Location, RemotePath
-from megatronish.errors import UserError
-from megatronish.files import sync_folder, write_durably
+from megatronish.core.errors import UserError
+from megatronish.core.files import sync_folder, write_durably
 
 STATE = "state.json"
 LATEST = "latest"

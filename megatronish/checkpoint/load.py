@@ -15,8 +15,8 @@ from megatronish.checkpoint.folder import by_age, step_of
 from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
-from megatronish.errors import UserError
-from megatronish.mesh import Axis, Mesh
+from megatronish.core.errors import UserError
+from megatronish.parallel.mesh import Axis, Mesh
 
 
 def load_tensors(folder: Location, tensors: dict[str, GlobalTensor], *, mesh: Mesh, is_shared: bool = True) -> None:

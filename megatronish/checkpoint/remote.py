@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from megatronish.checkpoint.listing import objects_below
-from megatronish.errors import RunError, UserError, without_passwords
-from megatronish.files import write_durably
+from megatronish.core.errors import RunError, UserError, without_passwords
+from megatronish.core.files import write_durably
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes that one request reads ahead: ranks of the layout that was saved read their file from end to end."""

@@ -22,10 +22,10 @@ from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import partial_name_of, publish, remove_leftovers
 from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
-from megatronish.errors import RunError
-from megatronish.mesh import Domain, Mesh
+from megatronish.core.errors import RunError
 from megatronish.optim.optimizer import Optimizer
-from megatronish.sharding import FlatPiece, Piece, Shard, Sharding
+from megatronish.parallel.mesh import Domain, Mesh
+from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding
 
 
 def model_tensors(

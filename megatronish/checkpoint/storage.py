@@ -33,7 +33,7 @@ from torch.futures import Future
 from megatronish.checkpoint.checksums import Checksums, DamagedError, Span, SummingStream
 from megatronish.checkpoint.metadata import METADATA, parse_metadata
 from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath
-from megatronish.sharding import Piece
+from megatronish.parallel.sharding import Piece
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatronish.commands.audit_flags import AuditArguments
-from megatronish.commands.ending import exit_status
+from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatronish.commands.plugin_flag import PluginNames
-from megatronish.config.chat import ChatConfig, ChatFormat, TrainOn
+from megatronish.config.sections.chat import ChatConfig, ChatFormat, TrainOn
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,18 @@ import sys
 from typing import Any
 
 from megatronish.commands.audit_flags import AuditArguments
-from megatronish.config.chat import ChatConfig
-from megatronish.config.data import DataConfig
 from megatronish.config.hub import data_files, local_tokenizer
+from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
-from megatronish.config.starting import implied_tokenizer
-from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
 from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.datasets import build_datasets
-from megatronish.errors import UserError
-from megatronish.tokenizer import build_tokenizer
+from megatronish.tokenizer.names import tokenizer_type
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 
 def run(arguments: AuditArguments) -> int:

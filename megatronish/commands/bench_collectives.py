@@ -11,12 +11,12 @@ a fit of latency and bandwidth to the rows. docs/COLLECTIVES.md says what each c
 from collections.abc import Sequence
 from functools import partial
 
-from megatronish.commands.ending import exit_status_of_ranks, is_main
+from megatronish.commands.exit_status import exit_status_of_ranks, is_main
 from megatronish.config.arguments import read_arguments
-from megatronish.files import refuse_unwritable_file
+from megatronish.core.files import refuse_unwritable_file
+from megatronish.estimate.links.settings import LinkArguments
 from megatronish.launch.imports import importing
 from megatronish.launch.place import Place
-from megatronish.links.settings import LinkArguments
 
 
 def main(argv: Sequence[str], *, program: str = "megatronish bench-collectives") -> int:
@@ -33,7 +33,7 @@ def _run(argv: Sequence[str], program: str, place: Place | None) -> int:
             if path is not None:
                 refuse_unwritable_file(path, flag=flag)
     with importing():  # torch is imported only now: --help and errors need not wait for it
+        from megatronish.estimate.links.bench import bench
         from megatronish.launch.local import launch
-        from megatronish.links.bench import bench
 
     return launch(partial(bench, arguments, layout), world_size=layout.world_size)

@@ -10,16 +10,16 @@ from functools import partial
 from types import FrameType
 
 from megatronish.commands.inference_flags import ChatArguments
-from megatronish.commands.opening import NONE, OpenedModel, open_model, sampling_of
+from megatronish.commands.model_loading import NONE, OpenedModel, open_model, sampling_of
+from megatronish.core.errors import UserError
 from megatronish.data.chat.conversation import Message
-from megatronish.errors import UserError
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
 from megatronish.inference.session import Continuation, Session
 from megatronish.inference.text_stream import TextStream
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
+from megatronish.parallel.mesh import leave
 
 COMMANDS = f"/reset forgets the chat, /adapter NAME (or {NONE}) changes the adapter, /quit ends"
 

@@ -16,10 +16,10 @@ from pydoc_data.topics import topics
 
 from tqdm import tqdm
 
-from megatronish.commands.ending import exit_status
+from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
-from megatronish.errors import UserError
-from megatronish.files import AtomicFile
+from megatronish.core.errors import UserError
+from megatronish.core.files import AtomicFile
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
 """Others' code; tests, whose literals are no prose; tables of character sets."""

@@ -19,13 +19,13 @@ import tyro
 from megatronish.commands.plugin_flag import PluginNames
 from megatronish.config.arguments import read_arguments
 from megatronish.config.plugins import import_plugins
-from megatronish.errors import UserError
-from megatronish.figures import no_matplotlib
-from megatronish.schedule.draw import draw
-from megatronish.schedule.recorded import Recorded
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.simulate import Costs, simulate
-from megatronish.schedule.timeline import TimedPlan
+from megatronish.core.errors import UserError
+from megatronish.core.figures import no_matplotlib
+from megatronish.parallel.schedules.draw import draw
+from megatronish.parallel.schedules.recorded import Recorded
+from megatronish.parallel.schedules.simulate import Costs, simulate
+from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.parallel.schedules.timeline import TimedPlan
 
 COLUMNS_AN_ACTION = 3  # on average, of a recorded step
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
     if arguments.png:
         try:
             # matplotlib takes a second to import: only where it is used.
-            from megatronish.schedule.draw_png import draw_png
+            from megatronish.parallel.schedules.draw_png import draw_png
 
             arguments.png.parent.mkdir(parents=True, exist_ok=True)
             draw_png(timed_plan, arguments.png, title=title, time="seconds" if arguments.recorded else "time")

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from megatronish.commands.configuration import read_config
-from megatronish.commands.ending import exit_status
+from megatronish.commands.exit_status import exit_status
 from megatronish.commands.main import ended
-from megatronish.errors import RunError
-from megatronish.files import refuse_unwritable_file
+from megatronish.core.errors import RunError
+from megatronish.core.files import refuse_unwritable_file
 
 
 def dry_run_ranks(argv: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from megatronish.commands.ending import exit_status_of_ranks
+from megatronish.commands.exit_status import exit_status_of_ranks
 from megatronish.commands.inference_flags import EvaluateArguments
 from megatronish.config.arguments import read_arguments
 from megatronish.launch.place import Place

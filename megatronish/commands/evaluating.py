@@ -14,21 +14,21 @@ from tqdm import tqdm
 from megatronish.commands.bad_lines import BadLines
 from megatronish.commands.inference_flags import EvaluateArguments
 from megatronish.config.config import Config
-from megatronish.config.derive import smallest_dp
-from megatronish.config.parallel import ParallelConfig
+from megatronish.config.defaults import smallest_dp
 from megatronish.config.plugins import PluginsConfig, import_plugins
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.errors import UserError
 from megatronish.data.collate import Collator
 from megatronish.data.text import TokenizedText, read_text
 from megatronish.data.windows import Windows
-from megatronish.errors import UserError
 from megatronish.inference.load import load_engine
 from megatronish.inference.perplexity import Perplexity, measure
 from megatronish.inference.saved_model import SavedModel, find_trained
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
-from megatronish.tokenizer import build_tokenizer
+from megatronish.parallel.mesh import leave
+from megatronish.tokenizer.tokenizer import build_tokenizer
 from megatronish.train.run import start_mesh
 
 MAX_DERIVED_SEQ_LENGTH = 4096  # windows of 131072 tokens, as some models allow, cost much memory and time

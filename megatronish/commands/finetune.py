@@ -6,7 +6,7 @@ from contextlib import suppress
 from megatronish.commands import pretrain
 from megatronish.config.settings import read_command_line, read_file
 from megatronish.config.shipped import config_path
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 RUN_DIR = "runs/finetune_gpt"
 """Folder of a run that neither names one nor has a config file: not that of pretraining, which may be the base."""

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TextIO
 
 from megatronish.commands.inference_flags import GenerateArguments
-from megatronish.commands.opening import OpenedModel, open_model, sampling_of
+from megatronish.commands.model_loading import OpenedModel, open_model, sampling_of
+from megatronish.core.errors import UserError
+from megatronish.core.files import ordinary
 from megatronish.data.encoding import read_line
-from megatronish.errors import UserError
-from megatronish.files import ordinary
 from megatronish.inference.generate import GeneratedToken, Sampling
 from megatronish.inference.session import Continuation
 from megatronish.inference.text_stream import TextStream
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
-from megatronish.tokenizer import Tokenizer, encode_prompt
+from megatronish.parallel.mesh import leave
+from megatronish.tokenizer.tokenizer import Tokenizer, encode_prompt
 
 
 @dataclass(frozen=True)

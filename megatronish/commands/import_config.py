@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatronish.compat.importers.accelerate import from_accelerate
+from megatronish.compat.importers.axolotl import from_axolotl
+from megatronish.compat.importers.deepspeed import from_deepspeed
+from megatronish.compat.importers.imported import Imported, read_object
 from megatronish.config.arguments import read_arguments
-from megatronish.config.importers.accelerate import from_accelerate
-from megatronish.config.importers.axolotl import from_axolotl
-from megatronish.config.importers.deepspeed import from_deepspeed
-from megatronish.config.importers.imported import Imported, read_object
 from megatronish.config.marks import at_least, at_most
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 Framework = Literal["deepspeed", "axolotl", "accelerate"]
 

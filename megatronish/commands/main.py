@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from megatronish import __version__
 from megatronish.commands.table import COMMANDS, TO_COME
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 PROGRAM = "megatronish"
 NEEDED = (

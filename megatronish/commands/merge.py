@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from megatronish.commands.ending import exit_status
+from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
+from megatronish.core.errors import UserError
 from megatronish.data.indexed import HEADER, IndexedTokens, IndexedWriter, idx_path
-from megatronish.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,21 @@ from megatronish.config.dump import to_toml
 from megatronish.config.fields import fields_of
 from megatronish.config.read import read_config
 from megatronish.config.settings import flags_of
-from megatronish.costs.parameters import num_parameters
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.estimate.costs.parameters import num_parameters
+from megatronish.estimate.planner import calibrate
+from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.planner.choose import ShortList, short_list
+from megatronish.estimate.planner.devices import Device, find_device, network_gb_s
+from megatronish.estimate.planner.estimators import Cluster, deepspeed_report, largest_module
+from megatronish.estimate.planner.exact import Planned, plan_of, refusal
+from megatronish.estimate.planner.layout_config import complaints, config_of, without_layout
+from megatronish.estimate.planner.named_layout import read_layout
+from megatronish.estimate.planner.remedy import layout_does_not_fit
+from megatronish.estimate.planner.report import explanation, short_report
+from megatronish.estimate.planner.search import Search
+from megatronish.estimate.planner.workload import Workload
 from megatronish.formats.start import read_start
-from megatronish.planner import calibrate
-from megatronish.planner.candidate import Candidate, MeshSizes
-from megatronish.planner.choose import ShortList, short_list
-from megatronish.planner.devices import Device, find_device, network_gb_s
-from megatronish.planner.estimators import Cluster, deepspeed_report, largest_module
-from megatronish.planner.exact import Planned, plan_of, refusal
-from megatronish.planner.layout_config import complaints, config_of, without_layout
-from megatronish.planner.named_layout import read_layout
-from megatronish.planner.remedy import layout_does_not_fit
-from megatronish.planner.report import explanation, short_report
-from megatronish.planner.search import Search
-from megatronish.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _vocab_size(config: Config) -> int:
     if config.data.vocab_size is not None:
         return config.data.vocab_size
     try:
-        from megatronish.tokenizer import build_tokenizer  # where the config does not say it
+        from megatronish.tokenizer.tokenizer import build_tokenizer  # where the config does not say it
 
         return build_tokenizer(config.data).vocab_size
     except (UserError, OSError) as error:

@@ -18,18 +18,18 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from megatronish.commands.bad_lines import BadLines
-from megatronish.commands.ending import exit_status
+from megatronish.commands.exit_status import exit_status
 from megatronish.commands.plugin_flag import PluginNames
 from megatronish.commands.preprocess_flags import without_megatron_flags
 from megatronish.config.arguments import read_arguments
-from megatronish.config.data import DataConfig
 from megatronish.config.hub import local_tokenizer
+from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
-from megatronish.config.starting import implied_tokenizer
-from megatronish.config.tokenizer_names import tokenizer_type
+from megatronish.config.sections.data import DataConfig
 from megatronish.data.inputs import input_files, listed, same_names
 from megatronish.data.preprocess import Summary, preprocess
-from megatronish.tokenizer import Tokenizer, build_tokenizer
+from megatronish.tokenizer.names import tokenizer_type
+from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 MANY = -1  # values up to the next flag
 

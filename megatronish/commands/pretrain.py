@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatronish.commands.configuration import read_config
 from megatronish.commands.dry_run import dry_run_ranks
-from megatronish.commands.ending import exit_status_of_ranks, is_main
+from megatronish.commands.exit_status import exit_status_of_ranks, is_main
 from megatronish.config.config import Config
 from megatronish.launch.imports import importing
 from megatronish.launch.place import Place, place_from_environment, refuse_too_many
@@ -36,7 +36,7 @@ def _run(argv: Sequence[str], program: str, check: Callable[[Sequence[str]], Non
     if config.log.rank is not None:
         return dry_run_ranks(argv) if is_main(place) else 0
     # torch is imported only now, and in `pretrain`: --help and the errors of a config need not wait for it.
-    from megatronish.train.summary import dry_run
+    from megatronish.report.first_lines import dry_run
 
     return dry_run(config, notes) if is_main(place) else 0
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from megatronish.commands.configuration import read_config
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.estimate.planner.candidate import Candidate
+from megatronish.estimate.planner.devices import Device
+from megatronish.estimate.planner.efficiencies import Efficiencies
+from megatronish.estimate.planner.products import Machine, product_seconds
+from megatronish.estimate.planner.workload import Workload
 from megatronish.launch.place import Place
-from megatronish.planner.candidate import Candidate
-from megatronish.planner.devices import Device
-from megatronish.planner.efficiencies import Efficiencies
-from megatronish.planner.products import Machine, product_seconds
-from megatronish.planner.workload import Workload
-from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 FEW, MANY = 2, 6  # layers of the two models whose difference is the time of a layer
 TINY = (

@@ -12,16 +12,16 @@ from typing import Any
 
 from megatronish.commands.evaluating import check, sections, unwritable
 from megatronish.commands.inference_flags import EvaluateArguments
-from megatronish.commands.opening import A_WEEK, OpenedModel, tokenizer_of
-from megatronish.config.chat import ChatConfig
+from megatronish.commands.model_loading import A_WEEK, OpenedModel, tokenizer_of
 from megatronish.config.plugins import PluginsConfig, import_plugins
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.core.errors import UserError
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.errors import UserError
 from megatronish.inference.saved_model import find_trained
 from megatronish.inference.session import Session
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
+from megatronish.parallel.mesh import leave
 
 UNREACHABLE = {
     *(

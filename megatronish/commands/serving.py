@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 from megatronish.commands.inference_flags import ServeArguments
-from megatronish.commands.opening import OpenedModel, open_model
-from megatronish.errors import UserError
+from megatronish.commands.model_loading import OpenedModel, open_model
+from megatronish.core.errors import UserError
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.session import Session
 from megatronish.inference.text_queue import TextQueue
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
+from megatronish.parallel.mesh import leave
 
 BASE = "base"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

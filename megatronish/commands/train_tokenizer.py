@@ -12,12 +12,12 @@ from pathlib import Path
 import sentencepiece
 from tqdm import tqdm
 
-from megatronish.commands.ending import exit_status
+from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
+from megatronish.core.errors import UserError
+from megatronish.core.files import AtomicFile
 from megatronish.data.encoding import read_line
 from megatronish.data.readers import read_batches
-from megatronish.errors import UserError
-from megatronish.files import AtomicFile
 
 EOD = "<|endoftext|>"
 RUN_LENGTH = 4000

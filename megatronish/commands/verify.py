@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megatronish.commands.configuration import read_config
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 
 def main(argv: Sequence[str], *, program: str = "megatronish verify") -> int:
@@ -33,6 +33,6 @@ def main(argv: Sequence[str], *, program: str = "megatronish verify") -> int:
         print(f"note: {note}")
 
     # torch is imported only now: --help and the errors of a config need not wait for it.
-    from megatronish.train.verify import verify
+    from megatronish.verify.verify import verify
 
     return verify(config, num_steps=own.steps)

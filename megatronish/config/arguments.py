@@ -11,7 +11,7 @@ import tyro
 
 from megatronish.config.fields import Field, fields_of
 from megatronish.config.settings import flags_of
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 Arguments = TypeVar("Arguments")
 HELP = ("-h", "--help")

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
-from megatronish.config.model import ModelConfig
 from megatronish.config.rules import (
     adapter,
     chat,
@@ -27,6 +26,7 @@ from megatronish.config.rules import (
     training,
     zero,
 )
+from megatronish.config.sections.model import ModelConfig
 
 MOST_ELEMENTS = 2**48  # of a tensor; torch counts bytes in 64 bits, and no model comes near
 

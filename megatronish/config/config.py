@@ -3,20 +3,20 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatronish.config.adapter import AdapterConfig
-from megatronish.config.chat import ChatConfig
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.names import OBJECTIVE_NAMES
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
 from megatronish.config.plugins import PluginsConfig
-from megatronish.config.preference import PreferenceConfig, ReferenceKind
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.resilience import ResilienceConfig
-from megatronish.config.run import CheckpointConfig, LogConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.layout import Layout
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.preference import PreferenceConfig, ReferenceKind
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.resilience import ResilienceConfig
+from megatronish.config.sections.run import CheckpointConfig, LogConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.layout import Layout
+from megatronish.core.names import OBJECTIVE_NAMES
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatronish.foreign import parse_json, read_text, shown
+from megatronish.core.foreign import parse_json, read_text, shown
 
 Lists = list[tuple[str, tuple[str, ...]]]
 """[(field, its values), ...]"""

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from megatronish.config.config import Config
 from megatronish.config.fields import VERBATIM, fields_of
-from megatronish.errors import UserError, without_passwords
-from megatronish.foreign import shown
+from megatronish.core.errors import UserError, without_passwords
+from megatronish.core.foreign import shown
 
 LONGEST_COMMENT = 400
 

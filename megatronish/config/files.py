@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatronish.config.data import DataConfig, parse_blend, split_part
+from megatronish.config.sections.data import DataConfig, parse_blend, split_part
 from megatronish.config.shipped import HOW_TO_MAKE
 
 LONGEST, LONGEST_NAME = 4000, 240

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import get_type_hints
 
+from megatronish.compat.megatron_flags.differences import DIFFERENCES
+from megatronish.compat.megatron_flags.families import FAMILIES, FAMILY_FLAGS, Family
+from megatronish.compat.megatron_flags.known import Known
+from megatronish.compat.megatron_flags.table import KNOWN, known_flag
+from megatronish.compat.megatron_flags.tried import TRIED
 from megatronish.config.config import Config
 from megatronish.config.data_lists import DATA_LISTS
 from megatronish.config.fields import ALIASES, FIELDS, Field
 from megatronish.config.marks import REQUIRED
-from megatronish.config.megatron_flags.differences import DIFFERENCES
-from megatronish.config.megatron_flags.families import FAMILIES, FAMILY_FLAGS, Family
-from megatronish.config.megatron_flags.known import Known
-from megatronish.config.megatron_flags.table import KNOWN, known_flag
-from megatronish.config.megatron_flags.tried import TRIED
 from megatronish.config.suggest import unknown
 
 _TITLES = {

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from megatronish.config.tokenizer_names import NAMES, TEMPLATES
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.tokenizer.names import NAMES, TEMPLATES
 
 RepoType = Literal["model", "dataset"]
 Choose = Callable[[Sequence[str]], list[str]]

@@ -2,7 +2,7 @@
 
 import ast
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 LONGEST = 100_000
 NOTATION = 'a number N for every N-th layer, or a list of 0 and 1 such as "[1]*3+[0]"'

@@ -2,8 +2,8 @@
 
 from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.simulate import refuse_schedule
+from megatronish.parallel.schedules.simulate import refuse_schedule
+from megatronish.parallel.schedules.table import SCHEDULES
 
 
 def refuse_unrunnable_plans(config: Config) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from megatronish.config.marks import ADDS_UP
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 MARK = "__megatronish_plugin__"  # variable of a plug-in's modules: its name, as --plugin gives it
 

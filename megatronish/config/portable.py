@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatronish.config.config import Config
-from megatronish.config.data import split_part
 from megatronish.config.fields import with_fields
 from megatronish.config.hub import name_of
+from megatronish.config.sections.data import split_part
 
 HERE = "{here}"
 TOKENIZER = "tokenizer"  # the folder of a checkpoint, or of a run, in which its tokenizer may lie

@@ -11,18 +11,18 @@ import tyro
 
 from megatronish.config.check import problems as broken_rules
 from megatronish.config.config import Config
-from megatronish.config.derive import Derived, derive
-from megatronish.config.experts import ExpertOptions
+from megatronish.config.conflicts import merge, settle, with_passwords
+from megatronish.config.defaults import Derived, derive
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.files import missing_files
+from megatronish.config.flag_meaning import Setting, Settings
 from megatronish.config.hub import from_hub, hub_name
+from megatronish.config.model_source import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.plugins import import_plugins
+from megatronish.config.sections.experts import ExpertOptions
 from megatronish.config.settings import asks_for_mock_data, read_command_line, read_file
-from megatronish.config.settle import merge, settle, with_passwords
 from megatronish.config.shipped import config_path, of_other_framework, shipped_configs
-from megatronish.config.starting import ReadStart, Start, contradictions, implied_tokenizer, stretched
-from megatronish.config.understand import Setting, Settings
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 PROGRAM = "pretrain_gpt.py"
 LARGEST = 2**24  # bytes of a file; ours have a few thousand

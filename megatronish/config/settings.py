@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
+from megatronish.config.flag_meaning import Settings, report, understand
 from megatronish.config.portable import from_here
 from megatronish.config.suggest import is_meant_as_config, nearest_section, one_of_sections, unknown
-from megatronish.config.understand import Settings, report, understand
 
 
 class CommandLine(NamedTuple):

@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from megatronish.compat.megatron_flags.table import KNOWN
 from megatronish.config.fields import ALIASES, FIELDS
-from megatronish.config.megatron_flags.table import KNOWN
 
 CLOSE = 0.8  # of difflib's ratio; at 0.6, its default, num-experts is close to num-layers
 

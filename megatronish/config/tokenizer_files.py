@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatronish.config.data import DataConfig
-from megatronish.config.tokenizer_names import tokenizer_type
-from megatronish.errors import UserError
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
+from megatronish.tokenizer.names import tokenizer_type
 
 OF_BYTES = 257
 MOST_BYTES = 200 * 2**20  # of a file that is read here

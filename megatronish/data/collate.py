@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatronish.config.data import DataConfig
+from megatronish.config.sections.data import DataConfig
 from megatronish.data.sample import Sample
 from megatronish.model.batch import CompletionPairs, MicroBatch
 

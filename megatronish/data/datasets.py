@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megatronish.config.data import DataConfig, parse_blend, parse_split, split_part
-from megatronish.config.names import DATASET_NAMES, options_of
+from megatronish.config.sections.data import DataConfig, parse_blend, parse_split, split_part
+from megatronish.core.errors import UserError
+from megatronish.core.names import DATASET_NAMES, options_of
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.chat.dataset import open_chats
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.mock import open_mock_samples
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
 from megatronish.data.samples import TooSmallError, open_gpt_samples
-from megatronish.errors import UserError
 
 logger = logging.getLogger(__name__)
 

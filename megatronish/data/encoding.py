@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.config.plugins import naming_plugins
+from megatronish.core.errors import RunError
 from megatronish.data.readers import Batch
-from megatronish.errors import RunError
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # for Hugging Face's library, which else takes every core

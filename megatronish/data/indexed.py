@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatronish.core.errors import RunError, UserError
+from megatronish.core.files import AtomicFile
 from megatronish.data.mapped import MappedArray
-from megatronish.errors import RunError, UserError
-from megatronish.files import AtomicFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
-from megatronish.data.foreign import foreign_format, text_format
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.data.unsupported_formats import foreign_format, text_format
 
 PLAIN_ENDINGS = (".jsonl", ".json", ".ndjson")
 PARQUET_MAGIC = b"PAR1"

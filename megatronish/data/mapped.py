@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megatronish.errors import RunError
+from megatronish.core.errors import RunError
 
 
 class MappedArray:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
-from megatronish.streams import numpy_stream
+from megatronish.parallel.streams import numpy_stream
 
 NOISE = 0.05
 MEAN_DOCUMENT = 64

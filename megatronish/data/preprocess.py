@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from megatronish.core.errors import UserError
 from megatronish.data.encoding import Encoder, EncodingJob, encode_all, signals_held
 from megatronish.data.indexed import IndexedWriter, token_dtype
 from megatronish.data.inputs import input_files, listed, text_format_of
 from megatronish.data.readers import read_batches
-from megatronish.errors import UserError
 
 MAX_WORKERS = 1024
 

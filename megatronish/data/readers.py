@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatronish.core.errors import UserError
 from megatronish.data.inputs import BOM, HEAD_BYTES, OpenInput, is_parquet, open_input, optional_library, unpacking
-from megatronish.errors import UserError
 
 BATCH_BYTES = 1 << 18
 BATCH_ROWS = 256

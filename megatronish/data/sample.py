@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.core.errors import UserError
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.core.errors import UserError
+from megatronish.core.files import AtomicFile, one_builder
 from megatronish.data.indexed import IndexedTokens, bin_path
 from megatronish.data.mapped import MappedArray
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
-from megatronish.errors import UserError
-from megatronish.files import AtomicFile, one_builder
-from megatronish.streams import numpy_stream
+from megatronish.parallel.streams import numpy_stream
 
 logger = logging.getLogger(__name__)
 

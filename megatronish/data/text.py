@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.core.errors import UserError
 from megatronish.data.encoding import Encoder, EncodingJob, encode_batch
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.inputs import ENDINGS
 from megatronish.data.readers import read_batches
-from megatronish.errors import UserError
 
 PAIR = (".bin", ".idx")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from megatronish import comm
 from megatronish.checkpoint.background import HostCopies
 from megatronish.dry_run.recorder import StepRecorder
-from megatronish.mesh import Axis
-from megatronish.train.engine import Engine
+from megatronish.engine.checkpoint_state import num_not_finite, tensors_of
+from megatronish.engine.engine import Engine
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
+from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.train.hooks.replicas import differences
-from megatronish.train.state import num_not_finite, tensors_of
-from megatronish.train.statistics import num_zeros, params_norm
 
 
 def call_hooks(engine: Engine, recorder: StepRecorder) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatronish.attention import dropped, flash
+from megatronish.attention import dropout_attention, flash
 from megatronish.attention.alibi import slopes_on
 from megatronish.attention.block_mask import BLOCK
 from megatronish.attention.mask import AttentionMask
@@ -142,7 +142,7 @@ def _flex_backward_flops(
 
 def dropped_references() -> dict[Any, Reference]:
     """Operators of attention with dropout by their names: the largest blocks in the place of all."""
-    forward, backward = dropped.FAMILY.operators
+    forward, backward = dropout_attention.FAMILY.operators
     ops = torch.ops.megatronish
     return {
         ops.dropped_attention: Reference(_on_few_blocks(forward.reference), _times),
@@ -152,7 +152,7 @@ def dropped_references() -> dict[Any, Reference]:
     }
 
 
-all_blocks = dropped._blocks
+all_blocks = dropout_attention._blocks
 
 
 def _few_blocks(q: Tensor, k: Tensor, whole: DroppedTile) -> list[Any]:
@@ -172,7 +172,7 @@ def _num_scores(block: Any) -> int:
 
 def _on_few_blocks(reference: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        with patch.object(dropped, "_blocks", _few_blocks):
+        with patch.object(dropout_attention, "_blocks", _few_blocks):
             return reference(*args)
 
     return run
@@ -181,5 +181,5 @@ def _on_few_blocks(reference: Callable[..., Any]) -> Callable[..., Any]:
 def _times(q: Tensor, k: Tensor, *rest: Any) -> Fraction:
     """Scores of all blocks over those of the blocks that run."""
     *_, keys, samples, documents, slopes, first_head, window_size, rate = rest
-    whole = dropped._whole(keys, samples, documents, slopes, first_head, window_size, rate)
+    whole = dropout_attention._whole(keys, samples, documents, slopes, first_head, window_size, rate)
     return Fraction(*(sum(map(_num_scores, blocks(q, k, whole))) for blocks in (all_blocks, _few_blocks)))

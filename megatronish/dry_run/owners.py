@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatronish.dry_run.ledger import Held, StorageLedger
-from megatronish.train.engine import Engine
+from megatronish.engine.engine import Engine
 
 OWNERS = ("weights", "gradients", "optimizer", "activations", "logits", "in flight", "temporary")
-TRANSFERS = "pipeline/transfers.py"
+TRANSFERS = "parallel/pipeline/transfers.py"
 NUM_LARGEST = 8
 
 

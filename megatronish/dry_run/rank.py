@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.config.config import Config
-from megatronish.costs.step_traffic import TrafficKey
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
@@ -28,15 +27,16 @@ from megatronish.dry_run.owners import Group, Owners
 from megatronish.dry_run.padded_rows import rows_padded_once
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
 from megatronish.dry_run.tables import matrices_by_one_piece, own_tables
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
+from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.launch.place import Place
-from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
 from megatronish.ops.library import NAMESPACE, load_kernels
 from megatronish.ops.report import FAMILIES
-from megatronish.pipeline.stages import Stages
-from megatronish.schedule.plan import Action
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
+from megatronish.parallel.mesh import Axis, Mesh, leave
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.schedules.plan import Action
 
 FIRST, OTHERS, END = "first micro-batch", "other micro-batches", "end of the step"
 PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}

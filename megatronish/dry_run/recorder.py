@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatronish.costs.step_traffic import TrafficKey
 from megatronish.dry_run.attention import Reference
 from megatronish.dry_run.devices import refuse_mixed_devices
 from megatronish.dry_run.ledger import StorageLedger
 from megatronish.dry_run.products import formula_of, is_product
+from megatronish.estimate.costs.step_traffic import TrafficKey
 
 PACKAGE = str(Path(__file__).parents[1])
 OWN = str(Path(__file__).parent)
@@ -41,7 +41,7 @@ COLLECTIVES = {
 }
 FROM_HOST = {"world", "dp", "checkpoint"}  # axes of the mesh that move what is not on a GPU, too
 # Files that read what is 0 or False where all goes well. Of what origin.py reads it means the opposite: it has a look.
-SOUND = {"train/hooks/replicas.py", "train/state.py", "train/origin.py", "inference/generate.py"}
+SOUND = {"train/hooks/replicas.py", "engine/checkpoint_state.py", "engine/nan_origin.py", "inference/generate.py"}
 
 
 @dataclass

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.costs.memory_table import Memory, format_bytes
-from megatronish.costs.peak import expected_peak
-from megatronish.costs.step_traffic import TrafficKey
-from megatronish.costs.traffic import expected_traffic
 from megatronish.dry_run.rank import DryRank, PlannedRun
+from megatronish.estimate.costs.memory_table import Memory, format_bytes
+from megatronish.estimate.costs.peak import expected_peak
+from megatronish.estimate.costs.step_traffic import TrafficKey
+from megatronish.estimate.costs.traffic import expected_traffic
 from megatronish.ops.library import load_kernels
 
 GIB = 2**30
@@ -29,7 +29,7 @@ class Expected(NamedTuple):
 
 
 def with_expected(planned: PlannedRun, record: DryRank) -> Expected:
-    """The record, and what costs/peak.py and costs/traffic.py expect of its rank."""
+    """The record, and what estimate/costs/peak.py and estimate/costs/traffic.py expect of its rank."""
     loads = planned.stages.loads(planned.num_microbatches)
     load, kernels = loads[record.stage], load_kernels() is None
     config, vocab_size = planned.config, planned.vocab_size

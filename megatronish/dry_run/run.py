@@ -12,7 +12,7 @@ from megatronish.config.rules.run import ALL_STAGES
 from megatronish.dry_run.rank import PlannedRun, run_rank
 from megatronish.dry_run.report import json_of, text_of, with_expected, write_json
 from megatronish.ops.library import load_kernels
-from megatronish.tokenizer import build_tokenizer
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 
 def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import find_checkpoint, read_state
-from megatronish.config.adapter import AdapterConfig
 from megatronish.config.dump import section_of
-from megatronish.config.model import ModelConfig
-from megatronish.costs.adapters import linear_sections
-from megatronish.errors import UserError
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.estimate.costs.adapters import linear_sections
 from megatronish.formats import native
 from megatronish.formats.weights import LazyTensor
 from megatronish.model.adapters import DEFAULT, lora_settings

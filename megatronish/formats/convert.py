@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.tensors import ALONE
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.adapters import merged, read_native
-from megatronish.formats.complete import check_source, check_target
+from megatronish.formats.coverage import check_source, check_target
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.peft import folder as peft

@@ -11,7 +11,7 @@ import torch
 
 from megatronish.checkpoint.all_or_none import from_all
 from megatronish.formats.weights import LazyTensor
-from megatronish.mesh import Axis
+from megatronish.parallel.mesh import Axis
 
 
 def identity_of(tensors: Mapping[str, LazyTensor], *, over: Axis) -> str:

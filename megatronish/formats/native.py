@@ -32,19 +32,19 @@ from megatronish.checkpoint.tensors import (
     write_tensors,
 )
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
 from megatronish.config.dump import resolved, section_of
-from megatronish.config.model import ModelConfig
+from megatronish.config.model_source import refuse_unknown_block
 from megatronish.config.plugins import PluginsConfig
 from megatronish.config.portable import TOKENIZER, with_copies
-from megatronish.config.starting import refuse_unknown_block
-from megatronish.config.training import TrainingConfig
-from megatronish.errors import UserError
-from megatronish.files import new_folder
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.errors import UserError
+from megatronish.core.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor, Model
-from megatronish.sharding import Piece
+from megatronish.parallel.sharding import Piece
 
 PREFIX = "model."
 LOAD = ".router.load"  # a state of routers: layers/router.py

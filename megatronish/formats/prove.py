@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from megatronish.checkpoint.tensors import GlobalTensor
-from megatronish.config.parallel import ParallelConfig
-from megatronish.errors import UserError
-from megatronish.formats.complete import check_source
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.core.errors import UserError
+from megatronish.core.layout import ExpertLayout
 from megatronish.formats.convert import FORMATS
-from megatronish.formats.fill import load_weights, open_hf
+from megatronish.formats.coverage import check_source
 from megatronish.formats.hf.tensors import FORMAT
+from megatronish.formats.load_sharded import load_weights, open_hf
 from megatronish.formats.weights import LazyTensor, to_ours
-from megatronish.layout import ExpertLayout
-from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.stage import build_stage
-from megatronish.pipeline.stages import Stages
-from megatronish.sharding import Piece
-from megatronish.streams import torch_stream
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.stage import build_stage
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.sharding import Piece
+from megatronish.parallel.streams import torch_stream
 
 BOUND = 1e-5
 SAMPLES, LONGEST = 2, 64

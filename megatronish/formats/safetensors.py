@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.errors import UserError
-from megatronish.files import ordinary
+from megatronish.core.errors import UserError
+from megatronish.core.files import ordinary
 from megatronish.formats.weights import LazyTensor
 
 FILE = "model.safetensors"

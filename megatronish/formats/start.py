@@ -4,10 +4,10 @@ from pathlib import Path
 
 from megatronish.checkpoint.arguments import read_arguments
 from megatronish.checkpoint.remote import location
-from megatronish.config.model import ModelConfig
-from megatronish.config.run import CheckpointConfig
-from megatronish.config.starting import Start
-from megatronish.errors import UserError
+from megatronish.config.model_source import Start
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.run import CheckpointConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.hf.config import read_hf_config
 from megatronish.formats.hf.config_json import CONFIG
 

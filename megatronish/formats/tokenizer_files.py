@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any, get_args
 
-from megatronish.config.data import DataConfig
-from megatronish.config.tokenizer_names import NAMES, TEMPLATES, TokenizerType, tokenizer_of_files
+from megatronish.config.sections.data import DataConfig
+from megatronish.tokenizer.names import NAMES, TEMPLATES, TokenizerType, tokenizer_of_files
 
 _TOKENS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.tensor_rule import TensorRule
-from megatronish.mesh import Mesh
-from megatronish.pipeline.stage import build_stage
-from megatronish.pipeline.stages import Stages
-from megatronish.sharding import Sharding
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.stage import build_stage
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.sharding import Sharding
 
 OF_TWO_MODELS = "its config and its weights are of two models, fetch both again"
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.checkpoint.folder import find_checkpoint, read_state
-from megatronish.config.chat import ChatConfig
 from megatronish.config.dump import section_of
 from megatronish.config.portable import with_copies
+from megatronish.config.sections.chat import ChatConfig
 from megatronish.data.chat.conversation import Message, conversation_of
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.inference.saved_model import SavedModel
-from megatronish.tokenizer import Tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 
 class ChatPrompt(NamedTuple):

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish import comm
 from megatronish.attention.cached import KeyValueCache
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.executor import ChunkOutput
+from megatronish.parallel import comm
+from megatronish.parallel.pipeline.executor import ChunkOutput
 
 
 class GeneratedToken(NamedTuple):

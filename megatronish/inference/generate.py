@@ -1,7 +1,7 @@
 """Text generation with a KV cache: prefill, then decode token by token, in one process or over ranks of tp and pp.
 
-Every token is one run of the pipeline executor (pipeline/executor.py) with a plan of forwards alone. A micro-batch is a
-batch of prompts, and as many batches are generated at a time as there are pipeline stages, so that stages work at the
+Every token is one run of the pipeline executor (parallel/pipeline/executor.py) with a plan of forwards alone. A micro-batch
+is a batch of prompts, and as many batches are generated at a time as there are pipeline stages, so that stages work at the
 same time. decoding.py says what goes through the model.
 
 The text of a prompt is a function of the seed and the prompt (and of which copy of an equal prompt it is): it depends
@@ -18,14 +18,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from megatronish import comm
 from megatronish.inference.decoding import DecodingBatch, GeneratedText, GeneratedToken, forward_chunk
-from megatronish.mesh import Mesh
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.executor import ChunkOutput, Executor
-from megatronish.pipeline.transfers import Boundary
-from megatronish.schedule.plan import Action, looped
-from megatronish.streams import torch_stream
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
+from megatronish.parallel.pipeline.transfers import Boundary
+from megatronish.parallel.schedules.plan import Action, looped
+from megatronish.parallel.streams import torch_stream
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatronish.inference.generate import Sampling
 from megatronish.inference.scoring import Scoring, TokenPair
 from megatronish.inference.session import Session
 from megatronish.inference.writing import Writing
-from megatronish.tokenizer import Tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 NEW_TOKENS = 256
 """Tokens of a text whose task names no number, as in the harness."""

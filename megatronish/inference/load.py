@@ -14,24 +14,24 @@ from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, state_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
-from megatronish.config.parallel import ParallelConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.core.layout import ExpertLayout
+from megatronish.engine.build import build_engine, with_adapters
+from megatronish.engine.checkpoint_state import base_tensors_of, tensors_of
+from megatronish.engine.engine import Engine
+from megatronish.engine.trainable import nothing
 from megatronish.formats.adapters import SavedAdapter, under_names_of_checkpoints
-from megatronish.formats.fill import load_weights
+from megatronish.formats.load_sharded import load_weights
 from megatronish.formats.read_adapter import refuse_other_model
 from megatronish.formats.weights import Description
 from megatronish.inference.saved_model import SavedModel, find_trained
 from megatronish.layers.adapter import select_adapter
-from megatronish.layout import ExpertLayout
-from megatronish.mesh import Mesh
 from megatronish.model.adapters import DEFAULT, is_adapter
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.stage import build_stage
-from megatronish.pipeline.stages import Stages
-from megatronish.sharding import Shard
-from megatronish.train.build import build_engine, with_adapters
-from megatronish.train.engine import Engine
-from megatronish.train.state import base_tensors_of, tensors_of
-from megatronish.train.trainable import nothing
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.stage import build_stage
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.sharding import Shard
 
 
 class LoadedModel(NamedTuple):

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.inference.openai_requests import ApiError, ChatRequest, ServedModel, TextCompletionRequest, TextRequest
 from megatronish.inference.text_queue import TextPiece, TextQueue, WantedText
 

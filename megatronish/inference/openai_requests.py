@@ -12,7 +12,7 @@ from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
 from megatronish.inference.session import Continuation
 from megatronish.inference.text_queue import WantedText
-from megatronish.tokenizer import Tokenizer, encode_prompt
+from megatronish.tokenizer.tokenizer import Tokenizer, encode_prompt
 
 BASE = "base"
 """Name of the model without an adapter."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare
 from megatronish.data.windows import Windows
+from megatronish.engine.engine import Engine
 from megatronish.objectives.objective import LOSS
-from megatronish.train.engine import Engine
 
 MICRO_BATCHES_A_STAGE = 8  # in one pipeline run: few enough to fit into memory, enough for a small pipeline bubble
 

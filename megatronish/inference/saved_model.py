@@ -7,29 +7,29 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatronish.checkpoint.folder import find_checkpoint, read_state
-from megatronish.config.adapter import AdapterConfig
 from megatronish.config.check import problems
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
 from megatronish.config.hub import local_model, local_tokenizer
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
 from megatronish.config.rules.model import too_few_positions
-from megatronish.config.run import CheckpointConfig
-from megatronish.config.tokenizer_names import TokenizerType
-from megatronish.config.training import TrainingConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.run import CheckpointConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.adapters import SavedAdapter
-from megatronish.formats.fill import open_hf
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.hf.config_json import CONFIG
+from megatronish.formats.load_sharded import open_hf
 from megatronish.formats.megatron.names import LATEST
 from megatronish.formats.native import description_of
 from megatronish.formats.read_adapter import read_adapter
 from megatronish.formats.safetensors import INDEX
 from megatronish.formats.weights import Description, LazyTensor
-from megatronish.tokenizer import build_tokenizer
+from megatronish.tokenizer.names import TokenizerType
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 FOREIGN = (LATEST, INDEX)
 NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})

@@ -8,16 +8,16 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatronish import comm
 from megatronish.checkpoint.all_or_none import from_all
 from megatronish.inference.generate import executor_of
 from megatronish.inference.session import Session
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.executor import ChunkOutput, Executor
-from megatronish.schedule.plan import Action
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
+from megatronish.parallel.schedules.plan import Action
 
 Found = TypeVar("Found")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from megatronish.checkpoint.all_or_none import from_all
 from megatronish.inference.generate import GeneratedToken, Sampling, generate, never
 from megatronish.inference.load import LoadedModel
-from megatronish.mesh import Mesh
+from megatronish.parallel.mesh import Mesh
 
 
 class Continuation(NamedTuple):

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.launcher import integer
 
 LARGEST_PORT = 65535

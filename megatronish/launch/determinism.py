@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.training import TrainingConfig
 
 # cuBLAS and NCCL read these when they start: a workspace of its own for each stream, and one order of every sum.
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.shipped import config_path
+from megatronish.core.layout import Layout
 from megatronish.launch.device import visible_devices
-from megatronish.layout import Layout
 
 SIZES = {
     "dp": "data_parallel_size",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.ancestors import starter
 
 LOWEST_PORT, NUM_PORTS = 12000, 20000  # below the range that systems hand out

@@ -31,10 +31,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.launch.cleanup import meeting_folder
 from megatronish.launch.guard import LOOK_SECONDS, Guard, report_of
 from megatronish.launch.imports import importing
-from megatronish.launch.leftovers import meeting_folder
 from megatronish.launch.orphans import end_with_agent, end_with_parent
 from megatronish.launch.place import Place, place_from_environment, refuse_too_many, threads_per_rank
 from megatronish.launch.pulse import Pulses, pulses_of_children

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.launcher import Launcher, integer, refuse_hidden_peers
 from megatronish.launch.pulse import Pulses
 from megatronish.launch.slurm import Slurm

@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any, NamedTuple, TextIO, cast
 
 from megatronish.config.plugins import naming_plugins
-from megatronish.errors import RunError, UserError, WholeRunError, without_passwords
+from megatronish.core.errors import RunError, UserError, WholeRunError, without_passwords
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.guard import own_guard
-from megatronish.launch.mishaps import mishap
+from megatronish.launch.os_errors import mishap
 from megatronish.launch.patience import within
 from megatronish.launch.place import Place
 from megatronish.launch.terminal import patient, say, say_at_once

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from itertools import product
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.launcher import LOWEST_PORT, NUM_PORTS, Launcher, integer
 
 NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish import comm
-from megatronish.mesh import Axis
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 
 class Capacity(NamedTuple):

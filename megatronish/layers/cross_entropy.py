@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatronish import comm
-from megatronish.mesh import Axis
 from megatronish.ops.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, tp: Axis) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish import comm
-from megatronish.mesh import Axis
 from megatronish.ops.grouped_mm import Groups
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 
 class RouteSizes(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatronish.ops.dropout import ProbabilityDropout, dropout_add
-from megatronish.streams import keep_mask, mask_keys, uniform
+from megatronish.parallel.streams import keep_mask, mask_keys, uniform
 
 SITES = ("embedding", "attention", "attention_output", "mlp_output", "jitter", "forced choice")
 """Places in a layer at which the library's own modules draw; a block may name others."""

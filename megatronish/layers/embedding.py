@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatronish import comm
 from megatronish.layers.weight_gradients import SumOf
-from megatronish.mesh import TensorParallel
-from megatronish.sharding import Cut, Init, Sharding
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import TensorParallel
+from megatronish.parallel.sharding import Cut, Init, Sharding
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -11,11 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatronish import comm
 from megatronish.layers.dispatch import TokenRoute, combine, dispatch
 from megatronish.layers.linear import ALONE, LinearLayer, linear
 from megatronish.layers.product import Product
-from megatronish.mesh import ExpertParallel
 from megatronish.ops.grouped_mm import (
     Groups,
     add_grouped_weight_gradient,
@@ -23,7 +21,9 @@ from megatronish.ops.grouped_mm import (
     grouped_mm,
     grouped_weight_gradient,
 )
-from megatronish.sharding import Cut, Init, Sharding
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import ExpertParallel
+from megatronish.parallel.sharding import Cut, Init, Sharding
 
 DOMAIN = "experts"
 

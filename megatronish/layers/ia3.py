@@ -15,7 +15,7 @@ from megatronish.layers.adapter import InputDropout
 from megatronish.layers.experts import DOMAIN, StackedLinear
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.ops.grouped_mm import Groups
-from megatronish.sharding import Cut, Init, Sharding
+from megatronish.parallel.sharding import Cut, Init, Sharding
 
 ONES = Init(value=1.0)
 

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatronish import comm
 from megatronish.layers.adapter import Adaptable, InputDropout
 from megatronish.layers.embedding import VocabParallelEmbedding
 from megatronish.layers.product import DENSE, Product
 from megatronish.layers.weight_gradients import SumOf, WeightGradients
-from megatronish.mesh import Axis, TensorParallel
-from megatronish.sharding import Cut, Init, Sharding
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, TensorParallel
+from megatronish.parallel.sharding import Cut, Init, Sharding
 
 ALONE = TensorParallel(Axis("alone"))
 

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatronish import comm
 from megatronish.layers.adapter import InputDropout
 from megatronish.layers.experts import DOMAIN, GroupedProduct, StackedLinear
 from megatronish.layers.linear import ALONE, ColumnParallelLinear, RowParallelLinear, linear
 from megatronish.ops.grouped_mm import Groups
-from megatronish.sharding import Cut, Init, Sharding
+from megatronish.parallel import comm
+from megatronish.parallel.sharding import Cut, Init, Sharding
 
 
 @dataclass(frozen=True)

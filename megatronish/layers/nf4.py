@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.layers.product import Product
-from megatronish.mesh import Axis
 from megatronish.ops.grouped_mm import Groups
 from megatronish.ops.nf4 import (
     BLOCK,
@@ -30,7 +29,8 @@ from megatronish.ops.nf4 import (
     quantise,
     quantise_scales,
 )
-from megatronish.sharding import ZEROS, Cut, Sharding
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.sharding import ZEROS, Cut, Sharding
 
 CODES = BLOCK // 2  # bytes of a block
 

@@ -5,11 +5,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatronish import comm
-from megatronish.mesh import Axis
 from megatronish.ops.library import accumulation_dtype
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megatronish.sharding import Cut, Init, Role, Sharding
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.sharding import Cut, Init, Role, Sharding
 
 
 class Norm(nn.Module):

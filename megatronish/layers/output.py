@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from megatronish.layers.embedding import VocabParallelEmbedding
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer
-from megatronish.mesh import TensorParallel
-from megatronish.sharding import Cut, Init, Sharding
+from megatronish.parallel.mesh import TensorParallel
+from megatronish.parallel.sharding import Cut, Init, Sharding
 
 
 class OutputLayer(ColumnParallelLinear):

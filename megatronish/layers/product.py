@@ -3,7 +3,7 @@
 The layers of linear.py own everything around the product: weights and their sharding, collectives and their overlap
 with computation, deferral of weight gradients (weight_gradients.py). A `Product` owns the arithmetic on what one rank
 holds. Another precision (fp8), another form of the weight (4-bit blocks) or another kind of product (one weight an
-expert) is another `Product`. `linear.set_products` gives a model's layers their products; train/build.py is where a
+expert) is another `Product`. `linear.set_products` gives a model's layers their products; engine/build.py is where a
 flag would ask for them.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.sharding import Sharding
+from megatronish.parallel.sharding import Sharding
 
 
 class Product(Protocol):

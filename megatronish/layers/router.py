@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatronish.sharding import Init, Sharding
+from megatronish.parallel.sharding import Init, Sharding
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatronish import comm
 from megatronish.layers.product import Product
-from megatronish.mesh import Axis
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 SumOf = Callable[[nn.Parameter], Tensor]
 """Where the gradient of a parameter adds up over the micro-batches of a step, fp32: it gives the memory for it, too."""

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
 from megatronish.attention.mask import AttentionMask
-from megatronish.config.model import ModelConfig
-from megatronish.config.training import AttentionBackend
-from megatronish.layer_specs import AttentionSpec
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, Norm
-from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.context import Context
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import rotate
 from megatronish.ops.dropout import ProbabilityDropout
-from megatronish.sharding import Cut, Init, Sharding
+from megatronish.parallel.mesh import Axis, TensorParallel
+from megatronish.parallel.sharding import Cut, Init, Sharding
+from megatronish.specs.layers import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from megatronish.config.model import ModelConfig
-from megatronish.config.names import BLOCK_NAMES, options_of
-from megatronish.layer_specs import ExpertsSpec, layer_specs
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.norm import Norm
-from megatronish.mesh import TensorParallel
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.mlp import MLP
+from megatronish.parallel.mesh import TensorParallel
+from megatronish.specs.layers import ExpertsSpec, layer_specs
 
 
 class MakeBlock(Protocol):

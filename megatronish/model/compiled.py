@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 import torch
 from torch import Tensor, nn
 
-from megatronish.files import private_folder
+from megatronish.core.files import private_folder
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm
 from megatronish.layers.product import DENSE

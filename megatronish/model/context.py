@@ -4,16 +4,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from megatronish import comm
 from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
 from megatronish.layers.dropout import Dropout, LayerDropout
-from megatronish.mesh import Axis, TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.rope import RotaryEmbedding, Rotation
 from megatronish.model.routing import RoutingRecord, Tally
 from megatronish.ops.dropout import ProbabilityDropout
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, TensorParallel
 
 
 @dataclass(frozen=True)

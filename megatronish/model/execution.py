@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megatronish.config.training import AttentionBackend
-from megatronish.mesh import Axis
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.model.attention import CoreAttention
 from megatronish.model.recompute import Recompute
+from megatronish.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)

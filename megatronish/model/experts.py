@@ -11,9 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatronish import comm
-from megatronish.config.model import ModelConfig
-from megatronish.layer_specs import ExpertsSpec
+from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.capacity import Capacity, kept_choices
 from megatronish.layers.dispatch import make_route
 from megatronish.layers.experts import Experts
@@ -27,11 +25,13 @@ from megatronish.layers.router import (
     sequence_loss,
     z_loss,
 )
-from megatronish.mesh import TensorParallel
 from megatronish.model.context import Context
 from megatronish.model.mlp import MLP, activated
 from megatronish.model.routing import RecordedRouting, Tally
-from megatronish.sharding import Init, Sharding
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import TensorParallel
+from megatronish.parallel.sharding import Init, Sharding
+from megatronish.specs.layers import ExpertsSpec
 
 
 class SharedGate(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.zigzag import places_of
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.dropout import Dropout
 from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -22,7 +22,6 @@ from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm
 from megatronish.layers.output import OutputLayer, TiedOutputLayer
 from megatronish.layers.router import Balance, Router
-from megatronish.mesh import TensorParallel
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock, make_block_of
 from megatronish.model.context import CausalMasks, Context, make_context
@@ -31,6 +30,7 @@ from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import RotaryEmbedding
 from megatronish.model.routing import Tally
+from megatronish.parallel.mesh import TensorParallel
 from megatronish.watch.record import RankRecord
 
 
@@ -98,8 +98,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.tp, self.execution = tp or TensorParallel(), execution or Execution()
-        self.balance: Balance | None = None  # of the step at work: train/balancing.py sets it
-        self.record: RankRecord | None = None  # of this rank, which is shown the layer at work: train/build.py sets it
+        self.balance: Balance | None = None  # of the step at work: engine/balancing.py sets it
+        self.record: RankRecord | None = None  # of this rank, which is shown the layer at work: engine/build.py sets it
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None

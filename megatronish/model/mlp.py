@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatronish.config.model import ModelConfig
-from megatronish.layer_specs import MLPSpec
+from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.mesh import TensorParallel
 from megatronish.model.context import Context
 from megatronish.model.recompute import recompute
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 from megatronish.ops.library import accumulation_dtype
+from megatronish.parallel.mesh import TensorParallel
+from megatronish.specs.layers import MLPSpec
 
 
 class MLP(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from megatronish.layers.experts import StackedLinear
 from megatronish.layers.linear import ALONE, ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.nf4 import NF4Experts, NF4Form, NF4Product, NF4Weight
-from megatronish.sharding import HasShardings
+from megatronish.parallel.sharding import HasShardings
 
 
 def quantise_base(model: nn.Module, *, double: bool) -> None:

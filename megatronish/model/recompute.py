@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish import comm
-from megatronish.mesh import Axis
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Settings of recomputation (config/recompute.py). Saved inputs are cut over `shard_axis`, if it has ranks."""
+    """Settings of recomputation, as the config has them. Saved inputs are cut over `shard_axis`, if it has ranks."""
 
     granularity: Literal["selective", "full"] | None = None
     method: Literal["uniform", "block"] = "uniform"

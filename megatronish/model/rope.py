@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatronish.layers.dispatch import RouteSizes
 from megatronish.layers.router import Balance
-from megatronish.mesh import Axis
+from megatronish.parallel.mesh import Axis
 
 
 class RecordedRouting(NamedTuple):

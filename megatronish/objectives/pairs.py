@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from megatronish import comm
-from megatronish.mesh import Axis
 from megatronish.model.batch import CompletionPairs, MicroBatch
 from megatronish.objectives.objective import LOSS, LogitsObjective, Objective, Sums
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
 
 
 class PairScores(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from megatronish.config.config import Config
-from megatronish.config.names import OBJECTIVE_NAMES, options_of
+from megatronish.core.names import OBJECTIVE_NAMES, options_of
 from megatronish.objectives.causal_lm import CausalLM
 from megatronish.objectives.cpo import CPO, SimPO
 from megatronish.objectives.dpo import DPO, IPO

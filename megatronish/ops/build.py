@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from megatronish.files import private_folder
+from megatronish.core.files import private_folder
 from megatronish.ops.machine_code import accesses_of
 
 ROOT = Path(__file__).parents[2]

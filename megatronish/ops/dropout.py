@@ -8,7 +8,7 @@ it: no mask is in memory, and nothing but the keys of the hash is saved for the 
 again. The keys are a tensor, so no value of a step is copied to the host.
 
 `softmax_dropout` and its backward work in place on the scores of a tile of attention, queries times keys in fp32
-(attention/dropped.py). Which keys a query sees follows from positions, window and documents; no dense mask is made.
+(attention/dropout_attention.py). Which keys a query sees follows from positions, window and documents: no dense mask.
 
 On the CPU they run in C++ where it could be built (dropout_on_cpu.py); there `dropout_add` has its reference's bits.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatronish.ops import dropout_on_cpu as cpp
 from megatronish.ops.library import Operator, OperatorFamily, define
-from megatronish.streams import drop_threshold, keep_mask
+from megatronish.parallel.streams import drop_threshold, keep_mask
 
 
 class ProbabilityDropout(NamedTuple):

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatronish.files import private_folder
+from megatronish.core.files import private_folder
 from megatronish.ops.build import BuildError, find_compiler
 
 SOURCE = Path(__file__).with_name("dropout.cpp")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.optim.masters import Masters, TorchUpdate
 
 

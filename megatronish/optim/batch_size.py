@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatronish.config.batch_sizes import parse_batch_sizes
-from megatronish.config.training import TrainingConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.errors import UserError
 
 
 class Phase(NamedTuple):

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megatronish import comm
-from megatronish.mesh import Axis, Domain
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, Domain
 
 ROW = 2048
 

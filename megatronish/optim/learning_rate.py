@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.errors import UserError
 from megatronish.optim.batch_size import batch_sizes_of
 
 Curve = Callable[[float], float]

@@ -9,7 +9,7 @@ in the global norm, which is the same on every rank, so all ranks skip the same 
 from collections.abc import Mapping
 from typing import Protocol
 
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.training import TrainingConfig
 
 LARGEST_SCALE = 2.0**120  # gradients that stay zero would double it until it is infinite
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from megatronish.errors import RunError
+from megatronish.core.errors import RunError
 
 WINDOW = 100  # norms of the median
 FEWEST = 20  # norms before which nothing is left out

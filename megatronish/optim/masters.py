@@ -1,7 +1,7 @@
 """Masters, the fp32 parameter shards that an optimizer updates, and the protocol of an update rule.
 
 A new optimizer is a class that implements `Update`, in a file of its own, and a line in `OPTIMIZERS` of optimizer.py
-and in `OPTIMIZER_NAMES` of config/names.py; or a plug-in (docs/PLUGINS.md).
+and in `OPTIMIZER_NAMES` of core/names.py; or a plug-in (docs/PLUGINS.md).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh import Domain
-from megatronish.sharding import Shard, Sharding
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.parallel.mesh import Domain
+from megatronish.parallel.sharding import Shard, Sharding
 
 
 @dataclass(frozen=True)

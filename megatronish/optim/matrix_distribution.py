@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish import comm
-from megatronish.costs.matrix_rounds import MOST_AT_ONCE, round_sizes
-from megatronish.mesh import Domain
+from megatronish.estimate.costs.matrix_rounds import MOST_AT_ONCE, round_sizes
 from megatronish.optim.masters import Masters
-from megatronish.sharding import FlatPiece, Piece, Sharding
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Domain
+from megatronish.parallel.sharding import FlatPiece, Piece, Sharding
 
 
 class Matrix(NamedTuple):

@@ -18,11 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters
 from megatronish.optim.matrix_distribution import MatrixDistribution, Round
-from megatronish.sharding import FlatPiece, Piece
+from megatronish.parallel.sharding import FlatPiece, Piece
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),

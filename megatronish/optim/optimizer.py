@@ -7,14 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatronish.config.names import OPTIMIZER_NAMES, options_of
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh import Domain
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.core.names import OPTIMIZER_NAMES, options_of
 from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters, Update
 from megatronish.optim.muon import Muon
 from megatronish.optim.sgd import SGD
-from megatronish.sharding import Shard, Sharding
+from megatronish.parallel.mesh import Domain
+from megatronish.parallel.sharding import Shard, Sharding
 
 OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
 """The optimizers of --optimizer, under the names of `OPTIMIZER_NAMES`, which has their memory and their options."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.optim.masters import Masters, TorchUpdate
 
 

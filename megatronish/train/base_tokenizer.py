@@ -7,11 +7,11 @@ but another text's row. Tokens that a tokenizer has in addition (control tokens 
 from dataclasses import replace
 
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
-from megatronish.config.starting import TOKENIZER_FIELDS
-from megatronish.errors import UserError
+from megatronish.config.model_source import TOKENIZER_FIELDS
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.start import read_start
-from megatronish.tokenizer import Tokenizer, build_tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
 PROBE = "The quick brown fox, 1234567 times: x = [i**2 for i in range(10)]\n\tÜber naïve 漢字 ½ don't STOP."
 """Text of words, numbers, code and other scripts, which different vocabularies cut differently."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.train.job import TrainingJob
+from megatronish.train.setup import TrainingJob
 
 
 def report_chats(job: TrainingJob, say: Callable[[str], object]) -> None:

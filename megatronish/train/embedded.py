@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 
 from megatronish.config.config import Config
-from megatronish.errors import RunError
+from megatronish.core.errors import RunError
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
+from megatronish.parallel.mesh import leave
 from megatronish.train.run import train
 from megatronish.train.trainer import Hook
 

@@ -20,11 +20,11 @@ from megatronish.checkpoint.remote import Location
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, section_of
 from megatronish.config.fields import FIELDS
-from megatronish.config.model import ModelConfig
+from megatronish.config.model_source import function_of
 from megatronish.config.plugins import module_name
-from megatronish.config.starting import function_of
-from megatronish.errors import UserError
-from megatronish.foreign import shown
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.core.foreign import shown
 
 # Fields outside [model] that a run and its continuation must share. All other fields may differ.
 FIXED = (

@@ -2,7 +2,7 @@
 
 A copy is never replaced: what a checkpoint was trained with stays. If the folder has another tokenizer already, the
 copy gets a name of its own, and each checkpoint names the copy that it belongs to (`copies` of state.json). The base
-model of adapters is not copied: it is large, and is named by its path and the hash of its weights (train/base.py).
+model of adapters is not copied: it is large, and is named by its path and the hash of its weights (base_model.py).
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from megatronish.checkpoint.remote import is_url
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
 from megatronish.config.dump import to_toml
 from megatronish.config.fields import with_fields
 from megatronish.config.portable import TOKENIZER, relative_to_itself
-from megatronish.errors import RunError, UserError
-from megatronish.files import AtomicFile
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import RunError, UserError
+from megatronish.core.files import AtomicFile
 from megatronish.formats.tokenizer_files import read_files_of
 
 TEMPLATE = "chat_template.jinja"

@@ -1,4 +1,4 @@
-"""Comparison of a run's ranks before its first step: config and data, and what links/preflight.py compares."""
+"""Comparison of a run's ranks before its first step: config and data, and what estimate/links/preflight.py compares."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from megatronish.checkpoint.folder import find_checkpoint
 from megatronish.checkpoint.remote import is_url, location
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
-from megatronish.config.names import OPTIMIZER_NAMES
 from megatronish.config.plugins import import_plugins
-from megatronish.costs.parameters import num_parameters
-from megatronish.costs.peak import memory_of_stages
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.core.layout import ExpertLayout, Layout
+from megatronish.core.names import OPTIMIZER_NAMES
+from megatronish.estimate.costs.parameters import num_parameters
+from megatronish.estimate.costs.peak import memory_of_stages
+from megatronish.estimate.links.facts import Facts, Needs, nested_facts
+from megatronish.estimate.links.preflight import Subject, preflight
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
-from megatronish.layout import ExpertLayout, Layout
-from megatronish.links.facts import Facts, Needs, nested_facts
-from megatronish.links.preflight import Subject, preflight
-from megatronish.mesh import Mesh, leave
 from megatronish.ops.library import load_kernels
-from megatronish.pipeline.stages import Stages
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.mesh import Mesh, leave
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.train.setup import TrainingJob
 
 
 def preflight_run(config: Config, notes: Sequence[str], place: Place) -> int:

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatronish import comm
 from megatronish.checkpoint.all_or_none import all_or_none
+from megatronish.core.files import AtomicFile
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.collate import Collator
-from megatronish.files import AtomicFile
+from megatronish.engine.batches import on_rank
+from megatronish.engine.engine import Engine
 from megatronish.model.batch import MicroBatch
-from megatronish.train.base import Base, load_base
-from megatronish.train.batches import on_rank
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel import comm
+from megatronish.train.base_model import Base, load_base
+from megatronish.train.setup import TrainingJob
 
 FORMAT = "megatronish reference 1"
 ROUNDS = 16

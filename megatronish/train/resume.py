@@ -21,24 +21,24 @@ from megatronish.checkpoint.folder import (
     steps_in,
 )
 from megatronish.checkpoint.load import load_tensors, offering_another
-from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
+from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
-from megatronish.config.run import CheckpointConfig
-from megatronish.errors import UserError
-from megatronish.foreign import shown
+from megatronish.config.sections.run import CheckpointConfig
+from megatronish.core.errors import UserError
+from megatronish.core.foreign import shown
+from megatronish.engine.checkpoint_state import read_run, saved_schedule, tensors_of
+from megatronish.engine.engine import Engine
 from megatronish.formats import native
-from megatronish.formats.fill import load_weights, open_hf
+from megatronish.formats.load_sharded import load_weights, open_hf
 from megatronish.formats.start import of_another_format
 from megatronish.formats.upcycle import upcycled
-from megatronish.mesh import Axis
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.train.base import Base, load_base, refuse_adapters, refuse_other_base, refuse_other_reference
-from megatronish.train.engine import Engine
+from megatronish.parallel.mesh import Axis
+from megatronish.train.base_model import Base, load_base, refuse_adapters, refuse_other_base, refuse_other_reference
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
-from megatronish.train.job import TrainingJob
 from megatronish.train.own_files import other_tokenizer
-from megatronish.train.state import read_run, saved_schedule, tensors_of
+from megatronish.train.setup import TrainingJob
 from megatronish.train.trainer import Progress
 
 FROM_THE_START = "step, optimizer and data order start from the beginning"

@@ -10,27 +10,31 @@ from typing import Any
 
 import torch
 
-from megatronish import comm
 from megatronish.checkpoint.all_or_none import from_one
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.plugins import import_plugins
-from megatronish.errors import RunError, UserError
-from megatronish.figures import no_matplotlib
+from megatronish.core.errors import RunError, UserError
+from megatronish.core.figures import no_matplotlib
+from megatronish.estimate.room import refuse_without_room
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
 from megatronish.launch.flight_recorder import switch_on_flight_recorder
 from megatronish.launch.freed_memory import keep_freed_memory
-from megatronish.launch.meeting import has_lasting_store, launch_in
-from megatronish.launch.mishaps import is_lost_rank, mishap
+from megatronish.launch.os_errors import is_lost_rank, mishap
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh, leave
-from megatronish.pipeline.replayed import own_stream
-from megatronish.tokenizer import encode_prompt
-from megatronish.train.base import Base
+from megatronish.launch.rendezvous import has_lasting_store, launch_in
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh, leave
+from megatronish.parallel.pipeline.cuda_graph import own_stream
+from megatronish.report.first_lines import first_lines
+from megatronish.report.trackers.table import open_trackers
+from megatronish.report.trackers.tracker import RunDescription, Trackers
+from megatronish.tokenizer.tokenizer import encode_prompt
+from megatronish.train.base_model import Base
 from megatronish.train.chat_audit import report_chats
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.health import failed, say_health, say_last
@@ -38,14 +42,10 @@ from megatronish.train.hooks.nearby import open_copies
 from megatronish.train.hooks.of_run import hooks_of_run
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.job import TrainingJob
-from megatronish.train.mirror import RunMirror
 from megatronish.train.reference import begin_reference
 from megatronish.train.resume import Begun, begin
-from megatronish.train.room import refuse_without_room
-from megatronish.train.summary import first_lines
-from megatronish.train.trackers.table import open_trackers
-from megatronish.train.trackers.tracker import RunDescription, Trackers
+from megatronish.train.run_upload import RunMirror
+from megatronish.train.setup import TrainingJob
 from megatronish.train.trainer import Aside, Hook, Trainer, TrainingSchedule
 from megatronish.train.watch import lost_rank, share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
@@ -299,8 +299,8 @@ def draw_curves(folder: Path) -> None:
     """
     try:
         # matplotlib takes a second to import: the others, and the start, need not wait for it.
-        from megatronish.train.plot import plot_run
-        from megatronish.train.plot_experts import plot_experts
+        from megatronish.report.plot import plot_run
+        from megatronish.report.plot_experts import plot_experts
 
         plot_experts(folder)
         plot_run(folder)

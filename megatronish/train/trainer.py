@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from megatronish.core.errors import RunError, UserError
 from megatronish.data.loader import Prefetcher
-from megatronish.errors import RunError, UserError
+from megatronish.engine.engine import Engine
+from megatronish.engine.nan_origin import find_origin
+from megatronish.engine.results import NotFiniteError, StepResult
 from megatronish.model.batch import MicroBatch
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.ranges import DATA, UPDATE, marked
-from megatronish.train.engine import Engine
-from megatronish.train.origin import find_origin
-from megatronish.train.results import NotFiniteError, StepResult
+from megatronish.parallel.ranges import DATA, UPDATE, marked
 from megatronish.watch.record import PhaseName, RankRecord
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatronish.watch.beat import Beat, Collective, ThreadBeat
+from megatronish.watch.heartbeat import Beat, Collective, ThreadBeat
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.record import Entry, RankRecord, RunPhase
 from megatronish.watch.stacks import frame_of, is_compiling, lines_of, thread_named, torch_call

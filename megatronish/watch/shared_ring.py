@@ -13,8 +13,8 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
-from megatronish.files import private_folder
-from megatronish.watch.beat import Collective
+from megatronish.core.files import private_folder
+from megatronish.watch.heartbeat import Collective
 
 RING = 256
 _SLOT = Struct("<IIQ")  # line, kind, number

@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from megatronish.core.layout import Layout
 from megatronish.launch.pulse import Pulse, Pulses
-from megatronish.layout import Layout
-from megatronish.watch.beat import Beat, ThreadBeat, bare_beat, beat_of
-from megatronish.watch.board import REPORT, Board
+from megatronish.watch.hang_diagnosis import Culprit, RanksSeen, different, verdict
+from megatronish.watch.hang_message import RankWords
+from megatronish.watch.heartbeat import Beat, ThreadBeat, bare_beat, beat_of
+from megatronish.watch.heartbeat_store import REPORT, Board
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.observer import MAIN, Observer, birth_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import SharedRing, read_ring
-from megatronish.watch.verdict import Culprit, RanksSeen, different, verdict
-from megatronish.watch.words import RankWords
 
 SHORTEST, LONGEST = 0.1, 1.0  # seconds between two beats
 SILENT_AFTER = 10.0  # seconds without a beat, or 0.4 of the limit if that is less

@@ -22,8 +22,8 @@ from jobs import checkpoints_of, run_job, tiny
 from results import Result, publish
 from torch import Tensor, nn
 
-from megatronish.data_parallel.fully_sharded import held
-from megatronish.train.engine import Engine
+from megatronish.engine.engine import Engine
+from megatronish.parallel.data_parallel.fully_sharded import held
 
 STEP = 3  # after it, or in it, the fault comes; checkpoints are of steps 2, 4 and 6
 RUN = "--save-interval 2 --hidden-dropout 0 --attention-dropout 0"

@@ -31,7 +31,7 @@ from results import Result, publish
 
 from megatronish.checkpoint import save
 from megatronish.checkpoint.folder import steps_in
-from megatronish.launch.leftovers import MEETING, RINGS
+from megatronish.launch.cleanup import MEETING, RINGS
 from megatronish.train import run as training
 from megatronish.train.folder import last_step
 from megatronish.train.trainer import Trainer

@@ -19,11 +19,11 @@ from jobs import tiny
 from ranks import run_ranks
 from results import Result, publish
 
-from megatronish import comm
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
-from megatronish.train.job import TrainingJob
+from megatronish.parallel import comm
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 from megatronish.train.watch import start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import LONGEST

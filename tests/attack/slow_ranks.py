@@ -19,7 +19,7 @@ import jobs
 from jobs import run_job, tiny
 from results import Result, publish
 
-from megatronish.train.engine import Engine
+from megatronish.engine.engine import Engine
 
 LAYOUTS = {"--dp 2": 1, "--tp 2": 0, "--dp 4": 2, "--tp 2 --pp 2": 3, "--dp 2 --zero-stage 1": 0, "--cp 2": 1}
 WITHIN = 40

@@ -3,7 +3,7 @@
 import time
 
 from megatronish.plugins import register_hook
-from megatronish.train.job import TrainingJob
+from megatronish.train.setup import TrainingJob
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 

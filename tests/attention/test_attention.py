@@ -13,7 +13,7 @@ from torch import Tensor
 from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
-from megatronish.config.training import AttentionBackend
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
 from megatronish.ops import softmax
 from megatronish.ops.dropout import ProbabilityDropout

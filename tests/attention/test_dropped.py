@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatronish.attention import dropped
+from megatronish.attention import dropout_attention
 from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.ops import dropout_on_cpu
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.native import Native
-from megatronish.streams import mask_keys
+from megatronish.parallel.streams import mask_keys
 
 SEQUENCE, BATCH, HEADS, SIZE = 150, 3, 4, 8  # three blocks of queries, the last of them short
 KEYS = mask_keys([(7, "dropout", 3, 1, "attention")])[0]
@@ -75,7 +75,9 @@ def test_blocks_are_attention_with_explicit_probabilities(
 def test_blocks_of_some_samples_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, mask in MASKS.items():
         whole = results("auto", mask, inputs(2), sinks=True)
-        monkeypatch.setattr(dropped, "CPU_BLOCK_BYTES", 2 * HEADS * SEQUENCE * dropped.BLOCK_QUERIES * 4)
+        monkeypatch.setattr(
+            dropout_attention, "CPU_BLOCK_BYTES", 2 * HEADS * SEQUENCE * dropout_attention.BLOCK_QUERIES * 4
+        )
         for found, expected in zip(results("auto", mask, inputs(2), sinks=True), whole, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
         monkeypatch.undo()
@@ -132,7 +134,7 @@ def test_the_memory_in_between_is_that_of_blocks() -> None:
 
     with Watch():
         attend_alone(q, k, v, mask=mask, dropout=dropout).sum().backward()
-    assert largest <= heads * dropped.BLOCK_QUERIES * length * 4 < length * length * heads * 4 // 16
+    assert largest <= heads * dropout_attention.BLOCK_QUERIES * length * 4 < length * length * heads * 4 // 16
 
 
 def test_torch_finds_nothing_wrong_with_the_operator() -> None:

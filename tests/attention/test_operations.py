@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatronish.attention import tile
-from megatronish.attention.dropped import dropped_tile
+from megatronish.attention.dropout_attention import dropped_tile
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.operations import EFFICIENT, FLASH, Operation, TileMask
 from megatronish.ops.dropout import ProbabilityDropout

@@ -11,19 +11,19 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatronish import comm
 from megatronish.attention import tile
 from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
 from megatronish.attention.core import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import places_of
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import Dropout
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)

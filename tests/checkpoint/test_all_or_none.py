@@ -4,10 +4,10 @@ import pytest
 from ranks import run_ranks
 
 from megatronish.checkpoint.all_or_none import same_on_all
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh, leave
+from megatronish.parallel.mesh import Mesh, leave
 
 
 def look(place: Place, seen: tuple[str | None, ...]) -> str:

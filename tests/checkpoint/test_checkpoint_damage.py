@@ -17,10 +17,10 @@ from megatronish.checkpoint.checksums import Checksums, DamagedError, SummingStr
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh, leave
+from megatronish.parallel.mesh import Mesh, leave
 
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "state.json")
 

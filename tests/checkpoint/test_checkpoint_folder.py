@@ -12,7 +12,7 @@ from megatronish.checkpoint.folder import remove_old
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import stored_shapes
 from megatronish.config.read import read_config
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 
 @pytest.fixture(scope="module")

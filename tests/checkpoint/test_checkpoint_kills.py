@@ -20,9 +20,9 @@ from ranks import run_ranks
 from saved_runs import save_value, saved_value
 
 from megatronish.checkpoint.folder import remove_leftovers, remove_old
-from megatronish.errors import RunError
+from megatronish.core.errors import RunError
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.train.engine import Engine
 
 
 @pytest.fixture(scope="module")

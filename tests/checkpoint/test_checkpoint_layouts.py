@@ -15,15 +15,15 @@ from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.read import read_config
+from megatronish.core.layout import Layout
 from megatronish.data.mock import MockSamples
+from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh, leave
 from megatronish.model.block import MakeBlock, TransformerBlock
-from megatronish.sharding import Piece
+from megatronish.parallel.mesh import Mesh, leave
+from megatronish.parallel.sharding import Piece
 from megatronish.train.hooks.evaluate import mean_metrics
 from megatronish.train.resume import resume
-from megatronish.train.state import tensors_of
 
 GPT2 = "--num-layers 4"
 LLAMA = (

@@ -32,8 +32,8 @@ from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import read_state, remove_old
 from megatronish.checkpoint.metadata import parse_metadata
 from megatronish.checkpoint.tensors import read_tensors
-from megatronish.errors import UserError
-from megatronish.train.state import read_run
+from megatronish.core.errors import UserError
+from megatronish.engine.checkpoint_state import read_run
 
 NAME = "model.weight"
 

@@ -21,20 +21,20 @@ from ranks import run_ranks
 
 from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import read_state
-from megatronish.checkpoint.nearby import local
-from megatronish.checkpoint.nearby.fetch import _moved, _remove, planned
-from megatronish.checkpoint.nearby.folders import remove_folder
-from megatronish.checkpoint.nearby.hosts import Hosts
-from megatronish.checkpoint.nearby.identity import id_of
-from megatronish.checkpoint.nearby.memory_limit import bytes_within_limits
-from megatronish.checkpoint.nearby.orphans import LONG, OWNER, own
-from megatronish.checkpoint.nearby.transfer import Transfer
-from megatronish.checkpoint.nearby.vote import FoundCopy
 from megatronish.checkpoint.remote import RemotePath
-from megatronish.config.parallel import ParallelConfig
-from megatronish.errors import RunError, UserError
+from megatronish.checkpoint.replicated import local
+from megatronish.checkpoint.replicated.fetch import _moved, _remove, planned
+from megatronish.checkpoint.replicated.folders import remove_folder
+from megatronish.checkpoint.replicated.hosts import Hosts
+from megatronish.checkpoint.replicated.identity import id_of
+from megatronish.checkpoint.replicated.memory_limit import bytes_within_limits
+from megatronish.checkpoint.replicated.orphans import LONG, OWNER, own
+from megatronish.checkpoint.replicated.transfer import Transfer
+from megatronish.checkpoint.replicated.vote import FoundCopy
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.core.errors import RunError, UserError
 from megatronish.launch.place import Place
-from megatronish.mesh import Axis, Mesh
+from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.train.hooks.nearby import CopyNearby
 from megatronish.watch.record import RankRecord
 

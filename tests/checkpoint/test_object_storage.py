@@ -31,8 +31,8 @@ from megatronish.checkpoint.folder import remove_old, saved_at, steps_in
 from megatronish.checkpoint.listing import objects_below
 from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.checkpoint.save import SaveError
-from megatronish.errors import RunError, UserError
-from megatronish.train.mirror import RunMirror
+from megatronish.core.errors import RunError, UserError
+from megatronish.train.run_upload import RunMirror
 
 NEEDS_S3 = pytest.mark.skipif(
     find_spec("moto") is None or find_spec("s3fs") is None,

@@ -14,7 +14,7 @@ from megatronish import __version__
 from megatronish.commands import main as command_line
 from megatronish.commands.main import run
 from megatronish.commands.table import COMMANDS, TO_COME
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 SCRIPTS = [ROOT / "pretrain_gpt.py", ROOT / "finetune_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
 

@@ -12,11 +12,11 @@ from command_lines import problems, small
 from paths import ROOT
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatronish import comm
-from megatronish.config.parallel import ParallelConfig
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.dry_run.recorder import StepRecorder
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh, leave
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh, leave
 
 SIZES = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --tp 2 --pp 2"
 STEP = "--micro-batch-size 1 --global-batch-size 16 --train-iters 10 --lr 1e-3 --bf16 --mock-data --dry-run"

@@ -12,7 +12,7 @@ from paths import ROOT
 from megatronish.commands.merge import main
 from megatronish.data.indexed import IndexedWriter, bin_path, idx_path
 from megatronish.data.preprocess import preprocess
-from megatronish.tokenizer import BytesTokenizer
+from megatronish.tokenizer.tokenizer import BytesTokenizer
 
 TEXTS = ["first", "", "second é", "third", "", "the fourth and last"]
 

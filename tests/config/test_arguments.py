@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 from megatronish.config.arguments import read_arguments
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 
 @dataclass(frozen=True)

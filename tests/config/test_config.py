@@ -19,7 +19,7 @@ from megatronish.config.read import ConfigError, read_config
 from megatronish.config.suggest import SYNONYMS
 from megatronish.formats.start import read_start
 from megatronish.optim.optimizer import OPTIMIZERS
-from megatronish.schedule.schedules import SCHEDULES
+from megatronish.parallel.schedules.table import SCHEDULES
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command_lines import problems, small
 
-from megatronish.config.data import parse_blend, parse_split
+from megatronish.config.sections.data import parse_blend, parse_split
 
 
 def test_a_missing_data_file_is_named_with_the_remedy(tmp_path: Path) -> None:

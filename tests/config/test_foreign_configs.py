@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from megatronish.commands.import_config import Framework, imported
+from megatronish.compat.importers.accelerate import MEGATRON, PARALLELISM
+from megatronish.compat.importers.accelerate import TOP as ACCELERATE
+from megatronish.compat.importers.axolotl import _OWN, RULES
+from megatronish.compat.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO
+from megatronish.compat.importers.deepspeed_keys import SCHEDULER_FLAGS
 from megatronish.config.config import Config
 from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml
 from megatronish.config.fields import SECTIONS, with_fields
-from megatronish.config.importers.accelerate import MEGATRON, PARALLELISM
-from megatronish.config.importers.accelerate import TOP as ACCELERATE
-from megatronish.config.importers.axolotl import _OWN, RULES
-from megatronish.config.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO
-from megatronish.config.importers.deepspeed_keys import SCHEDULER_FLAGS
-from megatronish.config.starting import refuse_unknown_block
-from megatronish.errors import UserError
-from megatronish.foreign import MOST_VALUES, parse_json, parse_yaml, shown
-from megatronish.planner.calibrate import to_toml as device_toml
-from megatronish.planner.devices import find_device, read_device
-from megatronish.planner.forecast_page import page
+from megatronish.config.model_source import refuse_unknown_block
+from megatronish.core.errors import UserError
+from megatronish.core.foreign import MOST_VALUES, parse_json, parse_yaml, shown
+from megatronish.estimate.planner.calibrate import to_toml as device_toml
+from megatronish.estimate.planner.devices import find_device, read_device
+from megatronish.estimate.planner.forecast_page import page
 
 yaml = pytest.importorskip("yaml")
 

@@ -15,14 +15,14 @@ from chat_tokenizers import said, write_lines
 from paths import ROOT
 
 from megatronish.commands.import_config import Framework, import_config
+from megatronish.compat.importers.axolotl import RULES, from_axolotl
+from megatronish.compat.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
 from megatronish.config.fields import FIELDS
-from megatronish.config.importers.axolotl import RULES, from_axolotl
-from megatronish.config.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
 from megatronish.config.read import read_config
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.start import read_start
 from megatronish.optim.learning_rate import build_learning_rate_schedule
-from megatronish.train.summary import dry_run
+from megatronish.report.first_lines import dry_run
 
 MODEL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--mock-data", "--vocab-size", "64"]
 

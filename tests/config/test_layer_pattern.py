@@ -3,8 +3,8 @@
 import pytest
 
 from megatronish.config.layer_pattern import canonical, marked_layers
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2}
 

@@ -8,11 +8,11 @@ import pytest
 
 from megatronish.config.fields import FIELDS
 from megatronish.config.marks import TRAINING_ONLY
-from megatronish.config.model import ModelConfig
+from megatronish.config.model_source import Start, function_of
 from megatronish.config.read import ConfigError, read_config
-from megatronish.config.run import CheckpointConfig
-from megatronish.config.starting import Start, function_of
-from megatronish.errors import UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.run import CheckpointConfig
+from megatronish.core.errors import UserError
 
 GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
 ROPE = replace(GPT, position_embedding_type="rope")

@@ -7,21 +7,21 @@ import torch
 from ranks import run_ranks
 from saved import saved_by
 
-from megatronish.config.model import ModelConfig
 from megatronish.config.read import read_config
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.costs.activations import Activations
-from megatronish.costs.flops import forward_flops
-from megatronish.costs.memory import bytes_of_uneven_load, expected_memory
-from megatronish.costs.parameters import num_active_parameters, num_parameters
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.core.layout import ExpertLayout, Layout
+from megatronish.estimate.costs.activations import Activations
+from megatronish.estimate.costs.flops import forward_flops
+from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
+from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
 from megatronish.launch.place import Place
-from megatronish.layer_specs import layer_specs
-from megatronish.layout import ExpertLayout, Layout
-from megatronish.mesh import Mesh, TensorParallel, leave
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.stages import Stages
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.parallel.mesh import Mesh, TensorParallel, leave
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.sharding import collect_shardings, initialize
+from megatronish.specs.layers import layer_specs
 
 LLAMA_LIKE = {
     "position_embedding_type": "rope",

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from models import GPT2, LLAMA3_8B, VARIANTS
 
-from megatronish.config.model import ModelConfig
-from megatronish.costs.flops import forward_flops, hardware_flops_per_token, model_flops_per_token
-from megatronish.costs.parameters import num_parameters, parameters_of_stage
-from megatronish.layer_specs import layer_specs
+from megatronish.config.sections.model import ModelConfig
+from megatronish.estimate.costs.flops import forward_flops, hardware_flops_per_token, model_flops_per_token
+from megatronish.estimate.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.model.gpt import GPT, ModelChunk
+from megatronish.specs.layers import layer_specs
 
 
 @pytest.mark.parametrize("name", VARIANTS)

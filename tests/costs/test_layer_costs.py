@@ -8,23 +8,23 @@ from ranks import run_ranks
 from saved import saved_by
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatronish.config.model import ModelConfig
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.training import AttentionBackend
-from megatronish.costs.activations import Activations, bytes_per_score
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.core.layout import Layout
+from megatronish.estimate.costs.activations import Activations, bytes_per_score
 from megatronish.launch.place import Place
-from megatronish.layer_costs import Count, LayerCost, LinearShape
-from megatronish.layer_specs import LayerSpec, layer_specs
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.attention import CoreAttention
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import TransformerBlock
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
+from megatronish.parallel.sharding import collect_shardings, initialize
+from megatronish.specs.costs import Count, LayerCost, LinearShape
+from megatronish.specs.layers import LayerSpec, layer_specs
 
 S, B, V = 96, 2, 50
 GPT2 = ModelConfig(

@@ -7,20 +7,20 @@ import pytest
 from models import GPT2, LLAMA3_8B
 
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.training import AttentionBackend, TrainingConfig
-from megatronish.costs.activations import bytes_per_score
-from megatronish.costs.memory import expected_memory
-from megatronish.costs.memory_table import Memory, format_bytes, memory_table
-from megatronish.costs.model_state import ZeroSettings
-from megatronish.costs.parameters import num_parameters
-from megatronish.layer_specs import MixedModelConfig, layer_specs
-from megatronish.layout import Layout
-from megatronish.pipeline.stages import Stages
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import AttentionBackend, TrainingConfig
+from megatronish.core.layout import Layout
+from megatronish.estimate.costs.activations import bytes_per_score
+from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.memory_table import Memory, format_bytes, memory_table
+from megatronish.estimate.costs.model_state import ZeroSettings
+from megatronish.estimate.costs.parameters import num_parameters
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.specs.layers import MixedModelConfig, layer_specs
 
 
 def expect(model: ModelConfig = GPT2, layout: Layout | None = None, **settings: object) -> list[Memory]:

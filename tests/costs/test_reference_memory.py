@@ -7,17 +7,17 @@ from held_bytes import bytes_held
 from preference_runs import LORA, MODEL
 from ranks import run_ranks
 
-from megatronish.config.adapter import AdapterConfig
 from megatronish.config.config import Config
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.preference import PreferenceConfig
-from megatronish.config.training import TrainingConfig
-from megatronish.costs.memory import expected_memory
-from megatronish.costs.memory_table import Memory
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.preference import PreferenceConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.engine.build import build_engine
+from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.memory_table import Memory
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
-from megatronish.pipeline.stages import Stages
-from megatronish.train.build import build_engine
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.stages import Stages
 
 QLORA = replace(LORA, quantize_base="nf4")
 WIDE = replace(MODEL, hidden_size=128, ffn_hidden_size=256, make_vocab_size_divisible_by=16)

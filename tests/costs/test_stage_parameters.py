@@ -7,15 +7,15 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.commands.configuration import read_config
-from megatronish.costs.buckets import cut_into_buckets, padded_size
-from megatronish.costs.stage_parameters import StageParameter, stage_parameters
+from megatronish.engine.build import execution_of, with_adapters
+from megatronish.estimate.costs.buckets import cut_into_buckets, padded_size
+from megatronish.estimate.costs.stage_parameters import StageParameter, stage_parameters
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh, leave
 from megatronish.optim.matrix_distribution import matrices_of
-from megatronish.pipeline.stage import build_stage
-from megatronish.pipeline.stages import Stages
-from megatronish.sharding import Sharding
-from megatronish.train.build import execution_of, with_adapters
+from megatronish.parallel.mesh import Mesh, leave
+from megatronish.parallel.pipeline.stage import build_stage
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.sharding import Sharding
 
 SIZES = "--hidden-size 48 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3"
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"

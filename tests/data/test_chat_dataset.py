@@ -10,8 +10,9 @@ import pytest
 from chat_formats import chatml
 from chat_tokenizers import said, save_tokenizer, write_lines
 
-from megatronish.config.chat import ChatConfig
-from megatronish.config.data import DataConfig
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.masked import counts_path, mask_path
 from megatronish.data.chat.packing import WINDOW, packs_of
@@ -19,9 +20,8 @@ from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.datasets import build_datasets
 from megatronish.data.indexed import bin_path
 from megatronish.data.samples import TooSmallError
-from megatronish.errors import UserError
-from megatronish.streams import numpy_stream
-from megatronish.tokenizer import build_tokenizer
+from megatronish.parallel.streams import numpy_stream
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 IM = ("<|im_start|>", "<|im_end|>")
 S = 128

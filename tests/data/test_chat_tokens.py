@@ -11,11 +11,17 @@ from chat_formats import VERIFIED, chatml, headed
 from chat_tokenizers import byte_level, encode, encoder, said, trained_text, whole_text, with_controls
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from megatronish.config.chat import TrainOn
+from megatronish.config.sections.chat import TrainOn
+from megatronish.core.errors import UserError
 from megatronish.data.chat.builtin import built_in_template
 from megatronish.data.chat.template import ChatTemplate
-from megatronish.errors import UserError
-from megatronish.tokenizer import BytesTokenizer, HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
+from megatronish.tokenizer.tokenizer import (
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 
 IM = ("<|im_start|>", "<|im_end|>")
 ROLES = ("system", "user", "assistant")

@@ -13,18 +13,18 @@ from jobs import call_main, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from theorem import Parts, parts
 
-from megatronish.config.chat import ChatConfig
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
-from megatronish.train.job import TrainingJob
-from megatronish.train.plot import read_lines
+from megatronish.parallel.mesh import Mesh
+from megatronish.report.plot import read_lines
+from megatronish.train.setup import TrainingJob
 
 S = 128
 IM = ("<|im_start|>", "<|im_end|>")

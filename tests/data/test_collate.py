@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatronish.config.data import DataConfig
+from megatronish.config.sections.data import DataConfig
 from megatronish.data.collate import Collator
 from megatronish.data.sample import Sample
 from megatronish.model.batch import MicroBatch

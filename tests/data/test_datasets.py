@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatronish.config.data import DataConfig, parse_blend
+from megatronish.config.sections.data import DataConfig, parse_blend
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.indexed import IndexedWriter

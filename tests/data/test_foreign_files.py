@@ -13,15 +13,15 @@ import torch
 from megatronish.commands.draw import DrawArguments, refuse_arguments, report
 from megatronish.commands.draw import planned as planned_drawing
 from megatronish.config.batch_sizes import parse_batch_sizes
-from megatronish.config.data import DataConfig
 from megatronish.config.files import missing_files
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError, shown
 from megatronish.data import readers
-from megatronish.errors import UserError, shown
 from megatronish.formats import safetensors
 from megatronish.formats.megatron.values import value_of
 from megatronish.formats.torch_file.archive import TorchFile
 from megatronish.formats.torch_file.unpickler import Storage, Stored
-from megatronish.launch.mishaps import mishap
+from megatronish.launch.os_errors import mishap
 
 
 @pytest.mark.parametrize("text", ["", ".", "/", "..", "a\0b", "x" * 5000, "a/" * 2500, "x" * 250])

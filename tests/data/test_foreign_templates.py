@@ -13,11 +13,11 @@ from chat_formats import chatml
 from chat_tokenizers import encode, encoder, said, trained_text, with_controls
 from template_bombs import DEEP, ENDLESS, FILLING
 
-from megatronish.contained import ChildBounds, Contained, ContainedError
+from megatronish.core.contained import ChildBounds, Contained, ContainedError
+from megatronish.core.errors import UserError
 from megatronish.data.chat import answers, sandbox
 from megatronish.data.chat.builtin import BUILT_IN, built_in_template
 from megatronish.data.chat.template import ChatTemplate, Rendering
-from megatronish.errors import UserError
 
 SMALL = ChildBounds(memory=200 << 20, seconds=0.3)
 IM = ("<|im_start|>", "<|im_end|>")
@@ -116,7 +116,7 @@ def test_a_child_ends_with_its_owner_and_starts_anew_in_a_fork() -> None:
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     program = """
 import os, signal
-from megatronish.contained import Contained
+from megatronish.core.contained import Contained
 child = Contained("operator:methodcaller", "upper")
 child.ask("a")
 print(child._process.pid, flush=True)

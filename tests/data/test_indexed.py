@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from paths import GOLDEN
 
+from megatronish.core.errors import UserError
 from megatronish.data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, token_dtype
-from megatronish.errors import UserError
 
 FIXTURE = json.loads((GOLDEN / "indexed_fixture.json").read_text())
 

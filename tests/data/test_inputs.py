@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 
-from megatronish.data.foreign import FOREIGN, text_format
+from megatronish.core.errors import UserError
 from megatronish.data.inputs import input_files, optional_library, same_names
 from megatronish.data.readers import read_batches
-from megatronish.errors import UserError
+from megatronish.data.unsupported_formats import FOREIGN, text_format
 
 TEXTS = [
     "ab",

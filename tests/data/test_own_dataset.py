@@ -11,20 +11,20 @@ import pytest
 from ranks import run_ranks
 
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.layout import Layout
 from megatronish.data.collate import Collator
 from megatronish.data.datasets import DATASETS, build_datasets, kind_of
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, Sample
+from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
-from megatronish.streams import numpy_stream
-from megatronish.train.build import build_engine
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.streams import numpy_stream
 
 S, VOCABULARY, EOD, NUM_DIALOGUES = 16, 32, 0, 8
 MODEL = ModelConfig(

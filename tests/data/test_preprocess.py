@@ -22,12 +22,12 @@ from ranks import is_running, wait_until
 
 from megatronish.commands.preprocess import PreprocessArguments, main, tokenizer_settings
 from megatronish.commands.preprocess_flags import with_lists_joined, without_megatron_flags
+from megatronish.core.errors import RunError, UserError
 from megatronish.data.encoding import EncodingJob, WorkerDiedError
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.preprocess import preprocess
 from megatronish.data.readers import BATCH_BYTES
-from megatronish.errors import RunError, UserError
-from megatronish.tokenizer import BytesTokenizer, build_tokenizer
+from megatronish.tokenizer.tokenizer import BytesTokenizer, build_tokenizer
 
 
 class DyingTokenizer(BytesTokenizer):

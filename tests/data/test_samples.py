@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 from ranks import run_ranks, wait_until, warm_context
 
+from megatronish.core.errors import RunError
+from megatronish.core.files import one_builder
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
 from megatronish.data.samples import GPTSamples
-from megatronish.errors import RunError
-from megatronish.files import one_builder
 from megatronish.launch.place import Place
 
 S = 8

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronish.config.chat import ChatConfig
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.sample import Sample
-from megatronish.data.shortened import places_together, shortened
+from megatronish.data.trim_padding import places_together, shortened
 
 MODEL = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=4)
 

@@ -10,13 +10,13 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from megatronish.data_parallel.gradients import GradientBuckets
-from megatronish.data_parallel.plan import BucketPlan, Source, plan_buckets
-from megatronish.data_parallel.settings import DataParallelSettings
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Domain, Mesh
-from megatronish.sharding import Cut, Sharding
+from megatronish.parallel.data_parallel.gradients import GradientBuckets
+from megatronish.parallel.data_parallel.plan import BucketPlan, Source, plan_buckets
+from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.mesh import Axis, Domain, Mesh
+from megatronish.parallel.sharding import Cut, Sharding
 
 ALONE = Axis("alone")
 NUM_LAYERS = 4

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatronish.commands import verify as verify_layout
 from megatronish.config.read import read_config
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
 from megatronish.model.block import TransformerBlock
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.mesh import Mesh
+from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.train.run import start_mesh
-from megatronish.train.statistics import num_zeros, params_norm
+from megatronish.train.setup import TrainingJob
 
 STEPS = 2
 

@@ -11,13 +11,13 @@ from jobs import VOCABULARY, tiny
 from ranks import run_ranks
 
 from megatronish.config.read import read_config
-from megatronish.data_parallel.zero import Zero
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
+from megatronish.engine.trainable import Trainable, everything, nothing
 from megatronish.launch.place import Place
-from megatronish.sharding import Sharding
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
+from megatronish.parallel.data_parallel.zero import Zero
+from megatronish.parallel.sharding import Sharding
 from megatronish.train.run import start_mesh
-from megatronish.train.trainable import Trainable, everything, nothing
 
 SIZES = "--num-layers 6 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8"
 LARGE = f"{SIZES} --dp 4 --zero-stage 3"

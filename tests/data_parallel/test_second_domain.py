@@ -16,26 +16,26 @@ from ranks import run_ranks
 from saved_runs import read_whole
 from torch import Tensor, nn
 
-from megatronish import comm
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import save_checkpoint
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
+from megatronish.engine.build import build_engine
+from megatronish.engine.checkpoint_state import tensors_of
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.mesh import Axis, Domain, Mesh, new_axis
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
-from megatronish.sharding import Cut, Init, Sharding
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
-from megatronish.train.state import tensors_of
-from megatronish.train.statistics import num_zeros, params_norm
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, Domain, Mesh, new_axis
+from megatronish.parallel.sharding import Cut, Init, Sharding
+from megatronish.report.statistics import num_zeros, params_norm
 
 HIDDEN, STEPS, BATCH, RTOL = 24, 3, 4, 1e-5
 SCALE = "layers.0.scale"

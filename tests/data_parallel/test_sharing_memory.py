@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatronish.config.read import read_config
-from megatronish.costs.memory_table import format_bytes
-from megatronish.costs.model_state import BUCKETS_AT_ONCE, ZeroSettings, model_state
-from megatronish.data_parallel.gradients import MAX_PENDING
-from megatronish.data_parallel.zero import Zero
+from megatronish.engine.engine import Engine
+from megatronish.estimate.costs.memory_table import format_bytes
+from megatronish.estimate.costs.model_state import BUCKETS_AT_ONCE, ZeroSettings, model_state
 from megatronish.launch.place import Place
-from megatronish.train.engine import Engine
+from megatronish.parallel.data_parallel.gradients import MAX_PENDING
+from megatronish.parallel.data_parallel.zero import Zero
 
 Storages = Mapping[int, int]
 """Where each begins -> its bytes."""

@@ -10,16 +10,16 @@ from jobs import call_main, tiny, train_on_ranks
 from ranks import run_ranks
 from test_engine import MODEL, engine_of
 
-from megatronish import comm
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
 from megatronish.config.read import read_config
-from megatronish.config.training import TrainingConfig
-from megatronish.data_parallel.fully_sharded import FullySharded
-from megatronish.data_parallel.zero import Zero
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.optim.loss_scale import DynamicLossScale, loss_scale_of
-from megatronish.train.engine import Engine
+from megatronish.parallel import comm
+from megatronish.parallel.data_parallel.fully_sharded import FullySharded
+from megatronish.parallel.data_parallel.zero import Zero
 
 
 def reduced_in(place: Place, parallel: ParallelConfig, bf16: bool) -> set[torch.dtype]:

@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 
 from megatronish.commands.convert import ConvertArguments as Arguments
 from megatronish.commands.convert import run
-from megatronish.config.data import DataConfig
-from megatronish.errors import RunError, UserError
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import RunError, UserError
+from megatronish.engine.checkpoint_state import FACTS, POSITION
 from megatronish.formats import native, tokenizer_files
 from megatronish.formats.convert import FORMATS, convert
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.safetensors import FILE, nbytes_of
 from megatronish.formats.weights import LazyTensor, Model, from_ours
-from megatronish.train.state import FACTS, POSITION
 
 HF = GOLDEN / "hf"
 LLAMA = (
@@ -273,9 +273,9 @@ def test_what_the_user_can_mend_ends_with_one_sentence_and_status_2(tmp_path: Pa
 
 HEARS_CTRL_C = """
 import runpy, signal
-import megatronish.files
+import megatronish.core.files
 
-megatronish.files.ordinary = lambda path: path  # which refuses a pipe; here it is what the tool waits for
+megatronish.core.files.ordinary = lambda path: path  # which refuses a pipe; here it is what the tool waits for
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background of a shell
 runpy.run_path("tools/convert_checkpoint.py", run_name="__main__")
 """

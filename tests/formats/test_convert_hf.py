@@ -17,14 +17,14 @@ from paths import GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.convert import convert
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.safetensors import FILE, INDEX
 from megatronish.formats.weights import Description, LazyTensor, Model
-from megatronish.tokenizer import build_tokenizer
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 HF = GOLDEN / "hf"
 FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "bloom")

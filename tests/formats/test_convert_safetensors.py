@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.safetensors import FILE, INDEX, read_file, read_folder, write_folder
 from megatronish.formats.weights import LazyTensor
 

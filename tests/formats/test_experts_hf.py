@@ -17,24 +17,24 @@ from torch import Tensor
 
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor
-from megatronish.config.model import ModelConfig
 from megatronish.config.read import read_config
-from megatronish.errors import UserError
-from megatronish.formats.fill import load_weights, open_hf
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.engine.build import build_engine
+from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.hf.config import hf_config_of
+from megatronish.formats.load_sharded import load_weights, open_hf
 from megatronish.formats.safetensors import FILE
 from megatronish.formats.start import read_start
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import LazyTensor, from_ours
 from megatronish.formats.weights import to_ours as rename
 from megatronish.launch.place import Place
-from megatronish.sharding import Piece
-from megatronish.train.build import build_engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.sharding import Piece
 from megatronish.train.resume import begin
 from megatronish.train.run import start_mesh
-from megatronish.train.state import tensors_of
+from megatronish.train.setup import TrainingJob
 
 FAMILIES = tuple(CONFIGS)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 
 # What these models' own config.json files say.

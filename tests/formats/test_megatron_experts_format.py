@@ -20,9 +20,10 @@ from megatron_files import (
     torch_load,
 )
 
-from megatronish.config.experts import ExpertOptions
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.experts import ExpertOptions
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.core.layout import ExpertLayout
 from megatronish.formats.convert import convert
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.megatron.arguments import model_of
@@ -30,8 +31,7 @@ from megatronish.formats.megatron.expert_arguments import SAME_OF_EXPERTS
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.weights import LazyTensor, Model, from_ours
 from megatronish.inference.load import load_model
-from megatronish.layout import ExpertLayout
-from megatronish.mesh import Mesh
+from megatronish.parallel.mesh import Mesh
 
 MIXTRAL = ModelConfig(
     num_layers=4,

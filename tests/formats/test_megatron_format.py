@@ -26,8 +26,8 @@ from megatron_files import (
 from paths import GOLDEN
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
-from megatronish.errors import RunError, UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import RunError, UserError
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.megatron.arguments import model_of
 from megatronish.formats.weights import LazyTensor, Model, from_ours, to_ours

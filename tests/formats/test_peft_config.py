@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatronish.config.adapter import AdapterConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.peft.config import our_config
 from megatronish.formats.peft.modules import Module, our_parts
 

@@ -19,7 +19,7 @@ import torch
 from paths import ROOT
 from torch import Tensor
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.torch_file import unpickler as torch_pickle
 from megatronish.formats.torch_file.archive import TorchFile, TorchFileWriter, memory_of
 from megatronish.formats.torch_file.unpickler import Arguments, Inert
@@ -351,7 +351,7 @@ from pathlib import Path
 import torch
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.weights import Description, LazyTensor, Model, from_ours, to_ours
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 
 def lazy(number, shape):
     return LazyTensor(shape, torch.float32, lambda: torch.full(shape, float(number)))

@@ -19,15 +19,15 @@ from ranks import run_ranks
 
 from megatronish.commands.chat import main as chat
 from megatronish.commands.generate import main as generate
+from megatronish.core.layout import Layout
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
 from megatronish.inference.load import load_found, load_model
 from megatronish.inference.saved_model import find_trained
 from megatronish.inference.session import Continuation, Session
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
-from megatronish.tokenizer import build_tokenizer
+from megatronish.parallel.mesh import Mesh
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 PROMPTS = ((5, 6, 7), (8, 9))
 END = 259

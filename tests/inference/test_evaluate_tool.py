@@ -19,15 +19,15 @@ from ranks import run_ranks
 from megatronish.commands import evaluate as command
 from megatronish.commands.evaluating import be_rank, prepare, run, start_mesh, tell_of_short_windows
 from megatronish.commands.inference_flags import EvaluateArguments as Arguments
+from megatronish.core.errors import UserError
 from megatronish.data.indexed import IndexedWriter
 from megatronish.data.windows import Windows
-from megatronish.errors import UserError
+from megatronish.engine.engine import Engine
 from megatronish.inference.load import load_engine, load_model
 from megatronish.inference.saved_model import find_trained
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
-from megatronish.train.engine import Engine
 
 HF_LLAMA = GOLDEN / "hf" / "llama"
 S = 16

@@ -24,19 +24,19 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.commands import generate as command
 from megatronish.commands.generating import prepare, run
 from megatronish.commands.inference_flags import GenerateArguments as Arguments
-from megatronish.config.training import AttentionBackend
-from megatronish.errors import UserError
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.core.errors import UserError
+from megatronish.core.layout import Layout
 from megatronish.inference import generate as module
 from megatronish.inference.generate import Sampling, choose, generate
 from megatronish.inference.load import load_model
 from megatronish.inference.text_stream import TextStream
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
-from megatronish.pipeline.executor import Executor
-from megatronish.tokenizer import BytesTokenizer
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.executor import Executor
+from megatronish.tokenizer.tokenizer import BytesTokenizer
 
 HF = GOLDEN / "hf"
 PROMPT = "def "

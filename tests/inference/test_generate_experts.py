@@ -12,13 +12,13 @@ from test_generate import Seen, logits_without_cache, seen_of
 from megatronish.commands.evaluating import prepare as prepare_evaluation
 from megatronish.commands.generating import prepare
 from megatronish.commands.inference_flags import EvaluateArguments, GenerateArguments
+from megatronish.core.errors import UserError
 from megatronish.data.collate import Collator
-from megatronish.errors import UserError
 from megatronish.inference.load import load_engine, load_model
 from megatronish.inference.perplexity import measure
 from megatronish.inference.saved_model import find_trained
 from megatronish.launch.place import Place
-from megatronish.mesh import leave
+from megatronish.parallel.mesh import leave
 from megatronish.train.run import start_mesh
 
 EXPERTS = (

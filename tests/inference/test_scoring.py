@@ -9,7 +9,8 @@ from chat_models import write_chat_model
 from ranks import run_ranks
 
 from megatronish.commands.scoring import without_network
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.core.layout import Layout
 from megatronish.inference.generate import Sampling
 from megatronish.inference.load import load_found, load_model
 from megatronish.inference.saved_model import find_trained
@@ -17,10 +18,9 @@ from megatronish.inference.scoring import Likelihood, Scoring, TokenPair
 from megatronish.inference.session import Session
 from megatronish.inference.writing import Writing
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
+from megatronish.parallel.mesh import Mesh
 
 SEEN = 12
 NUMBERS = torch.Generator().manual_seed(2)

@@ -8,7 +8,7 @@ from kernel_runs import DTYPES, LENGTHS, ORDERS, PLACES, Kernels, assert_rounded
 from torch import Tensor
 
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
-from megatronish.streams import keep_mask, mask_keys
+from megatronish.parallel.streams import keep_mask, mask_keys
 
 RATES = (0.1, 0.5)
 

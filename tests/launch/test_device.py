@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from jobs import run_job, started, tiny
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.device import (
     ChosenDevice,
     VisibleDevices,

@@ -6,8 +6,8 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
+from megatronish.core.layout import Layout
 from megatronish.launch.fit import fitted, fitted_experts, flags_for
-from megatronish.layout import Layout
 
 DEMO = ROOT / "configs" / "demo.toml"
 

@@ -24,7 +24,7 @@ from launchers import (
 )
 from ranks import is_running, wait_until
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 

@@ -17,7 +17,7 @@ from ranks import wait_until
 
 from megatronish.checkpoint.attempts import whole_attempts
 from megatronish.checkpoint.remote import RemotePath
-from megatronish.train.engine import Engine
+from megatronish.engine.engine import Engine
 
 ENDLESS = "--train-iters 100000 --lr-decay-style constant"
 

@@ -8,7 +8,7 @@ import pytest
 from jobs import run_job, started, tiny
 from ranks import wait_until
 
-from megatronish.launch.leftovers import MEETING, RINGS, remove_leftovers
+from megatronish.launch.cleanup import MEETING, RINGS, remove_leftovers
 from megatronish.watch.shared_ring import SharedRing
 
 

@@ -13,7 +13,7 @@ from launchers import Starter, sum_of_ranks
 from paths import ROOT
 from test_torchrun_and_srun import SLURM, TORCHRUN
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.local import launch
 from megatronish.launch.place import LAUNCHERS, Place, place_from_environment
 from megatronish.launch.slurm import unused_places

@@ -199,7 +199,7 @@ def kill_late(folder: str, seconds: float) -> None:
 
 def test_a_temporary_directory_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
     gone = {"TMPDIR": str(tmp_path / "gone")}
-    code = "import tempfile; tempfile.tempdir = {!r}; from megatronish.launch.leftovers import meeting_folder\n"
+    code = "import tempfile; tempfile.tempdir = {!r}; from megatronish.launch.cleanup import meeting_folder\n"
     code = code.format(gone["TMPDIR"]) + "with meeting_folder(): pass"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "none can be made in" in ended.stderr and "set TMPDIR to a folder that can be written" in ended.stderr

@@ -14,7 +14,7 @@ from launchers import (
     sum_of_ranks,
 )
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.addresses import address_to_listen_on
 from megatronish.launch.device import meeting_store
 from megatronish.launch.place import (

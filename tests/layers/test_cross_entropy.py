@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh
 from megatronish.ops import cross_entropy
+from megatronish.parallel.mesh import Axis, Mesh
 
 S, B, V, PADDED = 5, 3, 300, 384
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]

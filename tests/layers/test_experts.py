@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor
 
-from megatronish import comm
+from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.launch.place import Place
 from megatronish.layers.dispatch import combine, dispatch, make_route
 from megatronish.layers.experts import Experts
 from megatronish.layers.router import Router, RouterSettings
-from megatronish.layout import ExpertLayout, Layout
-from megatronish.mesh import ExpertParallel, Mesh, leave
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import ExpertParallel, Mesh, leave
 
 E, K, D, F_SIZE, T = 8, 3, 12, 20, 30
 

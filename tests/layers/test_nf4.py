@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from megatronish.layers.linear import ALONE, ColumnParallelLinear, linear
 from megatronish.layers.nf4 import NF4Experts, NF4Form, NF4Product
-from megatronish.mesh import Axis
 from megatronish.model.quantised import quantise_base
 from megatronish.ops.grouped_mm import Groups
 from megatronish.ops.nf4 import BLOCK, NF4, dequantise, dequantise_scales, quantise, quantise_scales
-from megatronish.sharding import Sharding
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.sharding import Sharding
 
 SECTIONS, WIDTH = {"q": 96, "k": 32, "v": 32}, 128
 FORM = NF4Form((96, 32, 32), WIDTH)

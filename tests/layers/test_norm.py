@@ -7,10 +7,10 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.norm import AllHeadsNorm
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
+from megatronish.parallel.mesh import Mesh
 
 HEADS, SIZE, EPSILON = 4, 6, 1e-3
 

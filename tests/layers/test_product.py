@@ -11,8 +11,8 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from megatronish import comm
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.linear import (
     ColumnParallelLinear,
@@ -24,10 +24,10 @@ from megatronish.layers.linear import (
 )
 from megatronish.layers.product import DENSE, DenseProduct, Product
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.gpt import GPT
-from megatronish.sharding import Piece, collect_shardings, initialize
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
+from megatronish.parallel.sharding import Piece, collect_shardings, initialize
 
 S, B, D, F = 6, 2, 4, 8
 NUM_STEPS, NUM_MICROBATCHES, LEARNING_RATE = 3, 2, 0.1

@@ -8,9 +8,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatronish.data_parallel.gradients import GradientBuckets
-from megatronish.data_parallel.plan import Source, plan_buckets
-from megatronish.data_parallel.settings import DataParallelSettings
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.layers.embedding import VocabParallelEmbedding
@@ -24,14 +22,16 @@ from megatronish.layers.linear import (
 from megatronish.layers.output import TiedOutputLayer
 from megatronish.layers.product import Product
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.executor import Boundary, ChunkOutput, Executor
-from megatronish.schedule.draw import label
-from megatronish.schedule.plan import Action
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.parallel.data_parallel.gradients import GradientBuckets
+from megatronish.parallel.data_parallel.plan import Source, plan_buckets
+from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
+from megatronish.parallel.pipeline.executor import Boundary, ChunkOutput, Executor
+from megatronish.parallel.schedules.draw import label
+from megatronish.parallel.schedules.plan import Action
+from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.parallel.sharding import collect_shardings, initialize
 
 S, B, D, VOCABULARY = 6, 2, 8, 12
 NUM_MICROBATCHES = 3

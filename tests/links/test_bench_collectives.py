@@ -16,16 +16,16 @@ from paths import ROOT
 from ranks import run_ranks
 
 from megatronish.commands.bench_collectives import main
+from megatronish.core.layout import ExpertLayout, Layout
+from megatronish.estimate.links import measure as measuring
+from megatronish.estimate.links.bench import bench
+from megatronish.estimate.links.definitions import COLLECTIVES, DTYPES, bus_factor, num_elements, uneven
+from megatronish.estimate.links.fit import LinkFit, SizeTimes, fits_of
+from megatronish.estimate.links.measure import Runs, measure
+from megatronish.estimate.links.operations import operation
+from megatronish.estimate.links.settings import LinkArguments, groups_of
 from megatronish.launch.place import Place
-from megatronish.layout import ExpertLayout, Layout
-from megatronish.links import measure as measuring
-from megatronish.links.bench import bench
-from megatronish.links.definitions import COLLECTIVES, DTYPES, bus_factor, num_elements, uneven
-from megatronish.links.fit import LinkFit, SizeTimes, fits_of
-from megatronish.links.measure import Runs, measure
-from megatronish.links.operations import operation
-from megatronish.links.settings import LinkArguments, groups_of
-from megatronish.mesh import Mesh
+from megatronish.parallel.mesh import Mesh
 
 # ---- definitions
 

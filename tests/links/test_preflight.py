@@ -16,15 +16,15 @@ from jobs import MOCK, run_job, tiny, write_tokens
 from ranks import run_ranks
 
 from megatronish.config.read import read_config
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.core.layout import ExpertLayout, Layout
+from megatronish.estimate.links import preflight, probes
+from megatronish.estimate.links.facts import Free, Needs, differing, lacking, ranks_text
+from megatronish.estimate.links.preflight import Subject
 from megatronish.formats.start import read_start
 from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.place import Place
-from megatronish.layout import ExpertLayout, Layout
-from megatronish.links import preflight, probes
-from megatronish.links.facts import Free, Needs, differing, lacking, ranks_text
-from megatronish.links.preflight import Subject
-from megatronish.mesh import Mesh
+from megatronish.parallel.mesh import Mesh
 from megatronish.train.preflight import preflight_run
 
 Patch = pytest.MonkeyPatch

@@ -7,17 +7,17 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layer_specs import LayerSpec
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model import mlp
 from megatronish.model.recompute import recompute
 from megatronish.ops import activation
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
+from megatronish.parallel.sharding import collect_shardings, initialize
+from megatronish.specs.layers import LayerSpec
 
 GELU = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=12, init_method_std=0.5)
 CONFIGS = {

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
-from megatronish.config.model import ModelConfig
-from megatronish.config.training import AttentionBackend
-from megatronish.mesh import dense_domain
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.model.batch import MicroBatch
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT, ModelChunk
 from megatronish.model.rope import RotaryEmbedding, Rotation, rotate
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.parallel.mesh import dense_domain
+from megatronish.parallel.sharding import collect_shardings, initialize
 
 VOCABULARY = 37
 S, B = 20, 2

@@ -18,18 +18,18 @@ import torch
 from ranks import run_ranks
 from saved import saved_by
 
-from megatronish.config.model import ModelConfig
-from megatronish.config.training import AttentionBackend
-from megatronish.costs.activations import bytes_per_score
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.core.layout import Layout
+from megatronish.estimate.costs.activations import bytes_per_score
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import SITES
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.model.batch import MicroBatch
 from megatronish.model.execution import Execution
 from megatronish.model.gpt import GPT
 from megatronish.model.recompute import Recompute
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
+from megatronish.parallel.sharding import collect_shardings, initialize
 
 S, B, H, HEADS = 128, 2, 64, 4
 SBH = S * B * H

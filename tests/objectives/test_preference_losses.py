@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.mesh import Axis, Mesh
+from megatronish.engine.reference_logprobs import PairPreparation, Scorer
 from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
 from megatronish.objectives.causal_lm import CausalLM
 from megatronish.objectives.cpo import CPO, SimPO
@@ -19,7 +19,7 @@ from megatronish.objectives.dpo import DPO, IPO
 from megatronish.objectives.kto import KTO
 from megatronish.objectives.orpo import ORPO
 from megatronish.objectives.pairs import PairObjective, PairScores, counted_once, pair_scores
-from megatronish.train.preparation import PairPreparation, Scorer
+from megatronish.parallel.mesh import Axis, Mesh
 
 CP = Axis("cp")
 P = 5

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatronish.layers import cross_entropy as layer
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatronish.mesh import Axis
 from megatronish.ops.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
+from megatronish.parallel.mesh import Axis
 
 NAMESPACES = ("megatronish", pytest.param(NAMESPACE, marks=needs_compiler))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatronish.ops import dropout_on_cpu
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout, dropout_add
 from megatronish.ops.native import Native, native
-from megatronish.streams import keep_mask, mask_keys
+from megatronish.parallel.streams import keep_mask, mask_keys
 
 NAMESPACES = ("megatronish", pytest.param(NAMESPACE, marks=needs_compiler))
 KEYS = mask_keys([(7, "dropout", 3, 1, "x")])[0]

@@ -10,9 +10,9 @@ from kernel_runs import NAMESPACE, kernels, needs_compiler
 from torch import Tensor
 
 from megatronish.layers.norm import Norm
-from megatronish.mesh import Axis, dense_domain
 from megatronish.ops import norm
-from megatronish.sharding import collect_shardings, initialize
+from megatronish.parallel.mesh import Axis, dense_domain
+from megatronish.parallel.sharding import collect_shardings, initialize
 
 NAMESPACES = ("megatronish", pytest.param(NAMESPACE, marks=needs_compiler))
 FORWARDS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")

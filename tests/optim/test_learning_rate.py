@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatronish.config.batch_sizes import parse_batch_sizes
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.optim.batch_size import BatchSizeSchedule, RampUp, StepWise, batch_sizes_of
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, loss_scale_of
 
 

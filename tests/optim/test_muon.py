@@ -8,15 +8,15 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from megatronish.config.optimizer import OptimizerConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Domain, Mesh, dense_domain
 from megatronish.optim.masters import Masters
 from megatronish.optim.matrix_distribution import Matrix, MatrixDistribution, deal, matrices_of
 from megatronish.optim.muon import COEFFICIENTS, SCALES, Muon, orthogonalized
 from megatronish.optim.optimizer import Optimizer, optimizer_line
-from megatronish.sharding import Cut, Piece, Shard, Sharding, flat_pieces
+from megatronish.parallel.mesh import Axis, Domain, Mesh, dense_domain
+from megatronish.parallel.sharding import Cut, Piece, Shard, Sharding, flat_pieces
 
 CPU = torch.device("cpu")
 MUON = OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_extra_scale_factor=0.2)

@@ -10,13 +10,13 @@ import torch
 from jobs import tiny, train_on_ranks
 from torch import Tensor, nn
 
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.mesh import Axis, dense_domain
+from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.optim.adam import FusedAdamChoice, adamw, find_fused_adam
 from megatronish.optim.global_norm import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer, optimizer_line
-from megatronish.sharding import Shard, Sharding
-from megatronish.train.plot import read_lines
+from megatronish.parallel.mesh import Axis, dense_domain
+from megatronish.parallel.sharding import Shard, Sharding
+from megatronish.report.plot import read_lines
 
 SHAPES = {"matrix": (4, 3), "bias": (4,), "norm": (3,)}
 STATE_NAMES = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config import HfModel, hf_config_of, read_hf_config
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.model.rope import RotaryEmbedding

@@ -8,11 +8,11 @@ import torch
 from conversions import to_ours
 from ranks import run_ranks
 
+from megatronish.core.layout import Layout
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
+from megatronish.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(

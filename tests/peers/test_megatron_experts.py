@@ -32,12 +32,12 @@ from peer_on_cpu import core_on_cpu  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatronish.attention.mask import AttentionMask  # noqa: E402
-from megatronish.config.model import ModelConfig  # noqa: E402
-from megatronish.layer_specs import ExpertsSpec, layer_specs  # noqa: E402
-from megatronish.mesh import TensorParallel  # noqa: E402
+from megatronish.config.sections.model import ModelConfig  # noqa: E402
 from megatronish.model.batch import MicroBatch  # noqa: E402
 from megatronish.model.context import Context  # noqa: E402
 from megatronish.model.experts import MixtureOfExperts  # noqa: E402
+from megatronish.parallel.mesh import TensorParallel  # noqa: E402
+from megatronish.specs.layers import ExpertsSpec, layer_specs  # noqa: E402
 
 S, B, D = 24, 2, 32
 SHAPE: dict[str, Any] = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}

@@ -9,8 +9,8 @@ import torch
 from conversions import logits_of, to_ours
 from torch import Tensor
 
-from megatronish.config.adapter import AdapterConfig
-from megatronish.costs.adapters import adapted_sections
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.estimate.costs.adapters import adapted_sections
 from megatronish.formats import native
 from megatronish.formats.adapters import INFIX, SavedAdapter, under_names_of_checkpoints
 from megatronish.formats.convert import convert

@@ -11,7 +11,7 @@ from conversions import logits_of, to_hf, to_ours
 from plugged import EXAMPLES, forgotten
 
 from megatronish.config.plugins import import_plugins
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(

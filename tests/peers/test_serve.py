@@ -18,7 +18,7 @@ from paths import ROOT
 
 from megatronish.commands.serve import main as serve
 from megatronish.inference.saved_model import find_trained
-from megatronish.tokenizer import build_tokenizer
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.peers("openai")
 openai: Any = pytest.importorskip("openai", reason="openai is not installed here; see `make test-peers`")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats import native
 from megatronish.formats.convert import convert
 from megatronish.formats.weights import Description, LazyTensor, Model

@@ -10,7 +10,7 @@ from expert_models import CONFIGS, write_family
 from torch import Tensor
 
 from megatronish.commands.convert import main
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.llama import llama_tensors_with
 from megatronish.formats.prove import compare_logits

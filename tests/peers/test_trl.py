@@ -13,16 +13,16 @@ import torch
 from conversions import to_ours
 from torch import Tensor, nn
 
-from megatronish.config.names import OBJECTIVE_NAMES
+from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.data.collate import Collator
 from megatronish.data.sample import Sample
 from megatronish.inference.load import load_model
-from megatronish.mesh import Axis
 from megatronish.model.batch import MicroBatch, StepNumbers
 from megatronish.model.gpt import GPT
 from megatronish.objectives.objective import metrics_of
 from megatronish.objectives.pairs import PairObjective, PairScores, pair_scores
 from megatronish.objectives.table import OBJECTIVES
+from megatronish.parallel.mesh import Axis
 
 pytestmark = pytest.mark.peers("trl")
 peer: Any = pytest.importorskip(

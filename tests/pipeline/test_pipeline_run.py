@@ -11,16 +11,16 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.linear import ColumnParallelLinear, split_backward
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, TensorParallel
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.executor import Boundary, ChunkOutput, Executor
-from megatronish.schedule.plan import Action, Placement, Plan, StageChunk, looped
-from megatronish.schedule.schedules import RECEIVES_AHEAD, SCHEDULES
-from megatronish.schedule.simulate import simulate
+from megatronish.parallel.mesh import Axis, Mesh, TensorParallel
+from megatronish.parallel.pipeline.executor import Boundary, ChunkOutput, Executor
+from megatronish.parallel.schedules.plan import Action, Placement, Plan, StageChunk, looped
+from megatronish.parallel.schedules.simulate import simulate
+from megatronish.parallel.schedules.table import RECEIVES_AHEAD, SCHEDULES
 
 S, B, D = 3, 2, 4
 LOSS_SCALE = 0.25

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from jobs import call_main, tiny, train_on_ranks
 
-from megatronish.schedule.recorded import Recorded
-from megatronish.schedule.schedules import SCHEDULES
+from megatronish.parallel.schedules.recorded import Recorded
+from megatronish.parallel.schedules.table import SCHEDULES
 
 FLAGS = "--num-layers 4 --profile-schedule --profile-step-start 2 --profile-step-end 4 --train-iters 4"
 

@@ -15,13 +15,13 @@ from ranks import run_ranks
 from torch import Tensor
 
 from megatronish.config.read import read_config
-from megatronish.data_parallel.zero import Zero
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
+from megatronish.engine.build import with_graphs
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.executor import ChunkOutput, Executor
-from megatronish.pipeline.replayed import MicroBatchGraph, ReplayingExecutor, record_on_cuda
-from megatronish.train.build import with_graphs
+from megatronish.parallel.data_parallel.zero import Zero
+from megatronish.parallel.pipeline.cuda_graph import MicroBatchGraph, ReplayingExecutor, record_on_cuda
+from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
 from megatronish.train.run import start_mesh
 
 FOUR = f"{NO_DROPOUT} --micro-batch-size 1 --global-batch-size"

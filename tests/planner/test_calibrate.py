@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatronish.errors import UserError
-from megatronish.planner.calibrate import calibrated
-from megatronish.planner.devices import find_device
+from megatronish.core.errors import UserError
+from megatronish.estimate.planner.calibrate import calibrated
+from megatronish.estimate.planner.devices import find_device
 
 FIT = {"alpha_s": 6e-5, "bandwidth_bytes_per_s": 160e9, "mean_error": 0.05, "accepted": True}
 LINK = {"collective": "all_reduce", "bytes": 2**20, "ranks": 8, "nodes": 1, "axis": "tp", "fit": FIT}

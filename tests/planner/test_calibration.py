@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatronish.costs.flops import model_flops_per_token
-from megatronish.planner.efficiencies import FITTED, Efficiencies
-from megatronish.planner.fit import fitted, loss
-from megatronish.planner.published import Errors, PublishedStep, errors, published_steps
+from megatronish.estimate.costs.flops import model_flops_per_token
+from megatronish.estimate.planner.efficiencies import FITTED, Efficiencies
+from megatronish.estimate.planner.fit import fitted, loss
+from megatronish.estimate.planner.published import Errors, PublishedStep, errors, published_steps
 
 
 def flops_a_device(step: PublishedStep) -> float:

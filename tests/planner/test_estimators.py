@@ -4,8 +4,16 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.planner.estimators import GIB, Cluster, Estimate, deepspeed_report, largest_module, zero2, zero3
-from megatronish.planner.workload import Workload
+from megatronish.estimate.planner.estimators import (
+    GIB,
+    Cluster,
+    Estimate,
+    deepspeed_report,
+    largest_module,
+    zero2,
+    zero3,
+)
+from megatronish.estimate.planner.workload import Workload
 
 PARAMETERS, LARGEST = 2_851_598_336, 32_899_072  # t5-3b
 

@@ -9,11 +9,11 @@ import pytest
 from jobs import tiny, train_on_ranks
 
 from megatronish.commands.configuration import read_config
-from megatronish.costs.peak import expected_peak
-from megatronish.errors import UserError
-from megatronish.pipeline.stages import Stages
-from megatronish.planner.forecast import forecast
-from megatronish.planner.forecast_page import page
+from megatronish.core.errors import UserError
+from megatronish.estimate.costs.peak import expected_peak
+from megatronish.estimate.planner.forecast import forecast
+from megatronish.estimate.planner.forecast_page import page
+from megatronish.parallel.pipeline.stages import Stages
 
 VOCABULARY = 101
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import pytest
 
 from megatronish.config.read import read_config
-from megatronish.planner.devices import find_device
-from megatronish.planner.exact import exact_step
-from megatronish.planner.layout_config import config_of
-from megatronish.planner.named_layout import read_layout
-from megatronish.planner.report import mfu
-from megatronish.planner.search import Search
-from megatronish.planner.workload import Workload
+from megatronish.estimate.planner.devices import find_device
+from megatronish.estimate.planner.exact import exact_step
+from megatronish.estimate.planner.layout_config import config_of
+from megatronish.estimate.planner.named_layout import read_layout
+from megatronish.estimate.planner.report import mfu
+from megatronish.estimate.planner.search import Search
+from megatronish.estimate.planner.workload import Workload
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatronish.errors import UserError
-from megatronish.planner.named_layout import read_layout
+from megatronish.core.errors import UserError
+from megatronish.estimate.planner.named_layout import read_layout
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from paths import ROOT
 from megatronish.commands.plan import main, split
 from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.config.read import read_config
-from megatronish.planner.devices import find_device
+from megatronish.estimate.planner.devices import find_device
 
 SMALL = [
     *("--config", str(ROOT / "configs/llama-8b-8gpu.toml"), "--vocab-size", "128256"),

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatronish.commands.plan import main
-from megatronish.costs.devices import peak_tflops
-from megatronish.errors import UserError
-from megatronish.planner.device_names import device_of
-from megatronish.planner.devices import device_table, find_device, network_gb_s
+from megatronish.core.errors import UserError
+from megatronish.estimate.costs.devices import peak_tflops
+from megatronish.estimate.planner.device_names import device_of
+from megatronish.estimate.planner.devices import device_table, find_device, network_gb_s
 
 
 def printed(arguments: list[str], *, status: int = 0) -> str:

@@ -9,18 +9,18 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.costs.peak import expected_peak
-from megatronish.pipeline.stages import Stages
-from megatronish.planner.candidate import Candidate, MeshSizes
-from megatronish.planner.choose import conventional, short_list
-from megatronish.planner.devices import find_device
-from megatronish.planner.exact import fullest_stage, memory_of, plan_of
-from megatronish.planner.layout_config import complaints, config_of, without_layout
-from megatronish.planner.pipeline_time import StageTimes, pipeline_seconds
-from megatronish.planner.search import NEAR, Search, SearchResult, divisors
-from megatronish.planner.workload import Workload
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.simulate import Costs, simulate
+from megatronish.estimate.costs.peak import expected_peak
+from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.planner.choose import conventional, short_list
+from megatronish.estimate.planner.devices import find_device
+from megatronish.estimate.planner.exact import fullest_stage, memory_of, plan_of
+from megatronish.estimate.planner.layout_config import complaints, config_of, without_layout
+from megatronish.estimate.planner.pipeline_time import StageTimes, pipeline_seconds
+from megatronish.estimate.planner.search import NEAR, Search, SearchResult, divisors
+from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.schedules.simulate import Costs, simulate
+from megatronish.parallel.schedules.table import SCHEDULES
 
 CASES = {
     "gpt3-175b": (1024, "a100-sxm", 50257),

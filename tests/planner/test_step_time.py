@@ -6,17 +6,17 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.costs.step_traffic import TrafficKey
-from megatronish.costs.traffic import expected_traffic
-from megatronish.pipeline.stages import Stages
-from megatronish.planner.devices import find_device
-from megatronish.planner.exact import exact_step
-from megatronish.planner.layout_config import config_of, without_layout
-from megatronish.planner.named_layout import read_layout
-from megatronish.planner.reservations import reservations
-from megatronish.planner.search import Search
-from megatronish.planner.step_time import StepSeconds
-from megatronish.planner.workload import Workload
+from megatronish.estimate.costs.step_traffic import TrafficKey
+from megatronish.estimate.costs.traffic import expected_traffic
+from megatronish.estimate.planner.devices import find_device
+from megatronish.estimate.planner.exact import exact_step
+from megatronish.estimate.planner.layout_config import config_of, without_layout
+from megatronish.estimate.planner.named_layout import read_layout
+from megatronish.estimate.planner.reservations import reservations
+from megatronish.estimate.planner.search import Search
+from megatronish.estimate.planner.step_time import StepSeconds
+from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.pipeline.stages import Stages
 
 CHAT = "--dataset-type chat --data-path x.jsonl --load x"
 

@@ -16,19 +16,19 @@ from ranks import run_ranks
 from torch import Tensor
 
 from megatronish.config.read import read_config
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.costs.activations import Activations
-from megatronish.costs.parameters import num_parameters
-from megatronish.errors import UserError
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.core.errors import UserError
+from megatronish.engine.build import build_engine
+from megatronish.estimate.costs.activations import Activations
+from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.place import Place
-from megatronish.layer_specs import LAYERS, LayerSpec, layer_specs
 from megatronish.layers.cross_entropy import VocabParallelLogits
-from megatronish.mesh import Axis, Mesh
 from megatronish.model.gpt import GPT
 from megatronish.optim.masters import Masters
 from megatronish.optim.optimizer import OPTIMIZERS
-from megatronish.sharding import Sharding
-from megatronish.train.build import build_engine
+from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.parallel.sharding import Sharding
+from megatronish.specs.layers import LAYERS, LayerSpec, layer_specs
 
 RTOL = 1e-5
 

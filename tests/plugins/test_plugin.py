@@ -11,11 +11,11 @@ from plugged import EXAMPLES, TABLES, forgotten, plug
 from megatronish import plugins
 from megatronish.config.check import problems
 from megatronish.config.dump import to_toml
-from megatronish.config.names import OPTIMIZER_NAMES, Choice, options_of, options_of_each
 from megatronish.config.read import ConfigError, ReadConfig, read_config
+from megatronish.core.errors import UserError
+from megatronish.core.names import OPTIMIZER_NAMES, Choice, options_of, options_of_each
 from megatronish.data.datasets import build_datasets
 from megatronish.data.mock import MockSamples
-from megatronish.errors import UserError
 from megatronish.formats.hf.llama import LLAMA, LLAMA_TENSORS
 from megatronish.optim.sgd import SGD
 

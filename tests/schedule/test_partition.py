@@ -5,8 +5,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from megatronish.schedule.plan import Placement, looped, v_shaped
-from megatronish.schedule.split import SplitWeights, split_layers
+from megatronish.parallel.schedules.plan import Placement, looped, v_shaped
+from megatronish.parallel.schedules.split import SplitWeights, split_layers
 
 PLACEMENTS = {
     "3 stages": looped(num_stages=3),

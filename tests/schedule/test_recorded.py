@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatronish.errors import UserError
-from megatronish.schedule.plan import Action
-from megatronish.schedule.recorded import Recorded
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.simulate import Costs, simulate
+from megatronish.core.errors import UserError
+from megatronish.parallel.schedules.plan import Action
+from megatronish.parallel.schedules.recorded import Recorded
+from megatronish.parallel.schedules.simulate import Costs, simulate
+from megatronish.parallel.schedules.table import SCHEDULES
 
 STEP = Recorded(
     "zb-h1",

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatronish.commands.pretrain import main
-from megatronish.errors import UserError
-from megatronish.schedule.plan import Action
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.simulate import MAX_ACTIONS, refuse_schedule
+from megatronish.core.errors import UserError
+from megatronish.parallel.schedules.plan import Action
+from megatronish.parallel.schedules.simulate import MAX_ACTIONS, refuse_schedule
+from megatronish.parallel.schedules.table import SCHEDULES
 
 FLAGS = (
     "--mock-data --device cpu --num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "

@@ -7,12 +7,12 @@ from itertools import product
 
 import pytest
 
-from megatronish.errors import UserError
-from megatronish.schedule.draw import draw
-from megatronish.schedule.plan import Action, Plan, StageChunk, looped, v_shaped
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.simulate import Costs, refuse_crossing, refuse_hang, simulate
-from megatronish.schedule.timeline import TimedPlan
+from megatronish.core.errors import UserError
+from megatronish.parallel.schedules.draw import draw
+from megatronish.parallel.schedules.plan import Action, Plan, StageChunk, looped, v_shaped
+from megatronish.parallel.schedules.simulate import Costs, refuse_crossing, refuse_hang, simulate
+from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.parallel.schedules.timeline import TimedPlan
 
 SIZES = list(product(range(1, 9), range(1, 17)))
 

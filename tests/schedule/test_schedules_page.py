@@ -9,9 +9,9 @@ import pytest
 from paths import ROOT
 
 from megatronish.commands.draw import main
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.simulate import Costs, simulate
-from megatronish.schedule.timeline import TimedPlan
+from megatronish.parallel.schedules.simulate import Costs, simulate
+from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.parallel.schedules.timeline import TimedPlan
 
 PAGE = (ROOT / "docs" / "SCHEDULES.md").read_text(encoding="utf-8")
 LINES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)]

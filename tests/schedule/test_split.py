@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from megatronish.errors import UserError
-from megatronish.schedule.plan import Placement, looped, v_shaped
-from megatronish.schedule.split import SplitWeights, split_layers
+from megatronish.core.errors import UserError
+from megatronish.parallel.schedules.plan import Placement, looped, v_shaped
+from megatronish.parallel.schedules.split import SplitWeights, split_layers
 
 PLACEMENTS = [
     *(looped(num_stages=stages, num_chunks=chunks) for stages in range(1, 6) for chunks in (1, 2, 3)),

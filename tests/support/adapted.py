@@ -1,8 +1,8 @@
 """Values of adapters for tests: what begins at zero, or at one, is made to do something."""
 
+from megatronish.engine.engine import Engine
 from megatronish.model.adapters import is_adapter
-from megatronish.streams import normal_rectangle
-from megatronish.train.engine import Engine
+from megatronish.parallel.streams import normal_rectangle
 
 
 def draw_adapters(engine: Engine) -> None:

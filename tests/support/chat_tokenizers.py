@@ -8,12 +8,12 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatronish.config.chat import TrainOn
+from megatronish.config.sections.chat import TrainOn
 from megatronish.data.chat.audit import runs_of
 from megatronish.data.chat.encoder import ChatEncoder, EncodedChat
 from megatronish.data.chat.formats import read_record
 from megatronish.data.chat.template import ChatTemplate
-from megatronish.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 DATE = "2024-07-26"
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from megatronish.layer_specs import MLPSpec
 from megatronish.model import mlp
+from megatronish.specs.layers import MLPSpec
 
 
 @contextmanager

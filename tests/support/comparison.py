@@ -14,8 +14,8 @@ from ranks import run_ranks
 from theorem import Parts, Record, train
 from torch import Tensor
 
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
 
 RTOL = 1e-5
 SMALLEST_MARGIN = 1e-5  # of scores, whose rounding noise is about 1e-7

@@ -6,13 +6,13 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from megatronish import comm
+from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.formats.convert import Report, convert
 from megatronish.inference.load import load_model
 from megatronish.launch.place import Place
-from megatronish.layout import ExpertLayout, Layout
-from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh
 
 
 def to_ours(folder: Path, save: Path) -> Report:

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
-from megatronish import comm
 from megatronish.dry_run.after_step import call_hooks, objects_alike
 from megatronish.dry_run.rank import take_step
 from megatronish.dry_run.recorder import StepRecorder
+from megatronish.engine.checkpoint_state import tensors_of
+from megatronish.engine.engine import Engine
+from megatronish.engine.nan_origin import find_origin
 from megatronish.model.batch import MicroBatch
-from megatronish.pipeline.replayed import ReplayingExecutor
-from megatronish.train.engine import Engine
+from megatronish.parallel import comm
+from megatronish.parallel.pipeline.cuda_graph import ReplayingExecutor
 from megatronish.train.hooks.replicas import _hash, copies_of
-from megatronish.train.origin import find_origin
-from megatronish.train.state import tensors_of
 
 
 def all_that_follows(engine: Engine, batches: Sequence[MicroBatch], recorder: StepRecorder) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pairwise import Chosen, Pair, covered_pairs, pairwise
 
-from megatronish.layout import Layout
+from megatronish.core.layout import Layout
 
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp)
@@ -100,9 +100,9 @@ class Case(NamedTuple):
     def waits(self) -> dict[str, int]:
         """Waits of the host in a step, by file: for sums, for rows of experts, and for gradients that it steps by."""
         found = {
-            "train/reduction.py": 1,
+            "engine/reduction.py": 1,
             "layers/dispatch.py": self.num_expert_layers * self.num_microbatches,
-            "data_parallel/offload.py": int(self.chosen["state"] == "offloaded" and self.zero > 0),
+            "parallel/data_parallel/offload.py": int(self.chosen["state"] == "offloaded" and self.zero > 0),
         }
         return {file: number for file, number in found.items() if number}
 
@@ -200,7 +200,7 @@ class SingleCase(NamedTuple):
     def waits(self) -> dict[str, int]:
         """Waits of the host in a step, by file."""
         of_experts = {"layers/dispatch.py": 2 * self.num_layers} if self.model == "experts" else {}
-        return {"train/reduction.py": 1, **of_experts, **self.more_waits}
+        return {"engine/reduction.py": 1, **of_experts, **self.more_waits}
 
 
 QWEN3_MOE = (
@@ -240,7 +240,7 @@ SINGLE = [
         "--moe-router-load-balancing-type global_aux_loss --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --ep 4 --etp 1 --optimizer-cpu-offload --dp-replicate 2",
         dp=4,
-        more_waits={"data_parallel/offload.py": 1},
+        more_waits={"parallel/data_parallel/offload.py": 1},
     ),
     SingleCase("Qwen3-30B-A3B, small", "experts", QWEN3_MOE, "", 1, 0, num_layers=2),
     SingleCase("Qwen3-30B-A3B, small, in fp32", "experts", QWEN3_MOE, "", 1, 0, num_layers=2, precision=""),
@@ -289,14 +289,14 @@ SINGLE = [
     # torch waits for each gradient of a micro-batch; what is summed over other axes goes to the device and back.
     SingleCase(
         *("parameters on the host", "llama", "--param-cpu-offload", "--tp 2 --sequence-parallel --zero-stage 3"),
-        more_waits={"torch": 2 * (4 * 6 + 3), "data_parallel/fully_sharded.py": 2, "optim/global_norm.py": 6},
+        more_waits={"torch": 2 * (4 * 6 + 3), "parallel/data_parallel/fully_sharded.py": 2, "optim/global_norm.py": 6},
     ),
     SingleCase(
         *("parameters on the host, with copies", "gpt", "--param-cpu-offload --dp-replicate 2"),
         *("--pp 2 --zero-stage 3", 4),
         more_waits={
             "torch": 2 * (2 * 12 + 2),
-            "data_parallel/fully_sharded.py": 2 * (4 + 1),
+            "parallel/data_parallel/fully_sharded.py": 2 * (4 + 1),
             "optim/global_norm.py": 4,
         },
     ),

@@ -8,12 +8,12 @@ import torch
 from jobs import tiny
 
 from megatronish.config.read import read_config
-from megatronish.data_parallel.zero import Zero
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.data_parallel.zero import Zero
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 

@@ -8,8 +8,8 @@ from pairwise import Chosen, Pair, pairwise, possible_pairs
 from problem import Problem, Spread
 from theorem_cases import LAYOUTS, choices, problem_of, spread_of
 
-from megatronish.config.model import ModelConfig
-from megatronish.layout import Layout
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import Layout
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "softmax": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01},

@@ -33,7 +33,7 @@ import torch
 from jobs import be_rank, tiny
 from ranks import run_ranks
 
-from megatronish.train.plot import read_lines
+from megatronish.report.plot import read_lines
 
 FOLDER = GOLDEN / "losses"
 NUM_STEPS = 20

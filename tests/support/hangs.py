@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from megatronish import comm
 from megatronish.checkpoint.storage import CheckpointWriter
+from megatronish.engine.engine import Engine
 from megatronish.model.block import TransformerBlock
+from megatronish.parallel import comm
 from megatronish.train import run as training
-from megatronish.train.engine import Engine
 from megatronish.train.hooks.evaluate import Evaluate
-from megatronish.train.job import TrainingJob
+from megatronish.train.setup import TrainingJob
 from megatronish.train.trainer import Trainer
 
 FOREVER = 600.0  # seconds

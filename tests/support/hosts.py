@@ -14,9 +14,9 @@ from jobs import be_rank
 from planted_kills import kill_after, kill_all_in_step
 from ranks import run_ranks
 
-from megatronish.checkpoint.nearby.copies import NearbyCopies
+from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.launch.place import Place
-from megatronish.mesh import Axis
+from megatronish.parallel.mesh import Axis
 
 
 def on_hosts(folder: Path, per_host: int) -> None:

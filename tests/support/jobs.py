@@ -26,7 +26,7 @@ from megatronish.config.read import read_config
 from megatronish.data.indexed import IndexedWriter
 from megatronish.formats.start import read_start
 from megatronish.launch.place import Place
-from megatronish.train.plot import read_lines
+from megatronish.report.plot import read_lines
 from megatronish.train.run import train
 
 SECONDS = 60.0  # no job here takes a tenth of that on an idle machine

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import warm_context
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.launch.local import launch, run_local_ranks
 from megatronish.launch.place import Place
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.weights import Description, LazyTensor, Model, from_ours, to_ours
 

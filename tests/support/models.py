@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
 LLAMA3_8B = ModelConfig(

@@ -5,7 +5,7 @@ import signal
 import threading
 from typing import Any
 
-from megatronish.train.engine import Engine
+from megatronish.engine.engine import Engine
 
 
 def kill_all_in_step(number: int) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 
 from paths import ROOT
 
-from megatronish.config.names import BLOCK_NAMES, DATASET_NAMES, HOOK_NAMES, OBJECTIVE_NAMES, OPTIMIZER_NAMES
-from megatronish.config.tokenizer_names import TOKENIZER_NAMES
+from megatronish.core.names import BLOCK_NAMES, DATASET_NAMES, HOOK_NAMES, OBJECTIVE_NAMES, OPTIMIZER_NAMES
 from megatronish.data.datasets import DATASETS
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.layer_specs import LAYERS
 from megatronish.model.block import BLOCKS
 from megatronish.objectives.table import OBJECTIVES
 from megatronish.optim.optimizer import OPTIMIZERS
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.tokenizer import TOKENIZERS
+from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.specs.layers import LAYERS
+from megatronish.tokenizer.names import TOKENIZER_NAMES
+from megatronish.tokenizer.tokenizer import TOKENIZERS
 from megatronish.train.hooks.table import HOOKS
 
 EXAMPLES = ROOT / "examples" / "plugins"

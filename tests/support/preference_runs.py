@@ -9,24 +9,24 @@ from chat_formats import chatml
 from chat_tokenizers import save_tokenizer, write_lines
 from theorem import Held, Parts
 
-from megatronish.config.adapter import AdapterConfig
-from megatronish.config.chat import ChatConfig
 from megatronish.config.config import Config
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.preference import PreferenceConfig
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.preference import PreferenceConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.chat.dataset import ChatDataset
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
 from megatronish.model.adapters import is_adapter
 from megatronish.model.batch import MicroBatch
-from megatronish.streams import normal_rectangle
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.streams import normal_rectangle
+from megatronish.train.setup import TrainingJob
 
 IM = ("<|im_start|>", "<|im_end|>")
 NUM_PAIRS = 12

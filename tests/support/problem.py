@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatronish.config.adapter import AdapterConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.training import AttentionBackend
-from megatronish.layout import Layout
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.core.layout import Layout
 
 SEED = 7
 VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from megatronish import tokenizer_trial
-from megatronish.contained import Contained
+from megatronish.core.contained import Contained
+from megatronish.tokenizer import trial
 
 TESTS = Path(__file__).parents[1]
 STARTERS = {
@@ -29,7 +29,7 @@ STARTERS = {
     ("megatronish.launch.local", "run_local_ranks"),
     ("megatronish.ops.build", "build_cuda"),
     ("megatronish.ops.build", "build_emulated"),
-    ("megatronish.contained", "Contained"),
+    ("megatronish.core.contained", "Contained"),
     ("megatronish.data.chat.template", "ChatTemplate"),
 }
 STARTING_MODULES = (subprocess, multiprocessing)
@@ -44,7 +44,7 @@ def mark_starters(items: list[pytest.Item]) -> None:
 
 def forbid_processes() -> None:
     """From now on this process starts no other: a test that tries fails, and is to be marked."""
-    tokenizer_trial.try_once = lambda *_: None  # what tests write as a tokenizer is safe
+    trial.try_once = lambda *_: None  # what tests write as a tokenizer is safe
     Contained.start, Contained.ask = _answerer, _answered  # type: ignore[method-assign,assignment]  # and as a template
     sys.addaudithook(_refuse)
 

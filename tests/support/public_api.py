@@ -12,9 +12,9 @@ import megatronish
 
 MODULES = {
     "megatronish": megatronish.__all__,
-    "megatronish.comm": None,
+    "megatronish.parallel.comm": None,
     "megatronish.launch.local": ["launch"],
-    "megatronish.layer_specs": ["layer_specs"],
+    "megatronish.specs.layers": ["layer_specs"],
 }
 """{module: its public names}; None is every public function that it defines."""
 SIMPLE = (int, float, str, bool, type(None))

@@ -14,14 +14,14 @@ from megatronish.checkpoint.save import save_checkpoint
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.config.read import read_config
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
 from megatronish.model.block import MakeBlock, TransformerBlock
-from megatronish.sharding import Piece
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.sharding import Piece
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 
 def read_whole(folder: Location) -> dict[str, Tensor]:

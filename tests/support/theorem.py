@@ -15,20 +15,20 @@ from problem import DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS,
 from torch import Tensor
 
 from megatronish.config.config import Config
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Sample
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
 from megatronish.model.batch import MicroBatch
-from megatronish.streams import numpy_stream
-from megatronish.train.base import draw_base
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
-from megatronish.train.routing_trace import Choices, RoutingRecorder
-from megatronish.train.statistics import params_norm
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.streams import numpy_stream
+from megatronish.report.statistics import params_norm
+from megatronish.train.base_model import draw_base
+from megatronish.verify.routing_trace import Choices, RoutingRecorder
 
 
 class Held(NamedTuple):

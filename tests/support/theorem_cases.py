@@ -9,10 +9,10 @@ from typing import Any
 from pairwise import Chosen, Pair, covered_pairs, pairwise
 from problem import CHUNKS, Problem, Spread
 
-from megatronish.config.adapter import AdapterConfig
-from megatronish.config.model import ModelConfig
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.layout import Layout
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.core.layout import Layout
 
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp)

@@ -11,15 +11,15 @@ from engines import world_size_of
 from jobs import tiny
 from ranks import run_ranks
 
-from megatronish.config.adapter import AdapterConfig
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.model.adapters import is_adapter
-from megatronish.train.base import draw_base
-from megatronish.train.build import build_engine
-from megatronish.train.job import TrainingJob
+from megatronish.train.base_model import draw_base
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 STEPS = 2
 

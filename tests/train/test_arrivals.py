@@ -8,13 +8,13 @@ from engines import world_size_of
 from jobs import tiny
 from ranks import run_ranks
 
-from megatronish.config.adapter import AdapterConfig
 from megatronish.config.read import read_config
-from megatronish.errors import RunError
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.core.errors import RunError
+from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
-from megatronish.train.build import build_engine
-from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 LORA = AdapterConfig(adapter_type="lora", lora_rank=2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from jobs import checkpoints_of, run_job, tiny
 
-from megatronish.errors import RunError
+from megatronish.core.errors import RunError
 from megatronish.train import run
 from megatronish.train.hooks import of_run, replicas
 from megatronish.train.hooks.experts import LogExperts

@@ -18,14 +18,14 @@ from theorem import Samples, build
 from theorem_cases import choices, problem_of, spread_of
 from torch._dynamo.utils import counters
 
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.training import AttentionBackend
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.core.layout import Layout
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
 from megatronish.model.compiled import why_not_compiled
+from megatronish.parallel.mesh import Mesh
 
 LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
     "one process": (Layout(), {"family": "gpt2"}),

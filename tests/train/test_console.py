@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatronish.launch.rank import _Copied
-from megatronish.train.console import Console, Part, compact_parts, full_line, with_prefix
+from megatronish.report.console import Console, Part, compact_parts, full_line, with_prefix
+from megatronish.report.metrics import duration
 from megatronish.train.hooks.log import Pace
-from megatronish.train.metrics import duration
 
 VALUES: dict[str, Any] = {
     "step": 123456,

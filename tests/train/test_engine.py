@@ -10,25 +10,25 @@ from ranks import run_ranks
 from saved import saved_by
 from torch import Tensor
 
-from megatronish import comm
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.recompute import RecomputeConfig
-from megatronish.config.training import AttentionBackend, TrainingConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import AttentionBackend, TrainingConfig
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
-from megatronish.data_parallel.zero import Zero
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.mesh import Axis, Mesh
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, ModelChunk, User
-from megatronish.pipeline.stages import Stages
-from megatronish.schedule.plan import StageChunk
-from megatronish.train.build import build_engine
-from megatronish.train.engine import Engine
+from megatronish.parallel import comm
+from megatronish.parallel.data_parallel.zero import Zero
+from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.schedules.plan import StageChunk
 
 S, B, H, VOCABULARY = 32, 2, 24, 64
 MODEL = ModelConfig(

@@ -15,12 +15,12 @@ from torch import Tensor
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import save_checkpoint
 from megatronish.config.read import read_config
+from megatronish.engine.build import build_engine
+from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.launch.place import Place
-from megatronish.train.build import build_engine
-from megatronish.train.job import TrainingJob
-from megatronish.train.routing_trace import RoutingRecorder
 from megatronish.train.run import start_mesh
-from megatronish.train.state import tensors_of
+from megatronish.train.setup import TrainingJob
+from megatronish.verify.routing_trace import RoutingRecorder
 
 STEPS = 3
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 24"

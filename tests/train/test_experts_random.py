@@ -10,10 +10,10 @@ from ranks import run_ranks
 from test_experts_layouts import COMMON, EXPERTS, alone, train
 
 from megatronish.config.read import ConfigError, read_config
+from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import Dropout
-from megatronish.streams import mask_keys, uniform
-from megatronish.train.build import build_engine
+from megatronish.parallel.streams import mask_keys, uniform
 
 MODEL = f"{COMMON} {EXPERTS} --moe-router-topk 2 --swiglu --moe-aux-loss-coeff 0.01"
 RANDOM = {"jitter": "--moe-input-jitter-eps 0.3", "forced": "--moe-router-force-load-balancing"}

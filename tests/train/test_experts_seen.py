@@ -11,10 +11,10 @@ from jobs import tiny, train_on_ranks
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatronish.train.console import compact_parts
-from megatronish.train.metrics import console_parts
-from megatronish.train.plot import read_lines
-from megatronish.train.plot_experts import plot_experts, read_counts
+from megatronish.report.console import compact_parts
+from megatronish.report.metrics import console_parts
+from megatronish.report.plot import read_lines
+from megatronish.report.plot_experts import plot_experts, read_counts
 
 MODEL = (
     f"--num-layers 4 --seq-length 24 --global-batch-size 8 --num-experts 8 --moe-ffn-hidden-size 24 {NO_DROPOUT} "

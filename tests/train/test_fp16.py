@@ -9,17 +9,17 @@ from jobs import steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 
 from megatronish.config.config import Config
-from megatronish.config.model import ModelConfig
-from megatronish.config.optimizer import OptimizerConfig
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.training import TrainingConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.layout import Layout
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
+from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
-from megatronish.train.build import build_engine
+from megatronish.parallel.mesh import Mesh
 
 S, VOCABULARY = 16, 64
 MODEL = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=4, make_vocab_size_divisible_by=8)

@@ -10,11 +10,11 @@ from jobs import tiny
 from ranks import run_ranks
 
 from megatronish.config.read import read_config
+from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
-from megatronish.sharding import Sharding
-from megatronish.train.build import build_engine
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.sharding import Sharding
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 FULL = "--recompute-granularity full"
 LEARNING: dict[str, Callable[[str], bool]] = {

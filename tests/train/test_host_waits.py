@@ -15,8 +15,8 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatronish.launch.place import Place
-from megatronish.mesh import Mesh
-from megatronish.train.job import TrainingJob
+from megatronish.parallel.mesh import Mesh
+from megatronish.train.setup import TrainingJob
 
 # On a GPU each waits for the device. Of a tensor that is on the CPU they are free: what `cpu` has read is read as often
 # as wanted.

@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatronish.config.run import LogConfig
-from megatronish.train.console import Console
+from megatronish.config.sections.run import LogConfig
+from megatronish.engine.results import StepResult
+from megatronish.report.console import Console
+from megatronish.report.metrics import points
+from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed
-from megatronish.train.metrics import points
-from megatronish.train.results import StepResult
-from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import LearningRates, Progress, StepRecord, Trainer
 
 COUNTS = re.compile(

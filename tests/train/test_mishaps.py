@@ -12,20 +12,20 @@ from jobs import call_main, run_job, tiny
 
 from megatronish.commands.generating import read_prompts
 from megatronish.commands.import_config import import_config
-from megatronish.config.data import DataConfig
 from megatronish.config.dump import section_of
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError, WholeRunError
 from megatronish.data.chat.model_files import read_template
-from megatronish.errors import UserError, WholeRunError
 from megatronish.formats.hf.config_json import read_json
 from megatronish.formats.peft import config as peft
 from megatronish.formats.safetensors import read_file
-from megatronish.launch.mishaps import is_lost_rank, mishap
+from megatronish.launch.os_errors import is_lost_rank, mishap
 from megatronish.launch.place import Place
 from megatronish.launch.rank import run_rank
 from megatronish.launch.slurm import expand_hosts
-from megatronish.schedule.recorded import Recorded
-from megatronish.tokenizer import build_tokenizer
+from megatronish.parallel.schedules.recorded import Recorded
+from megatronish.tokenizer.tokenizer import build_tokenizer
 from megatronish.train.folder import make_writable
 from megatronish.train.run import draw_curves
 from megatronish.train.watch import lost_rank
@@ -142,7 +142,7 @@ def test_numbers_of_an_adapter_that_are_none_are_told(tmp_path: Path, values: di
 
 def plant_memory_error() -> None:
     """Planted in a job: the first step cannot have its memory."""
-    from megatronish.train.engine import Engine
+    from megatronish.engine.engine import Engine
 
     def step(*_: object, **__: object) -> None:
         raise RuntimeError(

@@ -9,12 +9,12 @@ from ranks import run_ranks
 from torch import Tensor
 
 from megatronish.config.read import read_config
+from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Sums
-from megatronish.train.build import build_engine
-from megatronish.train.job import TrainingJob
 from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 FLAGS = f"{NO_DROPOUT} --global-batch-size 8 --num-layers 4 --optimizer sgd"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from megatronish.train.plot import MOST_BINS, plot_run, smoothed, thinned
+from megatronish.report.plot import MOST_BINS, plot_run, smoothed, thinned
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from jobs import call_main, steps_of, tiny, train_on_ranks
 from preference_runs import answered, asked, write_preferences
 from test_bad_input import assert_told
 
-from megatronish.train.plot import read_lines
+from megatronish.report.plot import read_lines
 
 LORA = "--adapter-type lora --lora-rank 2"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"

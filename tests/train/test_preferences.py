@@ -7,8 +7,8 @@ from comparison import assert_close, whole
 from preference_runs import LORA, Case, Seen, Spread, one_step, write_preferences
 from ranks import run_ranks
 
-from megatronish.config.parallel import ParallelConfig
-from megatronish.config.recompute import RecomputeConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.recompute import RecomputeConfig
 
 FULL = RecomputeConfig(recompute_granularity="full")
 DPO = Case("dpo", {"beta": 0.5, "label_smoothing": 0.1}, LORA, dropout=0.1)

@@ -17,12 +17,12 @@ from engines import open_job
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 
-from megatronish.comm import start_all_gather
-from megatronish.config.run import LogConfig
+from megatronish.config.sections.run import LogConfig
 from megatronish.launch.place import Place
+from megatronish.parallel.comm import start_all_gather
+from megatronish.report.plot import read_lines
 from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
 from megatronish.train.hooks.profiler import MeetStages, NsightWindow, OperatorProfile, StepWindow, step_profiler
-from megatronish.train.plot import read_lines
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
 

@@ -18,24 +18,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatronish.checkpoint.folder import read_state
 from megatronish.commands.convert import main as convert
-from megatronish.config.adapter import AdapterConfig
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
-from megatronish.costs.memory import expected_memory
-from megatronish.costs.quantised import quantised as quantised_cost
-from megatronish.formats.fill import load_weights
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.engine.build import build_engine, place_on
+from megatronish.engine.checkpoint_state import base_tensors_of
+from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.quantised import quantised as quantised_cost
+from megatronish.formats.load_sharded import load_weights
 from megatronish.formats.quantised import quantised
 from megatronish.formats.weights import LazyTensor
 from megatronish.launch.place import Place
 from megatronish.layers.nf4 import NF4Weight
-from megatronish.mesh import Axis
 from megatronish.model.quantised import quantised_weights
 from megatronish.ops.nf4 import dequantise, dequantise_scales, quantise, quantise_scales
-from megatronish.sharding import Piece, fill_initial
-from megatronish.train.base import draw_base
-from megatronish.train.build import build_engine, place_on
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.sharding import Piece, fill_initial
+from megatronish.train.base_model import draw_base
 from megatronish.train.run import start_mesh
-from megatronish.train.state import base_tensors_of
 
 SIZES = "--hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 256"
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --num-query-groups 2 --group-query-attention"
@@ -171,7 +171,7 @@ def test_a_frozen_weight_takes_half_a_byte_and_the_forecast_knows_it(adapter: Ad
 
 
 def _stage(config: Config) -> Any:
-    from megatronish.pipeline.stages import Stages
+    from megatronish.parallel.pipeline.stages import Stages
 
     return Stages.of(config.parallel, config.model, vocab_size=101, seq_length=16).loads(1)
 

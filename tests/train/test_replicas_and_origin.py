@@ -13,15 +13,15 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatronish.errors import RunError
+from megatronish.core.errors import RunError
+from megatronish.engine.engine import Engine
+from megatronish.engine.nan_origin import find_origin
+from megatronish.engine.results import NotFiniteError
 from megatronish.launch.place import Place
 from megatronish.optim.loss_spikes import FEWEST, LossSpikes
 from megatronish.optim.optimizer import Optimizer
 from megatronish.train import trainer as trainer_module
-from megatronish.train.engine import Engine
 from megatronish.train.hooks.replicas import _hash, copies_of, differences
-from megatronish.train.origin import find_origin
-from megatronish.train.results import NotFiniteError
 
 SMALL_MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
 SMALL = f"{SMALL_MODEL} --global-batch-size 4"

@@ -10,9 +10,9 @@ from paths import ROOT
 
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
-from megatronish.links import facts
-from megatronish.train import room
-from megatronish.train.room import RankRoom, sentence
+from megatronish.estimate import room
+from megatronish.estimate.links import facts
+from megatronish.estimate.room import RankRoom, sentence
 
 GIB = 2**30
 MODEL = f"--config {ROOT}/configs/llama-8b-8gpu.toml --mock-data --vocab-size 128256"

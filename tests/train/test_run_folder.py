@@ -57,7 +57,7 @@ def test_a_moved_run_generates_chats_and_is_evaluated_from_anywhere(moved: Path,
 def test_the_template_of_a_moved_run_is_its_copy(moved: Path) -> None:
     from megatronish.inference.chat import ChatPrompts
     from megatronish.inference.saved_model import find_trained
-    from megatronish.tokenizer import build_tokenizer
+    from megatronish.tokenizer.tokenizer import build_tokenizer
 
     found = find_trained(moved)
     tokenizer = build_tokenizer(found.description.data)

@@ -8,7 +8,7 @@ from jobs import tiny
 
 from megatronish.config.read import read_config
 from megatronish.ops.native import Native
-from megatronish.train.summary import first_lines
+from megatronish.report.first_lines import first_lines
 
 DROPOUT = "dropout block by block, by masks that do not depend on the layout; no probabilities are kept"
 RING = "ring attention over cp, "

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from megatronish.ranges import marked
-from megatronish.train.breakdown import MEANINGS, Breakdown
-from megatronish.train.timeline import ROWS, Event
+from megatronish.parallel.ranges import marked
+from megatronish.report.breakdown import MEANINGS, Breakdown
+from megatronish.report.timeline import ROWS, Event
 
 _numbers = count(1)
 

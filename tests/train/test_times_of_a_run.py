@@ -11,12 +11,12 @@ import torch
 from jobs import run_job, started, tiny, train_on_ranks
 from ranks import wait_until
 
-from megatronish.config.parallel import ParallelConfig
-from megatronish.mesh import Mesh
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.model.block import TransformerBlock
+from megatronish.parallel.mesh import Mesh
+from megatronish.report.plot import read_lines
 from megatronish.train.hooks.goodput import Ledger
 from megatronish.train.hooks.stragglers import RankAtWork, Stragglers
-from megatronish.train.plot import read_lines
 
 
 def plant_slow(rank: int, seconds: float) -> None:

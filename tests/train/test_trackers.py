@@ -14,9 +14,9 @@ import pytest
 from jobs import call_main, run_job, steps_of, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatronish.train.trackers import tracker as tracker_module
-from megatronish.train.trackers.table import TRACKERS
-from megatronish.train.trackers.tracker import Points, RunDescription, RunSummary, Tracker, Trackers
+from megatronish.report.trackers import tracker as tracker_module
+from megatronish.report.trackers.table import TRACKERS
+from megatronish.report.trackers.tracker import Points, RunDescription, RunSummary, Tracker, Trackers
 
 RUN = RunDescription("run", Path("run"), 0, {}, "", "")
 

@@ -26,12 +26,12 @@ from ranks import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatronish.checkpoint.checksums import DamagedError
-from megatronish.errors import RunError
+from megatronish.core.errors import RunError
+from megatronish.engine.engine import Engine
+from megatronish.engine.results import StepResult
 from megatronish.optim.optimizer import Optimizer
-from megatronish.train.engine import Engine
+from megatronish.report.plot import read_lines
 from megatronish.train.folder import locked, refuse_other_function
-from megatronish.train.plot import read_lines
-from megatronish.train.results import StepResult
 
 # What Megatron-LM prints, up to where it ends and we go on.
 MEGATRONS_LINE = re.compile(

@@ -13,17 +13,17 @@ import torch
 from jobs import run_job, state_of, tiny, train_on_ranks
 from ranks import run_ranks
 
-from megatronish import comm
+from megatronish.core.layout import Layout
+from megatronish.engine.engine import Engine
+from megatronish.engine.results import StepResult, Votes
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Axis, Mesh, leave
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS
 from megatronish.optim.batch_size import BatchSizeSchedule
 from megatronish.optim.learning_rate import LearningRateSchedule
-from megatronish.train.engine import Engine
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis, Mesh, leave
 from megatronish.train.hooks.stop import REASONS, SAVE, Stopper
-from megatronish.train.results import StepResult, Votes
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer, TrainingSchedule
 
 

@@ -9,11 +9,11 @@ from jobs import Finished, run_job, tiny
 from torch import Tensor
 
 from megatronish.commands import verify as verify_layout
+from megatronish.engine.balancing import Balancing, ExpertLoad
 from megatronish.layers.router import Router, RouterSettings
-from megatronish.train.balancing import Balancing, ExpertLoad
-from megatronish.train.routing_trace import Choices, Rerouted
-from megatronish.train.trace import Trace
-from megatronish.train.verify import compare, routing_report
+from megatronish.verify.layout_trace import Trace
+from megatronish.verify.routing_trace import Choices, Rerouted
+from megatronish.verify.verify import compare, routing_report
 
 EXPERTS = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "

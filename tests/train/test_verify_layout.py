@@ -12,9 +12,9 @@ from megatronish.commands import verify as verify_layout
 from megatronish.layers.norm import Norm
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
-from megatronish.sharding import Sharding
-from megatronish.train.trace import Trace
-from megatronish.train.verify import compare
+from megatronish.parallel.sharding import Sharding
+from megatronish.verify.layout_trace import Trace
+from megatronish.verify.verify import compare
 
 
 def verify(folder: Path, flags: str, **options: object) -> Finished:

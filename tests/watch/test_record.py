@@ -9,15 +9,15 @@ import torch
 from jobs import be_rank, tiny
 from ranks import run_ranks
 
-from megatronish import comm
+from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layout import Layout
-from megatronish.mesh import Mesh
-from megatronish.watch.beat import Collective, bare_beat
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh
+from megatronish.watch.hang_diagnosis import RanksSeen, different
+from megatronish.watch.heartbeat import Collective, bare_beat
 from megatronish.watch.limits import HangLimits
 from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import RING, SharedRing, read_ring
-from megatronish.watch.verdict import RanksSeen, different
 from megatronish.watch.watchdog import Watchdog
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --ep 2"

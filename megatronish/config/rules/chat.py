@@ -2,10 +2,10 @@
 
 import datetime
 
-from megatronish.config.chat import ChatConfig
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, fields_of
 from megatronish.config.rules.rule import ConfigRule
+from megatronish.config.sections.chat import ChatConfig
 
 _FIELDS = tuple(fields_of(ChatConfig, "chat"))
 

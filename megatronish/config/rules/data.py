@@ -1,8 +1,8 @@
 """Rules on data files, their split, and the tokenizer."""
 
 from megatronish.config.config import Config
-from megatronish.config.data import parse_blend, parse_split
 from megatronish.config.rules.rule import ConfigRule
+from megatronish.config.sections.data import parse_blend, parse_split
 
 
 def _data(config: Config) -> str | None:

@@ -1,8 +1,8 @@
 """Rules on the learning rate and on weight decay over the steps of a run."""
 
 from megatronish.config.config import Config
+from megatronish.config.conflicts import SAMPLES, STEPS
 from megatronish.config.rules.rule import ConfigRule
-from megatronish.config.settle import SAMPLES, STEPS
 
 
 def _warm_up(config: Config) -> str | None:

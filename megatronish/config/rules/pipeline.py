@@ -3,8 +3,8 @@
 from megatronish.config.config import Config
 from megatronish.config.fields import one_of
 from megatronish.config.rules.rule import MESH, ConfigRule
-from megatronish.schedule.schedules import SCHEDULES
-from megatronish.schedule.split import stages_problem
+from megatronish.parallel.schedules.split import stages_problem
+from megatronish.parallel.schedules.table import SCHEDULES
 
 LARGEST_NUM_MICROBATCHES = 100_000
 _STAGES = (

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
-from megatronish.config.names import (
+from megatronish.config.rules.rule import ConfigRule
+from megatronish.core.errors import UserError
+from megatronish.core.names import (
     BLOCK_NAMES,
     DATASET_NAMES,
     HOOK_NAMES,
@@ -13,8 +15,6 @@ from megatronish.config.names import (
     Choice,
     options_of_each,
 )
-from megatronish.config.rules.rule import ConfigRule
-from megatronish.errors import UserError
 
 
 def _options(field: str, table: Mapping[str, Choice]) -> ConfigRule:

@@ -2,9 +2,9 @@
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, fields_of
-from megatronish.config.names import OBJECTIVE_NAMES
-from megatronish.config.preference import PreferenceConfig
 from megatronish.config.rules.rule import ConfigRule
+from megatronish.config.sections.preference import PreferenceConfig
+from megatronish.core.names import OBJECTIVE_NAMES
 
 _NUMBERS = tuple(name for name in fields_of(PreferenceConfig, "preference") if name != "reference")
 _HOLDS = {"pairs": "pairs of completions", "labelled": "labelled completions"}

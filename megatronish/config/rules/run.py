@@ -1,8 +1,8 @@
 """Rules on checkpoints and on the recording of steps."""
 
 from megatronish.config.config import Config
-from megatronish.config.names import OBJECTIVE_NAMES
 from megatronish.config.rules.rule import MESH, ConfigRule
+from megatronish.core.names import OBJECTIVE_NAMES
 
 
 def _profile(config: Config) -> str | None:

@@ -3,7 +3,7 @@
 from megatronish.config.config import Config
 from megatronish.config.fields import one_of
 from megatronish.config.rules.rule import MESH, ConfigRule
-from megatronish.schedule.schedules import SCHEDULES
+from megatronish.parallel.schedules.table import SCHEDULES
 
 _ZERO = ("zero_stage", "use_distributed_optimizer")
 _SCHEDULE = ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megatronish.control_tokens import ControlEncoder
+from megatronish.core.errors import spelled
 from megatronish.data.chat.counts import MOST_TOLD
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.errors import spelled
-from megatronish.tokenizer import Tokenizer
+from megatronish.tokenizer.control_tokens import ControlEncoder
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 NUM_SHOWN = 3
 LONGEST_SHOWN = 600  # characters of a run of tokens in a terminal

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatronish.errors import shown
+from megatronish.core.errors import shown
 
 MOST_TOLD = 20
 LONGEST_REASON = 400

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.core.errors import UserError
 from megatronish.data.blend import Blend
 from megatronish.data.chat.file import FORMAT, ChatFile, shuffled
 from megatronish.data.chat.packing import Packs, packs_of, permuted, single_rows
@@ -26,7 +27,6 @@ from megatronish.data.chat.preferences import kind_of
 from megatronish.data.chat.prepare import prepared
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError
-from megatronish.errors import UserError
 
 EPOCHS_IN_MEMORY = 2
 BOTH = ", which has to hold both completions of a pair"

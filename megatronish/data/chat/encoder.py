@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronish.config.chat import TrainOn
-from megatronish.control_tokens import ControlEncoder, PlacedTokens
+from megatronish.config.sections.chat import TrainOn
 from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
 from megatronish.data.chat.conversation import Conversation, Message, PlainText
 from megatronish.data.chat.template import ChatTemplate
 from megatronish.data.chat.written import refuse_left_out
+from megatronish.tokenizer.control_tokens import ControlEncoder, PlacedTokens
 
 
 class EncodedChat(NamedTuple):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatronish.data.chat.masked import MaskedTokens
 from megatronish.data.chat.preferences import PAIRED
-from megatronish.streams import numpy_stream
+from megatronish.parallel.streams import numpy_stream
 
 FORMAT = "megatronish packed chats 1"
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.core.errors import UserError
+from megatronish.core.files import AtomicFile, ordinary
 from megatronish.data.chat.counts import ChatCounts
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
 from megatronish.data.mapped import MappedArray
-from megatronish.errors import UserError
-from megatronish.files import AtomicFile, ordinary
 
 MAGIC = b"MSHMASK1"
 HEADER = struct.Struct("<8s32sI")

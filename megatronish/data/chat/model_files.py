@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish import foreign
-from megatronish.errors import UserError
-from megatronish.files import ordinary
+from megatronish.core import foreign
+from megatronish.core.errors import UserError
+from megatronish.core.files import ordinary
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

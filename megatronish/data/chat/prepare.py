@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatronish.config.chat import ChatConfig
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.core.errors import UserError
+from megatronish.core.files import one_builder
 from megatronish.data.chat.conversation import Conversation, PlainText
 from megatronish.data.chat.counts import ChatCounts
 from megatronish.data.chat.encoder import ChatEncoder, EncodedChat
@@ -24,8 +26,6 @@ from megatronish.data.chat.template import ChatTemplate
 from megatronish.data.indexed import token_dtype
 from megatronish.data.inputs import is_parquet
 from megatronish.data.readers import read_batches
-from megatronish.errors import UserError
-from megatronish.files import one_builder
 
 logger = logging.getLogger(__name__)
 

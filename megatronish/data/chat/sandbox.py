@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatronish.contained import ChildBounds, Contained
+from megatronish.core.contained import ChildBounds, Contained
 
 LARGEST_PRODUCT = 1_000_000  # characters of a text, elements of a list, or bits of a power
 BOUNDS = ChildBounds()

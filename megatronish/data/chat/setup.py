@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatronish.config.chat import ChatConfig
-from megatronish.config.data import DataConfig
-from megatronish.control_tokens import ControlEncoder
+from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import DataConfig
+from megatronish.core.errors import UserError
 from megatronish.data.chat.builtin import BUILT_IN, built_in_template
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.model_files import ModelTemplates, read_model_templates, read_template
 from megatronish.data.chat.template import ChatTemplate
-from megatronish.errors import UserError
-from megatronish.tokenizer import Tokenizer
+from megatronish.tokenizer.control_tokens import ControlEncoder
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatronish.contained import ContainedError
+from megatronish.core.contained import ContainedError
+from megatronish.core.errors import UserError, shown
 from megatronish.data.chat.builtin import is_built_in
 from megatronish.data.chat.conversation import Message
 from megatronish.data.chat.sandbox import GENERATION_MARKS, ContainedWriter, TemplateWriter
-from megatronish.errors import UserError, shown
 
 SHIELD = 0xF0000
 MARKS = 0xF1000

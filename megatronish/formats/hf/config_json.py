@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatronish import foreign
-from megatronish.errors import UserError
+from megatronish.core import foreign
+from megatronish.core.errors import UserError
 
 CONFIG = "config.json"
 CORRECT = "correct that line"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatronish.config.layer_pattern import canonical
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 from megatronish.formats.hf.family import ExpertNames, first_true
 from megatronish.formats.tensor_rule import TensorRule, stack

@@ -7,7 +7,7 @@ transformers and ours. RoPE turns the two halves of a head in all families, as h
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.tensor_rule import TensorRule
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import expert_tensors
 from megatronish.formats.hf.family import HEAD, ExpertNames, FamilyTensors, ModelFamily, first_true

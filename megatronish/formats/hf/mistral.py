@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.family import ModelFamily, first_true
 from megatronish.formats.hf.llama import (

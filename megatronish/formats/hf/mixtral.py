@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import is_normalised, not_experts_alone, read_experts
 from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true

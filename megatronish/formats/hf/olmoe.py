@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import not_experts_alone, read_choice, read_experts, write_choice
 from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import read_choice, read_experts, read_layers, write_choice, write_layers
 from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true

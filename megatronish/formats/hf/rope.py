@@ -6,7 +6,7 @@ The older spelling, which both versions read, is the one written.
 import math
 from typing import Any
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 
 ORIGINAL = "original_max_position_embeddings"

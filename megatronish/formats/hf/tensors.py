@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatronish import foreign
-from megatronish.config.data import DataConfig
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
-from megatronish.files import new_folder
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core import foreign
+from megatronish.core.errors import UserError
+from megatronish.core.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.config_json import CONFIG

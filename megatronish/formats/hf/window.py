@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatronish.config.layer_pattern import canonical
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.config_json import CORRECT, ConfigJson
 
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")

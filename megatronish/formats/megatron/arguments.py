@@ -13,8 +13,8 @@ default, and linear layers have biases; `openai_gelu` has an effect only in mode
 from collections.abc import Mapping
 from typing import Any
 
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.megatron.expert_arguments import check_experts, expert_fields, refused_of_experts
 from megatronish.formats.megatron.values import is_on, pattern_of, quote, value_of
 

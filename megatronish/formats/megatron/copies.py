@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.torch_file.archive import memory_of
 from megatronish.formats.weights import LazyTensor
 

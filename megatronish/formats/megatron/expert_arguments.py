@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronish.config.config import Config
-from megatronish.config.experts import LOAD_BALANCING, parse_frequency
-from megatronish.config.model import ModelConfig
 from megatronish.config.rules.experts import RULES
-from megatronish.errors import UserError
+from megatronish.config.sections.experts import LOAD_BALANCING, parse_frequency
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.megatron.values import is_on, pattern_of, quote, value_of
 
 # Arguments that have the name and the meaning of a field of ModelConfig.

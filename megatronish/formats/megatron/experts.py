@@ -17,11 +17,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.megatron.copies import RankTensor, one_of
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.tensor_rule import TensorRule
-from megatronish.sharding import Cut, Sharding
+from megatronish.parallel.sharding import Cut, Sharding
 
 NAMES = {
     "mlp.router.weight": "mlp.router.weight",

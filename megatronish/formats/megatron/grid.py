@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import NamedTuple
 
-from megatronish.mesh import Axis
+from megatronish.parallel.mesh import Axis
 
 
 class RankGrid(NamedTuple):

@@ -22,12 +22,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.megatron.experts import SEQUENTIAL, expert_rules, expert_sharding
 from megatronish.formats.megatron.our_arguments import check_counterpart
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description
-from megatronish.sharding import Cut, Piece, Sharding
+from megatronish.parallel.sharding import Cut, Piece, Sharding
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.megatron.copies import RankTensor
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.megatron.names import FILE, LATEST, NO_WEIGHTS, RELEASE

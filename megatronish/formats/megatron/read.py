@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.megatron.arguments import model_of, seq_length_of, true_vocab_size
 from megatronish.formats.megatron.copies import RankTensor, one_of
 from megatronish.formats.megatron.experts import by_expert
@@ -38,8 +38,8 @@ from megatronish.formats.megatron.ranks import RankFile, first_file, folder_of, 
 from megatronish.formats.megatron.write import write
 from megatronish.formats.torch_file.archive import memory_of
 from megatronish.formats.weights import Description, LazyTensor, Model
-from megatronish.mesh import Axis
-from megatronish.sharding import Sharding
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.sharding import Sharding
 
 __all__ = ["read", "rules", "write"]
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from typing import Any, get_args, get_type_hints
 
 from megatronish.config.fields import FIELDS
 from megatronish.config.layer_pattern import LONGEST
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 
 
 def quote(value: Any) -> str:

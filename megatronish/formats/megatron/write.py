@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from megatronish.config.fields import one_of
-from megatronish.config.model import ModelConfig
-from megatronish.errors import UserError
-from megatronish.files import new_folder
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.core.files import new_folder
 from megatronish.formats.megatron.experts import EXPERT, name_in_file
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.megatron.names import (
@@ -35,8 +35,8 @@ from megatronish.formats.megatron.names import (
 from megatronish.formats.megatron.our_arguments import arguments_of, flags_to_type
 from megatronish.formats.torch_file.archive import TorchFileWriter
 from megatronish.formats.weights import LazyTensor, Model
-from megatronish.mesh import Axis
-from megatronish.sharding import Sharding
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.sharding import Sharding
 
 logger = logging.getLogger(__name__)
 

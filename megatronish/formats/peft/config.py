@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatronish import foreign
-from megatronish.config.adapter import AdapterConfig
-from megatronish.errors import UserError
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.core import foreign
+from megatronish.core.errors import UserError
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.weights import Description
 from megatronish.model.adapters import lora_settings

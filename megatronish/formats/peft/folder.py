@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatronish.costs.adapters import linear_sections
-from megatronish.errors import UserError
-from megatronish.files import new_folder
+from megatronish.core.errors import UserError
+from megatronish.core.files import new_folder
+from megatronish.estimate.costs.adapters import linear_sections
 from megatronish.formats.adapters import SavedAdapter
 from megatronish.formats.peft.config import CONFIG, our_config, read_config, their_config
 from megatronish.formats.peft.modules import ia3_tensors, lora_tensors, modules_of, our_parts

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.config.adapter import AdapterConfig
-from megatronish.costs.adapters import linear_sections
-from megatronish.errors import UserError
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.core.errors import UserError
+from megatronish.estimate.costs.adapters import linear_sections
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from megatronish.errors import UserError
+from megatronish.core.errors import UserError
 from megatronish.formats.safetensors import nbytes_of
 from megatronish.formats.torch_file.unpickler import STORAGES, Refused, Stored, unpickle
 from megatronish.formats.weights import LazyTensor

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from megatronish.engine.engine import Engine
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Metrics, metrics_of
-from megatronish.train.console import Console
-from megatronish.train.engine import Engine
+from megatronish.report.console import Console
+from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
-from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 BatchOf = Callable[[int], list[MicroBatch]]

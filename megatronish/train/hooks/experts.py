@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from megatronish.config.run import LogConfig
-from megatronish.train.balancing import ExpertLoad
+from megatronish.config.sections.run import LogConfig
+from megatronish.engine.balancing import ExpertLoad
+from megatronish.report.metrics import EXPERTS_FILE
+from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
-from megatronish.train.metrics import EXPERTS_FILE
-from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 

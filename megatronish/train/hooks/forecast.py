@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatronish.costs.memory_table import format_bytes
-from megatronish.costs.step_traffic import SCALAR, TrafficKey
-from megatronish.costs.traffic import by_axis
-from megatronish.planner.forecast_page import page
+from megatronish.estimate.costs.memory_table import format_bytes
+from megatronish.estimate.costs.step_traffic import SCALAR, TrafficKey
+from megatronish.estimate.costs.traffic import by_axis
+from megatronish.estimate.planner.forecast_page import page
 from megatronish.train.hooks.log import peak_memory_bytes
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
@@ -32,7 +32,7 @@ COLLECTIVES = {
     "send": ("send",),
     "receive": ("receive",),
 }
-"""Names of costs/traffic.py by those of a record's entries."""
+"""Names of estimate/costs/traffic.py by those of a record's entries."""
 
 
 class Forecast(Hook):

@@ -27,7 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatronish.files import ordinary, write_quickly
+from megatronish.core.files import ordinary, write_quickly
 from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 from megatronish.watch.record import PhaseName, RankRecord
 

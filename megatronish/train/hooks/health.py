@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from megatronish.files import write_quickly
+from megatronish.core.files import write_quickly
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 HEALTH = "health.json"

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatronish.config.run import LogConfig
-from megatronish.train.console import Console
+from megatronish.config.sections.run import LogConfig
+from megatronish.report.console import Console
+from megatronish.report.metrics import Value, file_line, points
+from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
-from megatronish.train.metrics import Value, file_line, points
-from megatronish.train.trackers.tracker import Trackers
 from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 
 

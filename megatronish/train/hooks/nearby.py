@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from megatronish.checkpoint.background import HostCopies, in_background
-from megatronish.checkpoint.nearby.copies import NearbyCopies
 from megatronish.checkpoint.remote import location
+from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
-from megatronish.launch.mishaps import is_lost_rank
-from megatronish.mesh import new_axis
-from megatronish.train.engine import Engine
+from megatronish.engine.checkpoint_state import tensors_of
+from megatronish.engine.engine import Engine
+from megatronish.launch.os_errors import is_lost_rank
+from megatronish.parallel.mesh import new_axis
 from megatronish.train.hooks.save import Save
-from megatronish.train.state import tensors_of
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 WHOLE = "copied_nearby"

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatronish.checkpoint.nearby.copies import NearbyCopies
+from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.config.config import Config
-from megatronish.mesh import Mesh
-from megatronish.planner.forecast import forecast
-from megatronish.train.console import Console
-from megatronish.train.engine import Engine
+from megatronish.engine.engine import Engine
+from megatronish.estimate.planner.forecast import forecast
+from megatronish.parallel.mesh import Mesh
+from megatronish.report.console import Console
+from megatronish.report.statistics import num_zeros, params_norm
+from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.hooks.evaluate import Evaluate
 from megatronish.train.hooks.experts import LogExperts
 from megatronish.train.hooks.forecast import Forecast
@@ -26,9 +28,7 @@ from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.stragglers import Stragglers
 from megatronish.train.hooks.table import hooks_of
-from megatronish.train.job import TrainingJob
-from megatronish.train.statistics import num_zeros, params_norm
-from megatronish.train.trackers.tracker import Trackers
+from megatronish.train.setup import TrainingJob
 from megatronish.train.trainer import Aside, Hook
 
 

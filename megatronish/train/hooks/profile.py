@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatronish import comm
-from megatronish.figures import no_matplotlib
-from megatronish.mesh import Axis
-from megatronish.schedule.plan import Action
-from megatronish.schedule.recorded import Recorded, Row
+from megatronish.core.figures import no_matplotlib
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Axis
+from megatronish.parallel.schedules.plan import Action
+from megatronish.parallel.schedules.recorded import Recorded, Row
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 ONE_CLOCK = 0.5  # seconds: clocks that agree to this are one machine's clock, others were started with their machines
@@ -99,7 +99,7 @@ class ProfileSchedule(Hook):
         timed = recorded.timed()
         try:
             # matplotlib takes a second to import: only where it is used.
-            from megatronish.schedule.draw_png import draw_png
+            from megatronish.parallel.schedules.draw_png import draw_png
 
             title = f"{recorded.schedule}, step {step} as it ran"
             draw_png(timed, self.folder / path(".png"), title=title, time="seconds")

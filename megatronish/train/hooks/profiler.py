@@ -15,9 +15,9 @@ from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
-from megatronish.config.run import LogConfig
-from megatronish.figures import no_matplotlib
-from megatronish.train.breakdown import ENDING, Breakdown
+from megatronish.config.sections.run import LogConfig
+from megatronish.core.figures import no_matplotlib
+from megatronish.report.breakdown import ENDING, Breakdown
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 NUM_ROWS = 10  # of the table of the slowest operators
@@ -146,7 +146,7 @@ def _break_down(trace: Path, *, rank: int) -> list[str]:
     breakdown.write(trace.with_name(beside(".breakdown.json")))
     try:
         # matplotlib takes a second to import: only where it is used.
-        from megatronish.train.plot_breakdown import plot_breakdown
+        from megatronish.report.plot_breakdown import plot_breakdown
 
         plot_breakdown(breakdown, trace.with_name(beside(".breakdown.png")))
     except ImportError as error:

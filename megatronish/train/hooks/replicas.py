@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish import comm
 from megatronish.checkpoint.all_or_none import from_all
-from megatronish.data_parallel.fully_sharded import held
-from megatronish.errors import WholeRunError
-from megatronish.mesh import Axis
-from megatronish.train.engine import Engine
+from megatronish.core.errors import WholeRunError
+from megatronish.engine.engine import Engine
+from megatronish.parallel import comm
+from megatronish.parallel.data_parallel.fully_sharded import held
+from megatronish.parallel.mesh import Axis
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 

@@ -14,12 +14,12 @@ from megatronish.checkpoint.folder import remove_old
 from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
-from megatronish.config.run import CheckpointConfig
-from megatronish.launch.mishaps import is_lost_rank
-from megatronish.mesh import Mesh
+from megatronish.config.sections.run import CheckpointConfig
+from megatronish.engine.checkpoint_state import num_not_finite, tensors_of
+from megatronish.engine.results import NotFiniteError
+from megatronish.launch.os_errors import is_lost_rank
+from megatronish.parallel.mesh import Mesh
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.results import NotFiniteError
-from megatronish.train.state import num_not_finite, tensors_of
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 TRIED_AGAIN = "training continues, and the next save tries again"

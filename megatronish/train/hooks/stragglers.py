@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from megatronish import comm
-from megatronish.mesh import Mesh
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh
 from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from megatronish.config.names import HOOK_NAMES, options_of_each
-from megatronish.config.run import LogConfig
+from megatronish.config.sections.run import LogConfig
+from megatronish.core.names import HOOK_NAMES, options_of_each
 from megatronish.train.trainer import Hook
 
 HOOKS: dict[str, Callable[..., Hook]] = {}

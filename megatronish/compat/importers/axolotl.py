@@ -1,0 +1,304 @@
+"""Axolotl's config.yml as settings of this project."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatronish.compat.importers.axolotl_data import data_sets, is_file
+from megatronish.compat.importers.axolotl_keys import (
+    ABSENT,
+    CHECKPOINTS,
+    DECAYS,
+    LORA,
+    OPTIMIZERS,
+    PEFT,
+    PEFT_TARGETS,
+    QUANTISED_ALONE,
+    RULES,
+    SPEED,
+    STRATEGIES,
+)
+from megatronish.compat.importers.axolotl_rl import RL_KEYS, from_rl
+from megatronish.compat.importers.deepspeed import from_deepspeed
+from megatronish.compat.importers.deepspeed_keys import OF_ONE_RANK
+from megatronish.compat.importers.imported import (
+    Imported,
+    apply,
+    dropped,
+    is_on,
+    number,
+    read_object,
+    section,
+    text,
+    whole,
+)
+from megatronish.config.fields import FIELDS
+from megatronish.core.errors import UserError
+from megatronish.core.foreign import shown
+
+# Keys that a function below reads.
+_OWN = (
+    *("optimizer", "lr_scheduler", "cosine_min_lr_ratio", "bf16", "fp16", "bfloat16", "float16", "sample_packing"),
+    *("gradient_accumulation_steps", "batch_size", "gradient_checkpointing", "val_set_size", "deepspeed", "fsdp"),
+    *("fsdp_config", "fsdp_version", "eval_steps", "save_steps", "adapter", "lora_target_linear"),
+    *RL_KEYS,
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_use_rslora", "loraplus_lr_ratio"),
+    *("load_in_4bit", "bnb_config_kwargs", "num_epochs", "float32"),
+)
+_OF_LORA = {
+    "lora_r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "peft_use_rslora": "use_rslora",
+    "loraplus_lr_ratio": "loraplus_lr_ratio",
+}
+
+
+def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = None) -> Imported:
+    """Settings of a config.yml in `folder`; `dp` is the data-parallel size, from which the batch follows."""
+    found = Imported()
+    rules = dict(RULES)
+    for prefix, rule in (("lora_", LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
+        rules |= {key: rule for key in values if key.startswith(prefix) and key not in RULES}
+    rest = {key: value for key, value in values.items() if key not in _OWN and value is not False}
+    apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
+    _model(found, folder)
+    _adapter(found, values)
+    from_rl(found, values, folder)
+    has_chats = "objective" in found.settings or data_sets(found, values, folder)
+    _length(found, values)
+    _batch(found, values, dp)
+    _held_out(found, values)
+    if not has_chats and values.get("sample_packing"):  # rows are always filled; documents do not see each other
+        found.set("reset_attention_mask", True)
+        found.set("reset_position_ids", True)
+    _optimizer(found, values)
+    _learning_rate(found, values)
+    _precision(found, values)
+    _intervals(found, values)
+    _sharding(found, values, folder)
+    for name, value in ABSENT.items():
+        found.set_default(name, value)
+    return found
+
+
+def _numeric(key: str, value: Any) -> Any:
+    """Value with texts such as 2e-4, which YAML does not read as a number, as numbers."""
+    rule = RULES.get(key)
+    if rule is None or rule.field is None or FIELDS[rule.field].type not in (int, float) or value == "auto":
+        return value
+    return number({key: value}, key) if isinstance(value, str) else value
+
+
+def _model(found: Imported, folder: Path) -> None:
+    """The folder of the model to start from: as it is named, from here or from the folder of the config."""
+    name = found.settings.get("load_hf")
+    if name is None:
+        return
+    here = next((path for path in (Path(name), folder / name) if is_folder(path)), None)
+    if here is not None:
+        found.set("load_hf", str(here))
+    else:
+        found.leave_out("base_model", f"{name} is not a folder here; download it, and add --load-hf FOLDER")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there; False for what is no path at all."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name of thousands of characters, or one with NUL in it
+        return False
+
+
+def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
+    """LoRA of the model to start from."""
+    kind = text(values, "adapter")
+    if not kind:
+        if values.get("load_in_4bit"):
+            found.warn("load_in_4bit", QUANTISED_ALONE)
+        return
+    if kind not in ("lora", "qlora"):
+        found.warn(
+            "adapter", f"{kind} is not there, and the whole model learns; there are lora and ia3 (--adapter-type)"
+        )
+        return
+    found.set("adapter_type", "lora")
+    for key, name in _OF_LORA.items():
+        if values.get(key) is not None:
+            found.set(name, is_on(values[key]) if name == "use_rslora" else number(values, key))
+    if "lora_rank" in found.settings:
+        found.set("lora_rank", whole(found.settings["lora_rank"], "lora_r"))
+    for name, value in PEFT.items():
+        found.set_default(name, value)
+    targets = values.get("lora_target_modules")
+    if isinstance(targets, str):
+        targets = None if targets == "all-linear" else [targets]
+    elif targets is None and not is_on(values.get("lora_target_linear")):
+        targets = PEFT_TARGETS
+    if targets is not None and not is_on(values.get("lora_target_linear")):
+        if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+            raise UserError(f"lora_target_modules={shown(targets)} must be a list of names; correct the file")
+        found.set("adapter_targets", tuple(targets))
+    if kind == "qlora" or is_on(values.get("load_in_4bit")):
+        _quantised(found, section(values, "bnb_config_kwargs"))
+
+
+def _quantised(found: Imported, options: Mapping[str, Any]) -> None:
+    """QLoRA; the options are those of bitsandbytes, of which Axolotl's default is NF4 with double quantisation."""
+    found.set("quantize_base", "nf4")
+    for name, value in options.items():
+        if name == "bnb_4bit_use_double_quant":
+            found.set("double_quantization", bool(value))
+        elif (name, value) != ("bnb_4bit_quant_type", "nf4"):
+            found.leave_out(
+                f"bnb_config_kwargs.{name}", f"{shown(value)}: the base is quantised to NF4 and stored in bytes"
+            )
+
+
+def _length(found: Imported, values: Mapping[str, Any]) -> None:
+    """Length of the run: max_steps, or else num_epochs, of which there is one if neither is there."""
+    epochs = number(values, "num_epochs")
+    if found.settings.get("train_iters", 1) < 1:  # -1 says that there is no limit
+        del found.settings["train_iters"]
+    if "train_iters" in found.settings:
+        if epochs is not None:
+            found.leave_out("num_epochs", "max_steps, which is given, counts")
+    elif epochs is not None and epochs <= 0:
+        raise UserError(f"num_epochs={epochs:g} must be greater than 0; correct the file")
+    else:
+        found.set("num_epochs", 1.0 if epochs is None else epochs)
+
+
+def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
+    found.set_default("micro_batch_size", 1)
+    micro, steps = found.settings["micro_batch_size"], number(values, "gradient_accumulation_steps")
+    size, batch = 1 if steps is None else whole(steps, "gradient_accumulation_steps"), number(values, "batch_size")
+    if micro < 1 or size < 1:
+        raise UserError(
+            f"micro_batch_size={micro} and gradient_accumulation_steps={size} must be at least 1; correct the file"
+        )
+    if batch is not None and steps is None:
+        found.set("global_batch_size", whole(batch, "batch_size"))
+        return
+    found.set("global_batch_size", micro * size * (dp or 1))
+    if dp is None and size > 1:
+        found.leave_out("gradient_accumulation_steps", OF_ONE_RANK)
+
+
+def _held_out(found: Imported, values: Mapping[str, Any]) -> None:
+    """Part of the data that is kept for validation; none where nothing is said."""
+    held_out = number(values, "val_set_size") or 0.0
+    if held_out < 0:
+        raise UserError(f"val_set_size={held_out:g} must not be negative; correct the file")
+    if "train_data_path" in found.settings:
+        return  # the sets for validation are named
+    if held_out < 1:
+        found.set("split", f"{1 - held_out:.10g},{held_out:.10g},0")
+    else:
+        found.warn("val_set_size", f"{held_out:g} samples: give a part of the data by --split; nothing is held out")
+        found.set("split", "1,0,0")
+
+
+def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
+    name = text(values, "optimizer", "adamw_torch_fused").removeprefix("OptimizerNames.").lower()
+    kind = name.removeprefix("paged_").split("_")[0]
+    found.set("optimizer", OPTIMIZERS.get(kind, "adam"))
+    if kind not in OPTIMIZERS:
+        found.warn("optimizer", f"{name} is not there; this trains with adam (AdamW); --optimizer has sgd and muon")
+    elif "8bit" in name or "4bit" in name:
+        found.leave_out("optimizer", f"{name}: optimizer states are in fp32, which is more exact")
+    if found.settings["optimizer"] == "sgd":
+        found.set("sgd_momentum", 0.0)  # Hugging Face's Trainer gives sgd none
+
+
+def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
+    """Shape of the learning rate, and warm-up: of 3 % of the run, at most 100 steps, where nothing is said."""
+    decay = text(values, "lr_scheduler", "cosine").removeprefix("SchedulerType.").lower()
+    found.set("lr_decay_style", DECAYS.get(decay, "constant"))
+    if decay not in DECAYS:
+        found.warn(
+            "lr_scheduler",
+            f"{decay} is not there, and the learning rate stays constant; --lr-decay-style has cosine, linear and WSD",
+        )
+    ratio, peak = number(values, "cosine_min_lr_ratio"), found.settings.get("lr")
+    found.set("min_lr", 0.0)
+    if ratio is not None and peak is not None and DECAYS.get(decay) == "cosine":
+        found.set("min_lr", ratio * peak)
+    if "lr_warmup_iters" in found.settings:
+        found.settings.pop("lr_warmup_fraction", None)  # Hugging Face's Trainer lets the steps win
+    elif "lr_warmup_fraction" not in found.settings:
+        if (run := found.settings.get("train_iters")) is not None:
+            found.set("lr_warmup_iters", min(int(0.03 * run), 100))
+        else:
+            found.set("lr_warmup_fraction", 0.03)
+            found.leave_out("warmup_steps", "it is absent, which means 3 % of the run there, but at most 100 steps")
+
+
+def _precision(found: Imported, values: Mapping[str, Any]) -> None:
+    """Precision; where nothing is said, Axolotl takes bf16 on a device that has it."""
+    bf16 = values.get("bf16") if values.get("bf16") is not None else values.get("bfloat16")
+    if is_on(values.get("fp16")) or is_on(values.get("float16")):
+        found.set_grad_scaler()
+    elif is_on(bf16) or bf16 in ("full", "auto") or (bf16 is None and not is_on(values.get("float32"))):
+        found.set("bf16", True)
+    else:
+        found.set("bf16", False)
+    again = values.get("gradient_checkpointing")
+    if is_on(again) or again in ("offload", "offload_disk", "unsloth"):
+        found.set("recompute_granularity", "full")
+    if again in ("offload", "offload_disk", "unsloth"):
+        found.set("offload_saved_activations", True)
+
+
+def _intervals(found: Imported, values: Mapping[str, Any]) -> None:
+    """Steps between evaluations and checkpoints; below 1 they are parts of the run, of --max-steps."""
+    for key, name in (("eval_steps", "eval_interval"), ("save_steps", "save_interval")):
+        every, run = number(values, key), found.settings.get("train_iters")
+        if every is None:
+            continue
+        if every >= 1:
+            found.set(name, int(every))
+        elif run is not None:
+            found.set(name, max(1, int(every * run)))
+        else:
+            found.leave_out(key, f"a part of a run whose length is not given; use {FIELDS[name].flag}")
+
+
+def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
+    """ZeRO, from the DeepSpeed file that the config names, or from FSDP."""
+    if values.get("deepspeed"):
+        path = Path(text(values, "deepspeed"))
+        path = next((each for each in (path, folder / path, folder / path.name) if is_file(each)), path)
+        try:
+            zero = section(read_object(path, is_yaml=False), "zero_optimization")
+            shared = from_deepspeed({"zero_optimization": zero}).settings
+        except UserError:
+            found.leave_out("deepspeed", f"{path} cannot be read; name its stage with --zero-stage")
+            return
+        kept = ("zero_stage", "optimizer_cpu_offload", "param_cpu_offload", "overlap_grad_reduce", "ddp_bucket_size")
+        for name in kept:
+            if name in shared:
+                found.set(name, shared[name])
+    elif values.get("fsdp") or values.get("fsdp_config"):
+        fsdp(found, shown(values.get("fsdp") or ""), section(values, "fsdp_config"))
+
+
+def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
+    """ZeRO, from FSDP: `words` are those of the older key, the keys of `config` may begin with fsdp_.
+
+    A strategy that is not named is a full one.
+    """
+    rest = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    named = text(rest, "sharding_strategy")
+    rest.pop("sharding_strategy", None)
+    strategy = f"{words} {STRATEGIES.get(named, named)}".upper()
+    keeps_parameters = rest.pop("reshard_after_forward", True) in (False, "false")
+    stage = 2 if keeps_parameters or "SHARD_GRAD_OP" in strategy or "ZERO2" in strategy else 3
+    found.set("zero_stage", 0 if "NO_SHARD" in strategy else stage)
+    if "HYBRID" in strategy and "num_distributed_optimizer_instances" not in found.settings:
+        found.leave_out("fsdp_config.sharding_strategy", "a hybrid one; add --dp-replicate, the number of groups")
+    if (is_on(rest.pop("offload_params", False)) or "OFFLOAD" in strategy) and "NO_SHARD" not in strategy:
+        found.set("param_cpu_offload" if stage == 3 else "optimizer_cpu_offload", True)
+    if is_on(rest.pop("activation_checkpointing", False)):
+        found.set("recompute_granularity", "full")
+    apply(found, rest, dict.fromkeys(rest, SPEED) | {"state_dict_type": CHECKPOINTS}, within="fsdp_config.")

@@ -1,0 +1,188 @@
+"""Data sets of Axolotl's config.yml: chats, texts and preferences as flags of --dataset-type chat.
+
+A file that is here is named as it is found; any other path is kept as it is written, and listed: a run that does not
+find it either says so.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatronish.compat.importers.axolotl_keys import EVERY_TOKEN
+from megatronish.compat.importers.imported import Imported, text
+from megatronish.core.foreign import shown
+
+FORMATS = {"chat_template": "auto", "alpaca": "alpaca", "sharegpt": "sharegpt", "alpaca_chat": "alpaca"}
+"""Types of data sets that are chats, and the format of their files."""
+TEMPLATES = {
+    **{name: name for name in ("chatml", "llama3", "gemma", "alpaca", "qwen3")},
+    **{"phi_3": "phi3", "mistral_v1": "mistral", "qwen_25": "qwen25", "gemma3": "gemma", "tokenizer_default": None},
+}
+"""Names of templates; None is the model's own."""
+TEXTS = (None, "", "completion", "pretrain")
+READ = ("path", "type", "data_files", "ds_type", "split", "chat_template", "conversation", "text_column", "field")
+"""Keys of a data set that are read, or that say nothing here."""
+MESSAGES = ("messages", "conversations", "conversation")
+OTHER_FIELDS = ("intel", "icr", "argilla", "argilla_chat", "nectar", "user_defined")
+"""Types of preferences whose files have other names for prompt, chosen and rejected."""
+
+
+def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
+    """Settings of the data sets; whether they are read as chats. What has no counterpart is listed."""
+    sets = _list(values.get("datasets")) or _list(values.get("pretraining_dataset"))
+    types = [_type(each) for each in sets]
+    has_chats = any(kind in FORMATS for kind in types)
+    _list_unknown(found, values)
+    if not has_chats and not all(_has_lines(each, folder) for each in sets):
+        if values.get("train_on_inputs") is False:
+            found.leave_out("train_on_inputs", EVERY_TOKEN)
+        return False
+    if not sets:
+        return False
+    for key in ("datasets", "pretraining_dataset", "chat_template", "chat_template_jinja", "train_on_inputs"):
+        found.left_out.pop(key, None)
+    found.set("dataset_type", "chat")
+    found.set("train_on", "all" if values.get("train_on_inputs") or not has_chats else "assistant")
+    found.set("pack_samples", bool(values.get("sample_packing")) or not values.get("datasets"))
+    formats = {FORMATS.get(kind or "", "text") for kind in types}
+    if len(formats) == 1 and formats != {"auto"}:
+        found.set("chat_format", formats.pop())
+    if has_chats:
+        _template(found, values, "alpaca" if "alpaca" in types else None)
+    files_of(found, sets, folder, key="datasets" if values.get("datasets") else "pretraining_dataset")
+    held_out(found, values, folder)
+    return True
+
+
+def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
+    """Settings of the data sets of `rl`: pairs, or labelled completions."""
+    sets = _list(values.get("datasets"))
+    for key in ("datasets", "chat_template", "chat_template_jinja"):
+        found.left_out.pop(key, None)
+    types = [str(each.get("type") or "") if isinstance(each, dict) else "" for each in sets]
+    for index, kind in enumerate(types):
+        if kind.rpartition(".")[2] in OTHER_FIELDS or not isinstance(_type(sets[index]), str | None):
+            found.warn(
+                f"datasets[{index}].type",
+                f"{kind}: the columns of a line are read as prompt, chosen and rejected, or as prompt, completion and "
+                "label; rename those of the file",
+            )
+    begun = {kind.partition(".")[0] for kind in types} & {"chatml", "llama3", "zephyr"}
+    _template(found, values, begun.pop() if len(begun) == 1 else None)
+    if found.settings.get("objective") == "kto":
+        found.set("chat_format", "labelled")
+    found.set("pack_samples", bool(values.get("sample_packing")))
+    files_of(found, sets, folder, key="datasets")
+    held_out(found, values, folder)
+
+
+def held_out(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
+    """Sets for validation, which Axolotl calls test_datasets."""
+    sets = _list(values.get("test_datasets"))
+    if not sets or "data_path" not in found.settings:
+        return
+    found.left_out.pop("test_datasets", None)
+    found.set("train_data_path", found.settings.pop("data_path"))
+    files_of(found, sets, folder, key="test_datasets", field="valid_data_path")
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; False for what is no path at all."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name of thousands of characters, or one with NUL in it
+        return False
+
+
+def _list(sets: Any) -> list[Any]:
+    return sets if isinstance(sets, list) else [] if sets is None else [sets]
+
+
+WRITTEN = "written in the file"
+
+
+def _type(each: Any) -> str | None:
+    """Type of a data set, such as chat_template; WRITTEN for one that the file itself describes."""
+    kind = each.get("type") if isinstance(each, dict) else None
+    return kind.split(".")[0] if isinstance(kind, str) else None if kind is None else WRITTEN
+
+
+def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
+    """List the types that are not there, and keys of data sets. Sets for tests are not read as chats."""
+    for key in ("datasets", "test_datasets", "pretraining_dataset"):
+        for index, each in enumerate(_list(values.get(key))):
+            kind = _type(each)
+            if kind not in TEXTS and kind not in FORMATS:
+                reason = f"{kind}: a prompt template is not applied; text is trained on as it is"
+                found.leave_out(f"{key}[{index}].type", reason)
+            for name, value in each.items() if isinstance(each, dict) else ():
+                if (
+                    name not in READ
+                    and value not in (None, "", [], {})
+                    and not (name == "field_messages" and value in MESSAGES)
+                ):
+                    found.leave_out(f"{key}[{index}].{name}", "names of columns and parts of sets are not read")
+
+
+def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -> None:
+    """The template that is named, that of the type of the data, or the model's own."""
+    name, source = text(values, "chat_template"), text(values, "chat_template_jinja")
+    if source:
+        if source.endswith(".jinja"):
+            found.set("chat_template", source)
+        else:
+            found.warn("chat_template_jinja", "write it into a file, and name it: --chat-template FILE.jinja")
+    elif not name:
+        if of_data is not None:
+            found.set("chat_template", of_data)
+        if of_data == "alpaca":
+            found.leave_out("datasets.type", f"the opening sentence of {of_data} is not added: put it in the data")
+    elif name not in TEMPLATES:
+        fallback = TEMPLATES.get(name.removeprefix("tokenizer_default_fallback_"))
+        if fallback is None:
+            found.warn(
+                "chat_template", f"{name} is not there; the model's own is used, or name one with --chat-template"
+            )
+        else:
+            found.leave_out(
+                "chat_template", f"{name}: the model's own is used; without one add --chat-template {fallback}"
+            )
+    elif (ours := TEMPLATES[name]) is not None:
+        found.set("chat_template", ours)
+
+
+def _path_of(each: Any) -> str:
+    """Path of a data set: of a reader of the Hub's library, such as json, the first of its files."""
+    name = each.get("path") if isinstance(each, dict) else each
+    if isinstance(each, dict) and name in ("json", "jsonl", "parquet", "csv", "arrow", "text"):
+        name = next(iter(_list(each.get("data_files"))), name)
+    return name if isinstance(name, str) else shown(name)
+
+
+def _here(name: str, folder: Path) -> Path | None:
+    return next((path for path in (Path(name), folder / name) if is_file(path)), None)
+
+
+def _has_lines(each: Any, folder: Path) -> bool:
+    """Whether the texts of a set are a file of JSON lines that is here, which is read as it is."""
+    name = _path_of(each)
+    return _here(name, folder) is not None and name.endswith((".json", ".jsonl"))
+
+
+def files_of(found: Imported, sets: list[Any], folder: Path, *, key: str, field: str = "data_path") -> None:
+    """Paths of files of JSON lines, and names of the Hub as they are."""
+    paths = []
+    for index, each in enumerate(sets):
+        name = _path_of(each)
+        here = _here(name, folder)
+        if here is None:
+            reason = f"{name} is not a file here; save it as JSON lines, and name it with --data-path"
+            found.leave_out(f"{key}[{index}].path", reason)
+        if here is not None or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            paths.append(name if here is None else str(here))
+        files = _list(each.get("data_files")) if isinstance(each, dict) else []
+        if len(files) > 1:
+            found.leave_out(f"{key}[{index}].data_files", f"the first of {len(files)} files is taken")
+    if paths:
+        found.set(field, tuple(paths))

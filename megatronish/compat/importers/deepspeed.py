@@ -1,0 +1,275 @@
+"""DeepSpeed's ds_config.json as settings of this project."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatronish.compat.importers.deepspeed_keys import (
+    ACTIVATIONS,
+    ADAM,
+    DEFAULT_PEAK,
+    DEFAULT_WARMUP_STEPS,
+    DEFAULTS,
+    FP16,
+    FP16_DEFAULTS,
+    NOT_THERE,
+    OF_ONE_RANK,
+    OPTIMIZERS,
+    SCHEDULER_FLAGS,
+    SPEED,
+    TOP,
+    ZERO,
+)
+from megatronish.compat.importers.imported import AUTO, Imported, apply, field, number, section, text, whole
+from megatronish.config.fields import FIELDS
+from megatronish.core.errors import UserError
+from megatronish.core.foreign import is_finite, shown
+
+
+def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Imported:
+    """Settings of a ds_config.json; `dp` is the data-parallel size, where the batch follows from it."""
+    found = Imported()
+    inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "compile")
+    others = (*inner, "bfloat16", "tensorboard", "wandb", "tensor_parallel", "gradient_accumulation_steps")
+    apply(found, {key: value for key, value in values.items() if key not in others}, TOP)
+    _batch(found, values, dp)
+    _optimizer(found, section(values, "optimizer"))
+    _scheduler(found, section(values, "scheduler"))
+    _precision(found, values)
+    _zero(found, section(values, "zero_optimization"))
+    _activations(found, section(values, "activation_checkpointing"))
+    _compile(found, section(values, "compile"))
+    _records(found, values)
+    if "context_parallel_size" in found.settings and found.settings["context_parallel_size"] > 1:
+        found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
+    if "tensor_parallel" in values:
+        apply(found, section(values, "tensor_parallel"), {"autotp_size": field("tensor_model_parallel_size")})
+    _absent(found, values)
+    return found
+
+
+def _absent(found: Imported, values: Mapping[str, Any]) -> None:
+    """What a key that is not there means in DeepSpeed, where it means something else here; "auto" says nothing."""
+    is_auto = {key for key, value in values.items() if value == "auto"}
+    if "gradient_clipping" not in is_auto:
+        found.set_default("clip_grad", 0.0)
+    zero = section(values, "zero_optimization")
+    if zero.get("stage") != "auto":
+        found.set_default("zero_stage", 0)
+    asked = [section(values, key).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
+    if "auto" not in asked and True not in asked:
+        found.set_default("bf16", False)
+    if "optimizer" not in found.settings and not values.get("optimizer"):
+        found.leave_out(
+            "optimizer", "there is none in the file; the program makes its own: give --optimizer, --lr, ..."
+        )
+
+
+def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
+    """Global batch and micro-batch; of three numbers that belong together each follows from the others and dp."""
+    key = "gradient_accumulation_steps"
+    steps, micro, batch = (
+        number(values, key),
+        found.settings.get("micro_batch_size"),
+        found.settings.get("global_batch_size"),
+    )
+    for name, size in ((key, steps), ("train_micro_batch_size_per_gpu", micro), ("train_batch_size", batch)):
+        if size is not None and (size < 1 or not float(size).is_integer()):
+            raise UserError(f"{name}={size:g} must be a whole number of at least 1; correct the file")
+    if steps and micro and batch and batch % (micro * steps):
+        raise UserError(
+            f"train_batch_size={batch} must be a multiple of train_micro_batch_size_per_gpu={micro} times "
+            f"gradient_accumulation_steps={steps:g}, {micro * steps:g}; correct the file, or remove one of the three"
+        )
+    if steps is None and key in values:
+        found.leave_out(key, "use --global-batch-size, from which it follows")
+    if values.get(key) == "auto":
+        return
+    if batch is not None and micro is None and values.get("train_micro_batch_size_per_gpu") != "auto":
+        if dp is None:
+            found.leave_out(
+                "train_micro_batch_size_per_gpu",
+                "it follows from the data-parallel size: give --dp, or --micro-batch-size",
+            )
+        else:
+            found.set("micro_batch_size", max(1, int(batch // ((steps or 1) * dp))))
+    elif batch is None and micro is not None and values.get("train_batch_size") != "auto":
+        found.set("global_batch_size", int(micro * (steps or 1) * (dp or 1)))
+        if dp is None:
+            found.leave_out(key, OF_ONE_RANK)
+    elif steps is not None and (batch is None or micro is None):
+        found.leave_out(key, "--global-batch-size is --micro-batch-size times this times the data-parallel size (--dp)")
+
+
+def _compile(found: Imported, values: Mapping[str, Any]) -> None:
+    """torch.compile is on if one of two keys says so; everything else in there chooses how."""
+    if values.get("enabled") or values.get("deepcompile"):
+        found.set("compile", True)
+    for key in values.keys() - {"enabled", "deepcompile"}:
+        found.leave_out(f"compile.{key}", "layers are always compiled by inductor")
+
+
+def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
+    """Optimizer with what its absent parameters mean: the defaults of DeepSpeed's and torch's classes."""
+    if not values:
+        return
+    kind, params = text(values, "type"), dict(section(values, "params"))
+    ours = OPTIMIZERS.get(kind.lower())
+    if ours is None:
+        found.warn(
+            "optimizer.type", f"{kind} is not there; this trains with adam (AdamW); --optimizer has sgd and muon"
+        )
+    found.set("optimizer", ours or "adam")
+    decay = _default_weight_decay(kind.lower(), params)
+    if params.pop("adam_w_mode", True) is False:
+        found.warn("optimizer.params.adam_w_mode", "adam is AdamW: weight decay is decoupled")
+    betas = params.pop("betas", None)
+    if isinstance(betas, list) and len(betas) == 2 and all(map(is_finite, betas)):
+        found.set("adam_beta1", betas[0])
+        found.set("adam_beta2", betas[1])
+    elif betas is not None and betas != "auto":
+        raise UserError(f"optimizer.params.betas={shown(betas)} must be two numbers; correct the file")
+    elif betas == "auto":
+        found.leave_out("optimizer.params.betas", f"{AUTO}, as --adam-beta1 and --adam-beta2")
+    apply(found, params, ADAM, within="optimizer.params.")
+    for key in ("amsgrad", "nesterov", "bias_correction"):
+        if params.get(key) not in (None, key == "bias_correction"):
+            found.left_out.pop(f"optimizer.params.{key}", None)
+            found.warn(f"optimizer.params.{key}", f"{shown(params[key])} is not there")
+    absent = DEFAULTS[ours or "adam"] | {"weight_decay": decay}
+    is_auto = {rule.field for key, rule in ADAM.items() if params.get(key) == "auto"}
+    is_auto |= {"adam_beta1", "adam_beta2"} if betas == "auto" else set()
+    for name, value in absent.items():
+        if name not in is_auto:
+            found.set_default(name, value)
+
+
+def _default_weight_decay(kind: str, params: Mapping[str, Any]) -> float:
+    """Weight decay of an optimizer that names none: 0, except for PyTorch's own AdamW."""
+    is_adamw = kind == "adamw" or (kind == "adam" and params.get("adam_w_mode", True) is not False)
+    return 0.01 if is_adamw and params.get("torch_adam") is True else 0.0
+
+
+def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
+    """Learning rate over the steps; without a scheduler it stays as it is."""
+    kind, params = text(values, "type"), section(values, "params")
+    style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(kind)
+    if style is None:
+        found.set("lr_decay_style", "constant")
+        found.set("lr_warmup_iters", 0)
+        if not values:
+            found.leave_out(
+                "scheduler", "there is none in the file, so the learning rate stays; a program may make one"
+            )
+        else:
+            found.warn(
+                "scheduler",
+                f"{kind} is not there, and the learning rate stays constant; --lr-decay-style has linear, cosine, "
+                "inverse-square-root and WSD",
+            )
+        return
+    found.set("lr_decay_style", style)
+    for key, value in params.items():
+        if value == "auto":
+            flag = SCHEDULER_FLAGS.get(key)
+            found.leave_out(f"scheduler.params.{key}", f"{AUTO}, as {flag}" if flag else AUTO)
+    _peak(found, params, style)
+    if params.get("warmup_num_steps") != "auto":
+        warmup = number(params, "warmup_num_steps")
+        steps = DEFAULT_WARMUP_STEPS if warmup is None else whole(warmup, "scheduler.params.warmup_num_steps")
+        found.set("lr_warmup_iters", steps)
+        if steps and params.get("warmup_type", "log") != "linear":
+            found.warn("scheduler.params.warmup_type", "log, DeepSpeed's default, is not there: warm-up is linear")
+    total = number(params, "total_num_steps")
+    if total is not None:
+        found.set("train_iters", whole(total, "scheduler.params.total_num_steps"))
+    elif style != "constant" and "total_num_steps" not in params:
+        found.leave_out("scheduler.params.total_num_steps", "give --train-iters")
+    _ends(found, params, style)
+
+
+def _ends(found: Imported, params: Mapping[str, Any], style: str) -> None:
+    """Learning rates that warm-up starts from, and that the decay ends with."""
+    peak = found.settings.get("lr")
+    if style == "cosine":
+        least, first = number(params, "cos_min_ratio"), number(params, "warmup_min_ratio")
+        if peak is not None and params.get("cos_min_ratio") != "auto":
+            found.set("min_lr", peak * (0.0001 if least is None else least))
+        if peak is not None and params.get("warmup_min_ratio") != "auto":
+            found.set("lr_warmup_init", peak * (first or 0.0))
+    elif params.get("warmup_min_lr") != "auto":
+        start = number(params, "warmup_min_lr") or 0.0
+        found.set("lr_warmup_init", start)
+        if style == "linear":
+            found.set("min_lr", start)  # the decay goes back to it
+
+
+def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
+    """The learning rate after warm-up, by which DeepSpeed's schedulers except the cosine replace the optimizer's."""
+    peak = number(params, "warmup_max_lr")
+    if peak is None and style != "cosine" and "warmup_max_lr" not in params:
+        peak = DEFAULT_PEAK
+        if found.settings.get("lr", peak) != peak:
+            found.warn(
+                "optimizer.params.lr", f"the scheduler replaces it by its warmup_max_lr, by default {peak:g}; name it"
+            )
+    if peak is not None:
+        found.set("lr", peak)
+
+
+def _precision(found: Imported, values: Mapping[str, Any]) -> None:
+    bf16 = section(values, "bf16") or section(values, "bfloat16")
+    if bf16:
+        apply(found, {"enabled": bf16.get("enabled")}, {"enabled": field("bf16")}, within="bf16.")
+        rest = {key: value for key, value in bf16.items() if key != "enabled"}
+        apply(found, rest, dict.fromkeys(rest, SPEED), within="bf16.")
+    fp16 = section(values, "fp16")
+    if not fp16:
+        return
+    if fp16.get("enabled") not in (True, "auto"):
+        return  # the other settings of fp16 say nothing
+    power, rest = number(fp16, "initial_scale_power"), {k: v for k, v in fp16.items() if k != "initial_scale_power"}
+    if rest.get("loss_scale") in (0, 0.0):  # dynamic
+        rest.pop("loss_scale")
+    apply(found, rest, FP16, within="fp16.")
+    if "loss_scale" in found.settings:
+        return
+    if power is not None and not -60 <= power <= 120:
+        raise UserError(f"fp16.initial_scale_power={power:g} must be between -60 and 120; correct the file")
+    found.set("initial_loss_scale", 2.0 ** (16 if power is None else power))
+    for name, value in FP16_DEFAULTS.items():
+        if fp16.get(name) != "auto":
+            found.set_default(name, value)
+
+
+def _zero(found: Imported, values: Mapping[str, Any]) -> None:
+    offload = {"offload_optimizer": "optimizer_cpu_offload", "offload_param": "param_cpu_offload"}
+    apply(found, {k: v for k, v in values.items() if k not in offload}, ZERO, within="zero_optimization.")
+    for key, name in offload.items():
+        device = text(section(values, key), "device", "none")
+        if device == "cpu":
+            found.set(name, True)
+        elif device != "none":
+            found.leave_out(
+                f"zero_optimization.{key}", f"{shown(device)} is not there; {FIELDS[name].flag} uses the CPU's memory"
+            )
+    if not found.settings.get("zero_stage"):
+        for name in offload.values():
+            found.settings.pop(name, None)
+
+
+def _activations(found: Imported, values: Mapping[str, Any]) -> None:
+    rest = dict(values)
+    if rest.pop("cpu_checkpointing", False) is True:
+        found.set("recompute_granularity", "full")
+        found.set("offload_saved_activations", True)
+    said = {key: value for key, value in rest.items() if value is not False}
+    apply(found, said, ACTIVATIONS, within="activation_checkpointing.")
+
+
+def _records(found: Imported, values: Mapping[str, Any]) -> None:
+    board, wandb = section(values, "tensorboard"), section(values, "wandb")
+    if board.get("enabled") and board.get("output_path"):
+        found.set("tensorboard_dir", text(board, "output_path"))
+    if wandb.get("enabled"):
+        names = {"project": field("wandb_project"), "team": field("wandb_entity"), "group": NOT_THERE}
+        apply(found, {key: value for key, value in wandb.items() if key != "enabled"}, names, within="wandb.")

@@ -1,0 +1,191 @@
+"""Config of another framework as settings of this one, with a reason for each key that is not carried over.
+
+Keys, values and names of files are of others. They reach the TOML through its one writer, which escapes them and reads
+the text again (config/dump.py); section [plugins], which names code that runs, is never written.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.config.dump import write_toml
+from megatronish.config.fields import FIELDS, SECTIONS
+from megatronish.core.errors import UserError
+from megatronish.core.foreign import is_finite, read_json, read_yaml, shown
+
+NEVER = "plugins"
+"""Section that no importer may set: what it names is run."""
+
+
+class Imported:
+    """Settings by field, keys that are not carried over, and what will train otherwise than there, with reasons."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.left_out: dict[str, str] = {}
+        self.otherwise: dict[str, str] = {}
+
+    def set(self, field: str, value: Any) -> None:
+        """Set a field. A whole number that the other format writes as 5e8 becomes one."""
+        assert FIELDS[field].section != NEVER, f"an importer sets {field}, which runs code"
+        parts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(part, int | float) and not isinstance(part, bool) and not is_finite(part) for part in parts):
+            raise UserError(f"{field}={shown(value)} must be finite; correct the file")
+        wants_int = FIELDS[field].type is int
+        self.settings[field] = int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
+
+    def set_default(self, field: str, value: Any) -> None:
+        """Set a field that nothing has set: what the absence of its key means there, and not here."""
+        if field not in self.settings:
+            self.set(field, value)
+
+    def set_grad_scaler(self) -> None:
+        """fp16 with the loss scale of torch's GradScaler, which Accelerate and the Trainer of transformers use."""
+        for field, value in {
+            "fp16": True,
+            "initial_loss_scale": 65536.0,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+        }.items():
+            self.set(field, value)
+
+    def leave_out(self, key: str, reason: str) -> None:
+        """List a key as not carried over."""
+        self.left_out[key] = reason
+
+    def warn(self, key: str, reason: str) -> None:
+        """List a key by which the run trains otherwise than there; it is also said when the file is imported."""
+        self.otherwise[key] = reason
+
+    def to_toml(self, source: Path) -> str:
+        """Text of a TOML file for --config, with the keys that are not carried over as comments at its end."""
+        tables: dict[str, dict[str, Any]] = {}
+        for section in SECTIONS:
+            own = {name: value for name, value in self.settings.items() if FIELDS[name].section == section}
+            if own and section != NEVER:
+                tables[section] = own
+        before = [f"From {source.name}. Check it with: megatronish pretrain --config THIS_FILE --dry-run"]
+        before += ["", *self.warnings()] if self.otherwise else []
+        after = [f"Not carried over from {source.name}:"] if self.left_out else []
+        after += [f"  {_line(key, reason)}" for key, reason in self.left_out.items()]
+        return write_toml(tables, before=before, after=after)
+
+    def warnings(self) -> list[str]:
+        """A line for each key by which the run trains otherwise than there."""
+        return [f"NOT AS THERE: {_line(key, reason)}" for key, reason in self.otherwise.items()]
+
+
+def _line(key: str, reason: str) -> str:
+    return f"{shown(key, most=100)}: {shown(reason, most=250)}"
+
+
+class Rule(NamedTuple):
+    """Fate of a key: its value is the value of `field`, or it is left out for a reason."""
+
+    field: str | None
+    reason: str = ""
+
+
+def field(name: str) -> Rule:
+    """Key whose value is a field's value."""
+    return Rule(name)
+
+
+def dropped(reason: str) -> Rule:
+    """Key that is not carried over."""
+    return Rule(None, reason)
+
+
+AUTO = "auto is filled in by the program that starts the run; give the value here"
+UNKNOWN = "it is not known here"
+
+
+def apply(found: Imported, values: Mapping[str, Any], rules: Mapping[str, Rule], *, within: str = "") -> None:
+    """Apply one rule a key; keys without a rule are listed, too. Empty values say nothing."""
+    for key, value in values.items():
+        rule, name = rules.get(key, Rule(None, UNKNOWN)), f"{within}{key}"
+        if value is None or value in ("", [], {}):
+            continue
+        if rule.field is None:
+            is_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
+            if not is_off or rule.reason == UNKNOWN:
+                found.leave_out(name, rule.reason)
+        elif value == "auto":
+            found.leave_out(name, f"{AUTO}, as {FIELDS[rule.field].flag}")
+        elif not _fits(value, FIELDS[rule.field].type):
+            raise UserError(f"{shown(name)}={shown(value)} must be {FIELDS[rule.field].wants}; correct the file")
+        else:
+            found.set(rule.field, value)
+
+
+def whole(value: float, key: str) -> int:
+    """The value as a whole number; UserError if it is none."""
+    if not float(value).is_integer():
+        raise UserError(f"{key}={value:g} must be a whole number; correct the file")
+    return int(value)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of a field's type; a number may be written as 5e8 where a whole one is wanted."""
+    if wanted in (bool, str):
+        return isinstance(value, wanted)
+    if wanted in (int, float):
+        return is_finite(value) and (wanted is float or float(value).is_integer())
+    return not isinstance(value, dict | list | bool)
+
+
+def section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Object under a key; empty if there is none. UserError if it is no object."""
+    inner = values.get(key) or {}
+    if not isinstance(inner, dict):
+        raise UserError(f"{key}={shown(inner)} must be an object of settings; correct the file")
+    return inner
+
+
+def number(values: Mapping[str, Any], key: str) -> float | None:
+    """Number under a key; None if there is none, or it is "auto". UserError for anything else."""
+    value: Any = values.get(key)
+    if value in (None, "auto"):
+        return None
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = float("nan")
+    if isinstance(value, bool) or not is_finite(found):
+        raise UserError(f"{key}={shown(value)} must be a number; correct the file")
+    return found
+
+
+def text(values: Mapping[str, Any], key: str, default: str = "") -> str:
+    """Text under a key; `default` if there is none. UserError for a list or an object."""
+    value = values.get(key)
+    if isinstance(value, list | dict):
+        raise UserError(f"{key}={shown(value)} must be a text; correct the file")
+    return default if value is None or value == "" else str(value)
+
+
+def is_on(value: object) -> bool:
+    """Whether a switch is on; YAML files of programs that ask for it have it in quotation marks, too."""
+    return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "on"))
+
+
+def read_object(path: Path, *, is_yaml: bool) -> dict[str, Any]:
+    """Object of a JSON or a YAML file; UserError, a sentence, for anything else, or where PyYAML is missing."""
+    kind, read = ("YAML", read_yaml) if is_yaml else ("JSON", read_json)
+    name = shown(str(path))
+    try:
+        values = read(path)
+    except ImportError:
+        raise UserError(
+            f"{name} is YAML, which is read by PyYAML, and it is not installed; pip install pyyaml, or write the file "
+            "as JSON"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}; correct the path") from error
+    except ValueError as error:
+        raise UserError(f"{name} is not {kind}: {error}; correct the file") from error
+    if values is None:
+        raise UserError(f"{name} is empty: it has no settings; name another file")
+    if not isinstance(values, dict):
+        raise UserError(f"{name} holds no settings, but {shown(values, most=40)}; name another file")
+    return values

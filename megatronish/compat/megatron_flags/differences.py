@@ -1,0 +1,43 @@
+"""Differences between flags here and the flags of the same name in Megatron-LM."""
+
+from megatronish.tokenizer.names import MEGATRON_TOKENIZERS
+
+# Where a flag of the same name starts from another value, or reads its value otherwise, than in Megatron-LM.
+DIFFERENCES: dict[str, str] = {
+    "log_interval": "Megatron-LM's default is 100; here every step is logged.",
+    "overlap_grad_reduce": "Off by default in Megatron-LM; here on, `--no-overlap-grad-reduce` switches it off.",
+    "distributed_backend": "Megatron-LM's default is nccl; here `auto` takes gloo on CPU.",
+    "tokenizer_type": "No default in Megatron-LM. "
+    "Its names are accepted: "
+    + ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in MEGATRON_TOKENIZERS.items())
+    + ".",
+    "num_query_groups": "Without `--group-query-attention` Megatron-LM ignores it silently; here that is an error.",
+    "max_position_embeddings": "Required in Megatron-LM; here it is the sequence length where it is not given.",
+    "loss_scale": "Megatron-LM applies it to bf16, too; here it is idle without `--fp16`.",
+    "rampup_batch_size": "Refused together with --train-iters by Megatron-LM; here accepted with either. Lengths given "
+    "in steps (`--train-iters`, `--lr-warmup-iters`, ...) count the samples that these steps consume.",
+    "openai_gelu": "Megatron-LM's default activation is the exact GELU without its bias-GELU fusion and the tanh form "
+    "with it; here it is exact unless this flag is given.",
+    "cp_comm_type": "Megatron-LM's all_gather and a2a+p2p are computed as p2p, with a note: the numbers are the same. "
+    "It has a value for each layer, too; here there is one.",
+    "recompute_method": "No default in Megatron-LM, which wants it with full; here uniform.",
+    "recompute_num_layers": "No default in Megatron-LM, which wants it with full; here 1.",
+    "pipeline_schedule": "Not in Megatron-LM, where the schedule follows from virtual stages alone.",
+    "window_size": "One number counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1`.",
+    "attention_backend": "Megatron-LM's `fused` (cuDNN's attention) is `flash` here, where SDPA chooses for the "
+    "device; its `local` is `fused_softmax`. Its `unfused` is TransformerEngine's, with a fused softmax too; here it "
+    "is plain torch.",
+    "position_embedding_type": "`alibi` is Megatron-DeepSpeed's; Megatron-LM has MRoPE and YaRN here, too.",
+    "qk_layernorm_across_heads": "Not in Megatron-LM, whose norm is that of each head.",
+    "clip_qkv": "Not in Megatron-LM, whose `--qk-clip` changes weights instead.",
+    "embed_layernorm": "Not in Megatron-LM; Megatron-DeepSpeed has it.",
+    "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
+    "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it silently; here it "
+    "clamps either gated activation.",
+    "no_rope_freq": "A number N must divide the number of layers in Megatron-LM; here it need not.",
+    "decoupled_min_lr": "Ignored silently by Megatron-LM without `--decoupled-lr`; here that is an error.",
+    "muon_fp32_matmul_prec": "Megatron-LM's default is medium; here it is highest.",
+    "muon_coefficient_type": "Megatron-LM has more sets; here a set beyond the last repeats the last.",
+    "use_checkpoint_args": "In Megatron-LM the checkpoint wins silently; here what contradicts it is an error.",
+    "num_workers": "Batches prepared ahead by a thread, where Megatron-LM starts processes.",
+}

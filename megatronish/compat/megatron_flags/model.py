@@ -1,0 +1,185 @@
+"""Megatron-LM's flags of the model, of precision, of recomputation and of fused kernels."""
+
+from megatronish.compat.megatron_flags.known import (
+    GIVEN,
+    Known,
+    all_idle,
+    by_value,
+    idle,
+    instead,
+    means,
+    refused,
+    renamed,
+)
+
+_ONE_IMPLEMENTATION = "there is one implementation, in torch"
+_FUSION = "which operations are fused is decided at run time and printed in the first lines of a run"
+_FP32 = "softmax and loss are always computed in fp32"
+_RNG = "random values are functions of names; no generator has a state"
+_PADDING = "the padded size is derived, and padding never reaches the loss"
+_OFFLOADING = "it changes memory alone; --recompute-granularity full --offload-saved-activations saves memory here"
+_GRADIENTS_IN_FP32 = "gradients are accumulated and reduced in fp32 unless --grad-reduce-in-bf16 says otherwise"
+
+MODEL: dict[str, Known] = {
+    "use-rotary-position-embeddings": means("position_embedding_type", "rope"),
+    "no-position-embedding": Known(
+        "means",
+        "--position-embedding-type none, unless a type is given",
+        settings=(("position_embedding_type", "none"),),
+        yields=True,
+    ),
+    "use-rope-scaling": means("rope_scaling_type", "llama3"),
+    "no-use-rope-scaling": means("rope_scaling_type", "none"),
+    "rope-type": by_value("use --position-embedding-type rope with --rope-scaling-type", {}, harmless=("rope",)),
+    "rotary-seq-len-interpolation-factor": Known(
+        "means",
+        "--rope-scaling-type linear --rope-scaling-factor",
+        1,
+        ("1", "1.0"),
+        (("rope_scaling_type", "linear"), ("rope_scaling_factor", GIVEN)),
+    ),
+    "yarn-rotary-scaling-factor": renamed("rope_scaling_factor"),
+    "yarn-original-max-position-embeddings": renamed("rope_original_max_positions"),
+    "yarn-beta-fast": renamed("rope_beta_fast"),
+    "yarn-beta-slow": renamed("rope_beta_slow"),
+    "yarn-correction-range-round-to-int": idle("it is always rounded to whole dimensions"),
+    "no-yarn-correction-range-round-to-int": refused(
+        "the range of YaRN's correction is rounded to whole dimensions, as in Hugging Face's models; leave it out"
+    ),
+    "mrope-section": refused("multimodal RoPE is not there; leave it out, or use --position-embedding-type rope", None),
+    "sliding-window": renamed("window_size"),  # Pai-Megatron-Patch's, with the meaning of Hugging Face's sliding_window
+    "layernorm-epsilon": renamed("norm_epsilon"),
+    "layernorm-zero-centered-gamma": means("apply_layernorm_1p", "true"),
+    "add-bias-linear": means("disable_bias_linear", "false"),
+    "gated-linear-unit": refused("the activation decides; use --swiglu"),
+    "num-key-value-heads": Known(
+        "means",
+        "--group-query-attention --num-query-groups",
+        1,
+        (),
+        (("group_query_attention", "true"), ("num_query_groups", GIVEN)),
+    ),
+    "mlp-type": Known("refused", "an MLP of experts is not there yet; leave it out", 1, ("standard",)),
+    "glu-activation": by_value("use --swiglu", {"swiglu": (("swiglu", "true"),)}),
+    "encoder-num-layers": renamed("num_layers"),
+    "encoder-seq-length": renamed("seq_length"),
+    "decoder-num-layers": refused("models with an encoder and a decoder are not there; use --num-layers", 1),
+    "decoder-seq-length": refused("models with an encoder and a decoder are not there; use --seq-length", 1),
+    **all_idle(
+        "models with an encoder and a decoder are not there, and a GPT has no relative position bias",
+        valued="relative-attention-num-buckets relative-attention-max-distance",
+    ),
+    **all_idle(_PADDING, valued="padded-vocab-size pad-vocab-size-to"),
+    **all_idle(
+        "it only moves fp16 rounding; the softmax is computed in fp32",
+        switches="apply-query-key-layer-scaling no-query-key-layer-scaling",
+    ),
+    **all_idle(_FP32, switches="attention-softmax-in-fp32"),
+    "output-logit-dtype": idle(_FP32, 1),
+    "apply-residual-connection-post-layernorm": refused("residuals start before the norm (pre-LN); leave it out"),
+    "attention-output-gate": refused("attention has no output gate; leave it out"),
+    "qk-l2-norm": refused("use --qk-layernorm, or leave it out"),
+    "softmax-scale": refused("scores are divided by the root of the size of a head; leave it out", 1),
+    "embedding-init-method-std": refused("--init-method-std is of all weights; leave it out", 1),
+    "init-method-xavier-uniform": refused("initial weights are normally distributed; use --init-method-std"),
+    "spec": refused("a block of your own is registered in Python; see examples/custom_model.py", None),
+    "use-mcore-models": idle(_ONE_IMPLEMENTATION),
+    **all_idle(_ONE_IMPLEMENTATION, valued="transformer-impl flash-attention-version"),
+    **all_idle(
+        "the model is the one that the other flags describe",
+        switches="enable-gpt-oss export-te-mcore-model export-force-local-attention export-legacy-megatron "
+        "enable-experimental use-legacy-models test-mode",
+        valued="export-model-type",
+    ),
+}
+
+PRECISION: dict[str, Known] = {
+    **all_idle(
+        _GRADIENTS_IN_FP32,
+        switches="accumulate-allreduce-grads-in-fp32 fp32-allreduce",
+        lists="ddp-param-name-patterns-for-fp32-local-accumulation param-name-patterns-for-fp32-local-accumulation",
+    ),
+    "grad-reduce-in-fp32": means("grad_reduce_in_bf16", "false"),
+    "ddp-reduce-scatter-with-fp32-accumulation": refused(
+        "gradients are reduced in fp32 already; leave it out, and --grad-reduce-in-bf16 too"
+    ),
+    "reduce-scatter-with-fp32-accumulation": refused(
+        "gradients are reduced in fp32 already; leave it out, and --grad-reduce-in-bf16 too"
+    ),
+    "fp32-residual-connection": refused("it is not there yet; leave it out, or train in fp32 without --bf16"),
+    "fp16-lm-cross-entropy": instead("the loss is computed in fp32"),
+    "dynamic-loss-scale": idle("the loss scale of --fp16 is dynamic unless --loss-scale is given"),
+    "params-dtype": refused("use --bf16 or --fp16, or neither for fp32", 1),
+}
+
+RECOMPUTE: dict[str, Known] = {
+    "recompute-activations": means("recompute_granularity", "selective"),
+    "checkpoint-activations": means("recompute_granularity", "full"),
+    "activations-checkpoint-method": Known(
+        "means",
+        "--recompute-granularity full --recompute-method",
+        1,
+        (),
+        (("recompute_granularity", "full"), ("recompute_method", GIVEN)),
+    ),
+    "activations-checkpoint-num-layers": renamed("recompute_num_layers"),
+    "checkpoint-num-layers": renamed("recompute_num_layers"),
+    "distribute-checkpointed-activations": means("distribute_saved_activations", "true"),
+    "recompute-modules": Known(
+        "instead",
+        "the MLPs and experts of whole layers are computed again with their attention, as --recompute-granularity full "
+        "does: no number changes, memory is less and time more than asked",
+        None,
+        ("core_attn", "layernorm", "moe_act", "mla_up_proj"),
+        (("recompute_granularity", "full"),),
+        replaces="selective",
+        why_harmless="selective computes the core of attention again; norms and activations of experts are kept",
+    ),
+    **all_idle(
+        _OFFLOADING,
+        switches="cpu-offloading cpu-offloading-activations cpu-offloading-weights cpu-offloading-double-buffering "
+        "cpu-offloading-retain-pinned-cpu-buffers fine-grained-activation-offloading delay-offload-until-cuda-graph",
+        valued="cpu-offloading-num-layers activation-offload-fraction min-offloaded-tensor-size "
+        "fine-grained-offloading-max-inflight-offloads delta-offload-bytes-across-pp-ranks",
+        lists="offload-modules",
+    ),
+    **all_idle(
+        "it changes memory alone; --recompute-granularity saves memory here",
+        switches="clone-scatter-output-in-embedding memory-efficient-layer-norm init-model-with-meta-device",
+        valued="num-microbatches-with-partial-activation-checkpoints mlp-chunks-for-training "
+        "gtp-weight-remat-size tensor-parallel-num-weight-shards",
+        lists="gtp-remat-opt-in-modules",
+    ),
+    **all_idle(
+        "it changes memory alone",
+        switches="gtp-remat-nccl-ub gtp-expert-remat-nccl-ub gtp-remat-reduce-scatter-with-fp32-accumulation",
+    ),
+}
+
+FUSION: dict[str, Known] = {
+    "no-masked-softmax-fusion": idle("the softmax is fused with --attention-backend auto or fused_softmax alone"),
+    **all_idle(
+        "--attention-backend auto takes it; with attention dropout attention is computed block by block",
+        switches="use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder",
+    ),
+    **all_idle(
+        _FUSION,
+        switches="no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
+        "no-gradient-accumulation-fusion cross-entropy-loss-fusion apply-rope-fusion bias-activation-fusion "
+        "fused-residual-rmsnorm fused-single-qkv-rope no-persist-layer-norm use-te-activation-func "
+        "use-transformer-engine-op-fuser use-fused-weighted-squared-relu use-grouped-gemm-for-dense-mlp "
+        "disable-jit-fuser no-gradient-reduce-div-fusion no-scaled-masked-softmax-fusion "
+        "abort-on-unmet-fused-kernel-constraints",
+        valued="cross-entropy-fusion-impl",
+    ),
+    **all_idle(
+        "they change speed alone; --cuda-graph replays micro-batches from one graph here",
+        switches="enable-cuda-graph external-cuda-graph cuda-graph-retain-backward-graph "
+        "cuda-graph-use-single-mempool optimizer-cuda-graph megatron-fsdp-cuda-graph-mode",
+        valued="cuda-graph-impl cuda-graph-warmup-steps",
+        lists="cuda-graph-modules cuda-graph-scope",
+    ),
+    **all_idle(_RNG, switches="use-cpu-initialization use-te-rng-tracker no-save-rng no-load-rng"),
+    "perform-initialization": idle("weights always have initial values"),
+    "no-initialization": idle("weights always have initial values, also where a checkpoint replaces them"),
+}

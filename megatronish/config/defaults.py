@@ -1,0 +1,226 @@
+"""Fields of a config that follow from other fields, and notes about fields that nothing reads."""
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from megatronish.config.batch_sizes import parse_batch_sizes
+from megatronish.config.config import Config
+from megatronish.config.conflicts import LOSS_SCALE_RULE, TOKENS
+from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.rules.rule import MESH
+from megatronish.config.sections.data import MOCK_VOCAB_SIZE
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.run import LogConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.tokenizer_files import vocabulary_of_files
+from megatronish.core.names import OPTIMIZER_NAMES
+
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+class Derived(NamedTuple):
+    """Config with derived fields filled in, notes for the user, and complaints."""
+
+    config: Config
+    notes: list[str]
+    problems: list[str]
+
+
+def derive(config: Config, *, path: Path | None, world_size: int | None, invalid: Collection[str]) -> Derived:
+    """Config with its derived fields filled in: data-parallel size, schedule, run folder and others."""
+    notes, problems = [], []
+    if world_size is None and "world_size" not in invalid:
+        world_size = config.log.world_size  # of a dry run
+    sizes = {name: getattr(config.parallel, name) for name in MESH}
+    if not set(MESH) & set(invalid) and all(size is None or size >= 1 for size in sizes.values()):
+        problem = _world_size_complaint(config.parallel, world_size)
+        problems += [problem] if problem else []
+        model = config.parallel.model_parallel_size
+        derived = smallest_dp(config) if world_size is None else max(1, world_size // model)
+        config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        config = with_fields(config, sequence_parallel=False)
+        notes.append(
+            "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
+        )
+    config, of_tokens = _tokens_as_samples(config, invalid)
+    notes += [*of_tokens, *_idle_loss_scale(config.training)]
+    config = _last_batch_size(config, invalid)
+    config = with_fields(config, pipeline_schedule=config.parallel.schedule)
+    parallel = config.parallel
+    if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
+        notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
+    if parallel.pipeline_model_parallel_size == 1 and parallel.pipeline_split != "even":
+        notes.append(f"pipeline_split={parallel.pipeline_split} is idle: pipeline_model_parallel_size is 1")
+    counted = [
+        name
+        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        if parallel.pipeline_model_parallel_size == 1 and getattr(parallel, name)
+    ]
+    if counted:
+        notes.append(f"{', '.join(counted)}: idle, as pipeline_model_parallel_size is 1")
+    if parallel.device == "cpu" and config.recompute.offload_saved_activations:
+        notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
+    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
+    notes += _idle_experts(config)
+    if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
+        config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+    if config.data.mock_data:
+        stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
+        given = config.data.vocab_size
+        # A plan is of the run with its tokenizer; what trains on made-up tokens is quick.
+        named = vocabulary_of_files(config.data) if given is None and config.log.dry_run else None
+        config = with_fields(config, **stand_ins, vocab_size=given or named or MOCK_VOCAB_SIZE)
+        ending = ", as many as the tokenizer has" if named else ""
+        if given is None and named is None:
+            ending = "; with --vocab-size it has yours, which memory and times depend on"
+        size = f"{config.data.vocab_size} made-up tokens{ending}"
+        notes.append(f"mock_data needs no file and no tokenizer: the vocabulary is {size}")
+    if config.log.run_dir is None:
+        config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
+    return Derived(config, notes, problems)
+
+
+def smallest_dp(config: Config) -> int:
+    """Fewest copies of the model on a plain start: 1, or as many as hybrid sharding or the grid of experts needs."""
+    parallel = config.parallel
+    groups = parallel.num_distributed_optimizer_instances if parallel.zero else 1
+    fewest = max(1, groups // math.gcd(groups, parallel.context_parallel_size))
+    if config.model.num_experts is None:
+        return fewest
+    grid = math.prod(parallel.expert_layout)
+    width = parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    return math.lcm(fewest, grid // math.gcd(grid, width))
+
+
+def _tokens_as_samples(config: Config, invalid: Collection[str]) -> tuple[Config, list[str]]:
+    """Config with lengths in samples for those in tokens, and a note. Of two lengths of a run the shorter counts."""
+    tokens = {
+        name: getattr(section, name)
+        for name in TOKENS
+        for section in (config.training, config.optimizer)
+        if hasattr(section, name)
+    }
+    if all(value is None for value in tokens.values()) or {"seq_length", *TOKENS} & set(invalid):
+        return config, []
+    length, fields = max(1, config.training.seq_length), {}
+    for name, value in tokens.items():
+        if value is not None:
+            fields[name.replace("tokens", "samples")] = value // length or min(1, value)
+    if (samples := config.training.train_samples) is not None and "train_samples" in fields:
+        fields["train_samples"] = min(samples, fields["train_samples"])
+    note = f"of --seq-length {length} tokens each: {', '.join(f'{name}={value}' for name, value in fields.items())}"
+    return with_fields(config, **dict.fromkeys(TOKENS), **fields), [note]
+
+
+def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
+    """Config whose global batch size, where it is not given, is the last of --step-batch-size-schedule."""
+    training = config.training
+    if not training.step_batch_size_schedule or training.global_batch_size or "seq_length" in invalid:
+        return config
+    try:
+        steps = parse_batch_sizes(training.step_batch_size_schedule, seq_length=max(1, training.seq_length))
+    except ValueError:  # the rules say so
+        return config
+    return with_fields(config, global_batch_size=steps[-1][1])
+
+
+def _idle_experts(config: Config) -> list[str]:
+    """Notes about settings of experts in a model without experts, and about those of another kind of router."""
+    if config.model.num_experts is not None:
+        return _idle_router(config.model)
+    names = [*(name for name in vars(config.model) if name.startswith("moe_")), *EXPERT_SIZES]
+    values = vars(config.model) | vars(config.parallel)
+    given = [f"{name}={values[name]}" for name in names if values[name] != FIELDS[name].default]
+    return [f"{', '.join(given)}: idle, as --num-experts is not given"] if given else []
+
+
+def _idle_router(model: ModelConfig) -> list[str]:
+    """Notes about settings that this kind of router does not read."""
+    is_sigmoid, notes = model.moe_router_score_function == "sigmoid", []
+    names = ("moe_router_pre_softmax", "moe_router_norm_topk_prob")
+    if is_sigmoid and (given := [name for name in names if getattr(model, name)]):
+        notes.append(f"{', '.join(given)}: idle, as the scores of experts are sigmoids")
+    rate = "moe_router_bias_update_rate"
+    if not model.moe_router_enable_expert_bias and getattr(model, rate) != FIELDS[rate].default:
+        notes.append(f"{rate}={getattr(model, rate)}: idle, as --moe-router-enable-expert-bias is not given")
+    return notes
+
+
+def _idle_loss_scale(training: TrainingConfig) -> list[str]:
+    """Note about a loss scale in a run without fp16."""
+    names = ("loss_scale", *LOSS_SCALE_RULE)
+    given = [f"{name}={value}" for name in names if (value := getattr(training, name)) != FIELDS[name].default]
+    if training.fp16 or not given:
+        return []
+    return [f"{', '.join(given)}: idle, as {training.precision} needs no loss scale; --fp16 would use it"]
+
+
+def _idle_sharing(parallel: ParallelConfig) -> list[str]:
+    """Notes about settings that the stage of ZeRO does not read."""
+    notes = []
+    if parallel.zero == 3 and not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
+        notes.append(
+            "overlap_grad_reduce and overlap_param_gather are idle: with zero_stage=3 fully_shard overlaps both"
+        )
+    if parallel.optimizer_cpu_offload and parallel.param_cpu_offload:
+        notes.append("optimizer_cpu_offload is idle: param_cpu_offload takes masters and states along")
+    return notes
+
+
+def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
+    """Note about settings of other optimizers."""
+    used = OPTIMIZER_NAMES[optimizer.optimizer].reads
+    given = [
+        f"{name}={getattr(optimizer, name)}"
+        for name in vars(optimizer)
+        if name.startswith(("adam_", "sgd_", "muon_"))
+        and not name.startswith(used)
+        and getattr(optimizer, name) != FIELDS[name].default
+    ]
+    return [f"{', '.join(given)}: idle with optimizer={optimizer.optimizer}"] if given else []
+
+
+def _idle_log(log: LogConfig) -> list[str]:
+    """Notes about options of trackers and recordings that are not asked for."""
+    needs = {
+        "wandb_project": ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+        "mlflow_experiment": ("mlflow_run_name", "mlflow_tracking_uri"),
+        "record_memory_history": ("memory_snapshot_path",),
+        "profile": (
+            *("use_pytorch_profiler", "pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
+            *(() if log.record_memory_history else ("profile_ranks",)),
+        ),
+    }
+    return [
+        f"{name}={getattr(log, name)} is idle without --{needed.replace('_', '-')}"
+        for needed, names in needs.items()
+        for name in names
+        if getattr(log, name) and not getattr(log, needed)
+    ]
+
+
+def _world_size_complaint(parallel: ParallelConfig, world_size: int | None) -> str | None:
+    """Complaint about a number of processes that does not fit the sizes of the mesh."""
+    model, dp = parallel.model_parallel_size, parallel.data_parallel_size
+    if world_size is None or world_size == model * (dp or 0):
+        return None
+    sizes = (
+        f"tp {parallel.tensor_model_parallel_size} x pp {parallel.pipeline_model_parallel_size} "
+        f"x cp {parallel.context_parallel_size}"
+    )
+    if world_size % model:
+        return (
+            f"world size {world_size} must be divisible by {sizes} = {model}; start {model} processes or a multiple of "
+            "that, or change --tp and --pp"
+        )
+    if dp is None:
+        return None
+    return (
+        f"world size {world_size} must be dp {dp} x {sizes} = {dp * model}; start {dp * model} processes, "
+        f"or use --dp {world_size // model}"
+    )

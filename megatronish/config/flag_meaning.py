@@ -1,0 +1,244 @@
+"""Meaning of a flag, or of a key read like a flag: settings of fields, notes, and problems."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from megatronish.compat.megatron_flags.families import FAMILIES
+from megatronish.compat.megatron_flags.known import GIVEN, Known, Pairs, Status
+from megatronish.compat.megatron_flags.table import known_flag
+from megatronish.compat.megatron_flags.values import (
+    NOTED_VALUES,
+    REFUSED_LISTS,
+    REFUSED_VALUES,
+    SEVERAL_SETTINGS,
+    VALUES,
+)
+from megatronish.config.data_lists import DATA_LISTS, Lists
+from megatronish.config.fields import ALIASES, FIELDS, VERBATIM
+from megatronish.config.suggest import nearest_name, unknown
+
+
+class Setting(NamedTuple):
+    """Field that the user set. `spelled` is the setting as written: "--tp 2" or "[parallel] tp = 2"."""
+
+    field: str
+    values: tuple[str, ...]
+    spelled: str
+    typed: bool
+
+
+class Recognised(NamedTuple):
+    """Flag of Megatron-LM that is no field, as written."""
+
+    known: Known
+    values: tuple[str, ...]
+    spelled: str
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the flag asks for what is done anyway."""
+        return bool(self.values) and set(self.values) <= set(self.known.harmless)
+
+    @property
+    def status(self) -> Status:
+        """What becomes of the flag with these values."""
+        return "idle" if self.is_harmless else self.known.status
+
+    @property
+    def text(self) -> str:
+        """Reason, and remedy, of what becomes of the flag."""
+        return self.known.why_harmless if self.is_harmless else self.known.text
+
+
+class Settings(NamedTuple):
+    """Settings of one source, with notes and problems. `yielding` are settings for fields that are not set otherwise.
+
+    `recognised` are flags that are no fields; `report` turns them into notes and problems.
+    """
+
+    settings: list[Setting]
+    notes: list[str]
+    problems: list[str]
+    invalid: set[str]  # fields with a problem, which need no further complaint
+    yielding: list[Setting]
+    recognised: list[Recognised]
+
+    @classmethod
+    def empty(cls) -> "Settings":
+        """Settings of a source that says nothing."""
+        return cls([], [], [], set(), [], [])
+
+
+def understand(
+    found: Settings, *, name: str, values: tuple[str, ...], spelled: str, typed: bool, is_mock: bool = False
+) -> None:
+    """Add what a flag (or a key, read like a flag) leads to. `is_mock`: made-up tokens stand in for files."""
+    field = ALIASES.get(name, name.replace("-", "_"))
+    negated = field.removeprefix("no_")
+    if typed and field not in VERBATIM:
+        values = tuple(map(_without_quotes, values))
+    if name in DATA_LISTS and is_mock:
+        found.notes.append(f"{spelled} is idle by --mock-data: made-up tokens stand in for files")
+    elif name in DATA_LISTS:
+        _read_list(found, DATA_LISTS[name].read, values=values, spelled=spelled, typed=typed)
+    elif field in FIELDS:
+        _set_field(found, field, values=values, spelled=spelled, typed=typed)
+    elif field != negated and negated in FIELDS and FIELDS[negated].type is bool and not values:
+        found.settings.append(Setting(negated, ("false",), spelled, typed))
+    elif (known := known_flag(name)) is not None:
+        _use(found, Recognised(known, values, spelled), typed=typed)
+    else:
+        found.problems.append(unknown(name, spelled=spelled, typed=typed))
+        _suppose(found, name, values=values, spelled=spelled, typed=typed)
+
+
+def _suppose(found: Settings, name: str, *, values: tuple[str, ...], spelled: str, typed: bool) -> None:
+    """Take a misspelled flag for the one that was meant, where nothing else sets it: it has its complaint already.
+
+    Else complaints that follow from its absence would hide what is to be corrected.
+    """
+    nearest = nearest_name(name)
+    if nearest is None or nearest in ("config", "help"):
+        return
+    meant = Settings.empty()
+    understand(meant, name=nearest, values=values, spelled=spelled, typed=typed)
+    found.yielding.extend([*meant.settings, *meant.yielding])
+
+
+def report(found: Settings) -> Settings:
+    """Add notes and problems about all recognised flags, those with one reason together; settings that they replace."""
+    for each in found.recognised:
+        if each.status == "instead" and each.known.settings:
+            _replace(found, each)
+    switched_on = {
+        each.known.family
+        for each in found.recognised
+        if each.known.family and each.status in ("refused", "instead") and not each.is_harmless
+    }
+    texts = {family.title: (family.status, family.text) for family in FAMILIES}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for each in found.recognised:
+        known = each.known
+        key = texts[known.family] if known.family in switched_on else (each.status, each.text)
+        groups.setdefault(key, []).append(each.spelled)
+    idle = {text: spelled for (status, text), spelled in groups.items() if status == "idle"}
+    if len(idle) == 1:
+        ((text, spelled),) = idle.items()
+        found.notes.append(f"{_are(spelled)} idle: {text}")
+    elif idle:
+        names = [name for spelled in idle.values() for name in spelled]
+        found.notes.append(
+            f"{len(names)} settings are idle, as no number of the run depends on them here: {', '.join(names)} "
+            f"(docs/FLAGS.md has the reasons)"
+        )
+    for (status, text), spelled in groups.items():
+        if status == "instead":
+            found.notes.append(f"NOT AS ASKED: {', '.join(spelled)}: {text}")
+        elif status == "refused":
+            found.problems.append(f"{_are(spelled)} refused: {text}")
+    return found
+
+
+def _replace(found: Settings, flag: Recognised) -> None:
+    """Put the settings of a flag that is done otherwise in the place of the value that they replace, or of none."""
+    for field, value in flag.known.settings:
+        found.settings[:] = [
+            each for each in found.settings if (each.field, each.values) != (field, (flag.known.replaces,))
+        ]
+        if all(each.field != field for each in found.settings):
+            found.settings.append(Setting(field, (value,), flag.spelled, flag.spelled.startswith("--")))
+
+
+def _are(spelled: list[str]) -> str:
+    return f"{', '.join(spelled)} {'is' if len(spelled) == 1 else 'are'}"
+
+
+def _without_quotes(value: str) -> str:
+    """Value without one pair of quotation marks around it, as a script that quotes twice leaves them."""
+    inside = re.fullmatch(r"(['\"])(.*)\1", value, re.DOTALL)
+    return inside[2] if inside else value
+
+
+def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled: str, typed: bool) -> None:
+    if FIELDS[field].type is bool:
+        values = tuple(value.lower() for value in values) or ("true",)
+    if field == "window_size":
+        window = _window(found, values, spelled=spelled)
+        if window is None:
+            found.invalid.add(field)
+            return
+        values = window
+    refusals = [REFUSED_VALUES[field, value] for value in values if (field, value) in REFUSED_VALUES]
+    if len(values) > 1 and field in REFUSED_LISTS:
+        refusals.append(REFUSED_LISTS[field])
+    if refusals:
+        found.problems.append(f"{spelled} is refused: {'; '.join(refusals)}")
+        found.invalid.add(field)
+        return
+    several = SEVERAL_SETTINGS.get((field, " ".join(values)), ())
+    if several:
+        found.settings.extend(Setting(name, (value,), spelled, typed) for name, value in several)
+        return
+    ours = tuple(VALUES.get(field, {}).get(value, value) for value in values)
+    found.notes.extend(
+        f"{spelled} is computed as {' '.join(ours)}: {NOTED_VALUES[field, value]}"
+        for value in values
+        if (field, value) in NOTED_VALUES
+    )
+    found.settings.append(Setting(field, ours, spelled, typed))
+
+
+def _window(found: Settings, values: tuple[str, ...], *, spelled: str) -> tuple[str, ...] | None:
+    """Megatron-LM's (tokens before, tokens after) as the number of visible tokens; None with a complaint."""
+    pair = re.fullmatch(r"\(?\s*(-?\d+)\s*[, ]\s*(-?\d+)\s*\)?", " ".join(values))
+    if pair is None:
+        return values
+    before, after = int(pair[1]), int(pair[2])
+    if after not in (0, -1) or before < -1 or (after == -1 and before != -1):
+        count = "all" if after == -1 else after
+        found.problems.append(
+            f"{spelled} lets a token see {count} tokens after itself, and a GPT sees none; use --window-size {before},0"
+        )
+        return None
+    return ("None",) if before == -1 else (str(before + 1),)
+
+
+def _read_list(
+    found: Settings,
+    read: Callable[[str], Lists],
+    *,
+    values: tuple[str, ...],
+    spelled: str,
+    typed: bool,
+) -> None:
+    """Add the settings of data sets that a file, or a text, lists."""
+    if not values:
+        found.problems.append(f"{spelled} must have a value; it has none")
+        return
+    try:
+        lists = read(" ".join(values))
+    except ValueError as error:
+        found.problems.append(f"{spelled}: {error}")
+        return
+    found.settings.extend(Setting(field, words, spelled, typed) for field, words in lists)
+
+
+def _use(found: Settings, flag: Recognised, *, typed: bool) -> None:
+    known, values = flag.known, flag.values
+    expects, number = known.num_values, len(values)
+    if known.status != "refused" and expects is not None and number != expects:
+        found.problems.append(f"{flag.spelled} must have {expects or 'no'} value; it has {number}")
+    elif known.status != "means" or flag.is_harmless:
+        found.recognised.append(flag)
+    elif known.by_value and values[0] not in known.by_value:
+        found.problems.append(f"{flag.spelled} is refused: {known.text}")
+    else:
+        pairs = known.by_value[values[0]] if known.by_value else known.settings
+        into = found.yielding if known.yields else found.settings
+        into.extend(_settings(pairs, flag, typed=typed))
+
+
+def _settings(pairs: Pairs, flag: Recognised, *, typed: bool) -> Iterable[Setting]:
+    for field, value in pairs:
+        yield Setting(field, (flag.values[0] if value == GIVEN else value,), flag.spelled, typed)

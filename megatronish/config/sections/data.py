@@ -1,0 +1,134 @@
+"""Section [data] of a config: data files, their split, and the tokenizer."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from megatronish.config.marks import NamedIn, at_least, at_most
+from megatronish.core.names import DATASET_NAMES, in_braces
+from megatronish.tokenizer.names import TOKENIZER_NAMES
+
+MOCK_VOCAB_SIZE = 4096  # tokens of the made-up data of --mock-data
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data files, splits and the tokenizer."""
+
+    data_path: tuple[str, ...] = ()
+    """PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split. PREFIX[0:0.9]: 90 % of it."""
+    train_data_path: tuple[str, ...] = ()
+    """Like --data-path, for training alone."""
+    valid_data_path: tuple[str, ...] = ()
+    """Like --data-path, for validation alone."""
+    test_data_path: tuple[str, ...] = ()
+    """Like --data-path, for the test at the end alone."""
+    multiple_validation_sets: bool = False
+    """Evaluate each prefix of --valid-data-path by itself instead of blending them."""
+    split: str = "969,30,1"
+    """Parts of --data-path for training, validation, test. At the default, the last two are left out if too small."""
+    mock_data: bool = False
+    """Train on made-up tokens that can be learned; needs no file and no tokenizer."""
+    dataset_type: Annotated[str, NamedIn(DATASET_NAMES), tyro.conf.arg(metavar=in_braces(DATASET_NAMES))] = "pretrain"
+    """What the data paths hold: pretrain reads .bin/.idx pairs, chat JSON lines; a plug-in's kind what it likes."""
+    dataset_args: tuple[str, ...] = ()
+    """Options of a plug-in's kind of data sets: option=value ..."""
+    data_cache_path: str | None = None
+    """Where sample indices are kept. Derived: a folder `cache` next to each prefix."""
+    reset_position_ids: bool = False
+    """Positions start from 0 at each document of a sample."""
+    reset_attention_mask: bool = False
+    """Documents packed into one sample do not see each other."""
+    eod_mask_loss: bool = False
+    """Predictions made from an end-of-document token do not count."""
+    num_workers: Annotated[int, at_least(0), at_most(2**31 - 1)] = 2
+    """Batches prepared ahead by a background thread; 0 prepares them in the loop."""
+    tokenizer_type: Annotated[str, NamedIn(TOKENIZER_NAMES), tyro.conf.arg(metavar=in_braces(TOKENIZER_NAMES))] = (
+        "sentencepiece"
+    )
+    """Megatron's names (GPTSentencePieceTokenizer, HuggingFaceTokenizer, ...) are accepted too."""
+    tokenizer_model: str | None = None
+    """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
+    vocab_file: str | None = None
+    """vocab.json of a GPT-2 tokenizer, with --merge-file."""
+    merge_file: str | None = None
+    """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
+    """How a tiktoken tokenizer splits text into words: Megatron-LM's two ways, GPT-2's, or GPT-4's and Llama 3's."""
+    tiktoken_num_special_tokens: Annotated[int, at_least(1), at_most(2**31 - 1)] = 1000
+    """Special tokens that come first in a tiktoken vocabulary of JSON."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Names of a tiktoken tokenizer's special tokens. Derived: <unk> <s> </s> ..., or <|endoftext|> for a text file."""
+    vocab_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """True vocabulary. Derived from the tokenizer."""
+
+    @property
+    def needs_path(self) -> bool:
+        """Whether its kind of data sets reads the data paths in any case."""
+        return not self.mock_data and DATASET_NAMES[self.dataset_type].needs_path
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether samples hold documents that do not see each other."""
+        return self.reset_attention_mask or (self.dataset_type == "chat" and not self.mock_data)
+
+
+def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
+    """PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ... -> [(weight, prefix), ...].
+
+    Without weights each weight is None: every prefix counts in proportion to its size. A prefix that reads as a number
+    is written ./12. ValueError where weights and prefixes do not alternate, or the weights make no sense.
+    """
+    numbers = [_as_number(value) for value in values]
+    for value in values:
+        split_part(value)
+    if all(number is None for number in numbers):
+        return [(None, value) for value in values]
+    pairs = list(zip(numbers[::2], values[1::2], strict=False))
+    text = " ".join(values)
+    alternating = all(number is not None for number in numbers[::2]) and all(number is None for number in numbers[1::2])
+    if len(values) % 2 or not alternating:
+        raise ValueError(
+            f"{text!r}: weights and prefixes must alternate; write WEIGHT PREFIX WEIGHT PREFIX, or no weight"
+        )
+    weights = [number for number in numbers[::2] if number is not None]
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+        raise ValueError(f"{text!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
+    return pairs
+
+
+def split_part(path: str) -> tuple[str, tuple[float, float]]:
+    """PREFIX[0.2:0.9] -> (PREFIX, (0.2, 0.9)), the documents from a fifth up to nine tenths; without it all of them.
+
+    ValueError for a part that is empty, or outside 0 to 1.
+    """
+    found = re.fullmatch(r"(.+)\[([^:\[\]]*):([^:\[\]]*)\]", path)
+    if found is None:
+        return path, (0.0, 1.0)
+    start, end = _as_number(found[2]), _as_number(found[3])
+    if start is None or end is None or not 0 <= start < end <= 1:
+        raise ValueError(f"{path!r} must have a part between 0 and 1, as in {found[1]}[0:0.9]")
+    return found[1], (start, end)
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """ "969,30,1" -> parts for training, validation and test, which sum to 1; missing parts are 0. ValueError."""
+    parts = [_as_number(part.strip()) for part in split.replace("/", ",").split(",")]
+    sizes = [part for part in parts if part is not None and math.isfinite(part) and part >= 0]
+    if len(sizes) != len(parts) or len(sizes) > 3 or not sum(sizes) > 0:
+        raise ValueError(
+            f"{split!r} must be up to three parts, none negative, with a positive sum; for example 969,30,1"
+        )
+    train, valid, test = (size / sum(sizes) for size in [*sizes, 0.0, 0.0][:3])
+    return train, valid, test
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

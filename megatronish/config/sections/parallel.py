@@ -1,0 +1,129 @@
+"""Section [parallel] of a config: the mesh, the pipeline schedule, ZeRO and devices."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from megatronish.config.marks import NamedIn, at_least, at_most, greater_than
+from megatronish.core.layout import ExpertLayout, Layout
+from megatronish.parallel.schedules.table import SCHEDULES
+
+_SCHEDULE_NAMES = f"{{None,{','.join(SCHEDULES)}}}"  # as --help shows them
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the mesh's axes, communication, pipeline schedule and ZeRO."""
+
+    tensor_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--tp"]), at_least(1), at_most(100_000)] = 1
+    """tp: ranks that share every layer."""
+    pipeline_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--pp"]), at_least(1), at_most(100_000)] = 1
+    """pp: stages that the layers are cut into."""
+    data_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=["--dp"]), at_least(1), at_most(100_000)] = None
+    """dp: copies of the model. Derived: all ranks / (tp pp cp), or 1 on a plain start."""
+    context_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--cp"]), at_least(1), at_most(100_000)] = 1
+    """cp: ranks that share one sequence."""
+    expert_model_parallel_size: Annotated[int, tyro.conf.arg(aliases=["--ep"]), at_least(1), at_most(100_000)] = 1
+    """ep: ranks that share the experts of a layer out. They are taken from the ranks of dp, cp and tp."""
+    expert_tensor_parallel_size: Annotated[
+        int | None, tyro.conf.arg(aliases=["--etp"]), at_least(1), at_most(100_000)
+    ] = None
+    """etp: ranks that share every expert. Derived: tp."""
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
+    """How attention sees the whole sequence: p2p sends keys and values round a ring, a2a trades sequence for heads."""
+    sequence_parallel: bool = False
+    """Norms, dropout and the residual stream hold 1/tp of the sequence (needs tp > 1)."""
+    pipeline_schedule: Annotated[str | None, NamedIn(SCHEDULES), tyro.conf.arg(metavar=_SCHEDULE_NAMES)] = None
+    """Order of the passes over the stages. Derived: interleaved where virtual stages are asked for, else 1f1b."""
+    num_layers_per_virtual_pipeline_stage: Annotated[int | None, at_least(1), at_most(100_000)] = None
+    """Interleave: each stage holds several chunks of so many layers."""
+    num_virtual_stages_per_pipeline_rank: Annotated[int | None, at_least(1), at_most(100_000)] = None
+    """Interleave: each stage holds so many chunks."""
+    pipeline_split: Literal["even", "auto"] = "even"
+    """even: equal stages, as far as they can be; auto: the slowest stage is as fast as can be, head counted."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as one layer of the even split."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The head counts as one layer of the even split."""
+    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
+    """Layers of the first stage; the others share the rest."""
+    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
+    """Layers of the last stage; the others share the rest."""
+    overlap_grad_reduce: bool = True
+    """Exchange each gradient bucket as soon as it is final, while the backward continues."""
+    grad_reduce_in_bf16: bool = False
+    """Gradients are summed in bf16 instead of fp32: half the bytes, and 8 bits of each sum (needs --bf16)."""
+    ddp_bucket_size: Annotated[int, at_least(1), at_most(2**63 - 1)] = 8_000_000
+    """Elements of one gradient bucket."""
+    use_distributed_optimizer: bool = False
+    """ZeRO-1: the ranks of dp and cp share masters and optimizer states. The same as --zero-stage 1."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """What the ranks of dp and cp share: 1 optimizer states, 2 gradients too, 3 parameters too. Derived: 0."""
+    num_distributed_optimizer_instances: Annotated[
+        int, tyro.conf.arg(aliases=["--dp-replicate"]), at_least(1), at_most(2**63 - 1)
+    ] = 1
+    """Hybrid sharding: groups of ranks that share among themselves and hold copies of each other."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters while the next forward computes."""
+    optimizer_cpu_offload: bool = False
+    """Masters and optimizer states live in the CPU's memory, and the CPU takes the step."""
+    param_cpu_offload: bool = False
+    """The parameters too: a layer's share is brought to the device when the layer is gathered (ZeRO-3)."""
+    distributed_backend: str = "auto"
+    """auto: nccl on CUDA, gloo on CPU; or any that torch.distributed knows, a plug-in's too."""
+    distributed_timeout_minutes: Annotated[float, greater_than(0), at_most(525_600)] = 10.0
+    """A collective that waits longer than this ends the run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the mesh. `read_config` has set data_parallel_size before they are read."""
+        return Layout(
+            pp=self.pipeline_model_parallel_size,
+            dp=self.data_parallel_size or 1,
+            cp=self.context_parallel_size,
+            tp=self.tensor_model_parallel_size,
+        )
+
+    @property
+    def expert_layout(self) -> ExpertLayout:
+        """Sizes of the grid of experts."""
+        return ExpertLayout(
+            self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model: tp * pp * cp."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule: by default interleaved with virtual stages, else 1f1b."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        several = (self.num_virtual_stages_per_pipeline_rank or 1) > 1
+        return "interleaved" if several or self.num_layers_per_virtual_pipeline_stage is not None else "1f1b"
+
+    @property
+    def zero(self) -> int:
+        """Stage of ZeRO, 0 to 3."""
+        return self.zero_stage if self.zero_stage is not None else int(self.use_distributed_optimizer)
+
+    @property
+    def ends_in_split(self) -> tuple[int, int]:
+        """1 for each of embedding and head that counts as a layer of the even split, else 0."""
+        return int(self.account_for_embedding_in_pipeline_split), int(self.account_for_loss_in_pipeline_split)
+
+    def num_chunks(self, num_layers: int) -> int:
+        """Model chunks on each pipeline stage."""
+        return SCHEDULES[self.schedule].num_chunks or self.num_virtual_chunks(num_layers)
+
+    def num_virtual_chunks(self, num_layers: int) -> int:
+        """Model chunks on each stage by the fields for virtual stages alone."""
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            layers_of_a_round = self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage
+            return max(1, (num_layers + sum(self.ends_in_split)) // layers_of_a_round)
+        return self.num_virtual_stages_per_pipeline_rank or 1

@@ -1,0 +1,90 @@
+"""Section [training] of a config: batch, length of the run, precision, attention backend."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from megatronish.config.marks import REQUIRED, NamedIn, at_least, at_most, greater_than
+from megatronish.core.names import OBJECTIVE_NAMES, in_braces
+
+LOSS_SCALE_LIMIT = at_most(2.0**120, "2^120, as fp32 ends at 2^128")
+
+AttentionBackend = Literal["auto", "flash", "fused_softmax", "unfused"]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch, length of the run, seed, precision and attention backend."""
+
+    seq_length: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
+    """Tokens S of one sample."""
+    micro_batch_size: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
+    """Samples B in one forward pass."""
+    global_batch_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """Samples in one step, over all ranks. Derived: micro_batch_size * dp."""
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
+    step_batch_size_schedule: tuple[str, ...] = ()
+    """TOKENS:BATCH_SIZE ...: each global batch size, from a number of consumed tokens (K, M, B, T) on."""
+    train_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Steps to train for."""
+    train_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Samples to train for, instead of --train-iters."""
+    num_epochs: Annotated[float | None, greater_than(0), at_most(10_000)] = None
+    """Passes over the training data, instead of --train-iters: the last step is filled up from the next pass."""
+    train_tokens: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Tokens to train for, instead of --train-iters: --train-samples of --seq-length tokens each."""
+    exit_interval: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
+    """Save and leave after every so many steps."""
+    exit_duration_in_mins: Annotated[float | None, greater_than(0)] = None
+    """Save and leave after so many minutes."""
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
+    """Save and leave on this signal too; SIGTERM always does."""
+    exit_status_if_stopped: Annotated[int, at_least(0), at_most(255)] = 0
+    """Exit status of a run that saved and left before its last step, for launchers that take 0 for finished."""
+    kill_switch_path: str | None = None
+    """Save and leave once this file exists."""
+    eval_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
+    """Steps between evaluations."""
+    eval_iters: Annotated[int, at_least(0), at_most(2**63 - 1)] = 100
+    """Global batches of one evaluation; 0 for none."""
+    eval_global_batch_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """Samples in one batch of an evaluation. Derived: the global batch size."""
+    seed: Annotated[int, at_least(0), at_most(2**63 - 1)] = 1234
+    """Of initial weights, dropout and data order."""
+    bf16: bool = False
+    """Compute in bf16; master weights, gradients and their reduction stay in fp32."""
+    fp16: bool = False
+    """Compute in fp16, with a loss scale; master weights, gradients and their reduction stay in fp32."""
+    loss_scale: Annotated[float | None, at_least(0), LOSS_SCALE_LIMIT] = None
+    """fp16: a loss scale that stays the same. Without it, or with 0, the scale follows overflows."""
+    initial_loss_scale: Annotated[float, greater_than(0), LOSS_SCALE_LIMIT] = 2.0**32
+    """fp16: where the loss scale starts."""
+    min_loss_scale: Annotated[float, greater_than(0), LOSS_SCALE_LIMIT] = 1.0
+    """fp16: the loss scale is never halved below this."""
+    loss_scale_window: Annotated[int, at_least(1), at_most(2**63 - 1)] = 1000
+    """fp16: steps in a row without an overflow after which the loss scale is doubled."""
+    hysteresis: Annotated[int, at_least(1), at_most(2**63 - 1)] = 2
+    """fp16: the loss scale is halved after this many overflows since its last doubling, and after each further one."""
+    objective: Annotated[str, NamedIn(OBJECTIVE_NAMES), tyro.conf.arg(metavar=in_braces(OBJECTIVE_NAMES))] = "causal_lm"
+    """What is minimised: causal_lm is the loss of the next token, others learn from preferences; or a plug-in's."""
+    objective_args: tuple[str, ...] = ()
+    """Options of a plug-in's objective: option=value ..."""
+    attention_backend: AttentionBackend = "auto"
+    """auto, flash: SDPA, and with dropout attention block by block; fused_softmax, unfused: explicit probabilities."""
+    compile: bool = False
+    """torch.compile of the layers: the first step waits for a compiler, the others are faster (docs/RUNNING.md)."""
+    cuda_graph: bool = False
+    """Replay micro-batches from one CUDA graph, where nothing is sent in them: less work for the host."""
+    deterministic_mode: bool = False
+    """Deterministic kernels alone: two runs on the same devices give the same bits. On a CPU they do in any case."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """On CUDA: partial sums of a bf16 matrix product are added in fp32, never in bf16."""
+    check_for_nan_in_loss_and_grad: bool = True
+    """Stop when the loss or the gradient norm is not finite."""
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Precision of the forward and the backward."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"

@@ -1,0 +1,294 @@
+"""Atomic writers of files and folders: whole under their name or not there at all, also after a power cut.
+
+Each writes next to the final name, flushes to the disk and renames: a small text (`write_durably`), a file of any size
+(`AtomicFile`), a folder (`new_folder`). Checkpoints, which many ranks write, are renamed by checkpoint/folder.py. With
+`one_builder`, processes that want the same file leave its building to one of them.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal
+
+from megatronish.core.errors import RunError, UserError
+
+NO_CONTENT = "lost+found"  # a folder that is in the root of an empty ext4 disk
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees the old text or the new one, whenever the machine stops."""
+    aside = path.with_name(path.name + ".new")
+    with _removed_after_an_error(aside):
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    sync_folder(path.parent)
+
+
+def write_quickly(path: Path, text: str) -> None:
+    """Replace a file atomically, without waiting for the disk: after a power cut it may be the old one, or empty."""
+    aside = path.with_suffix(".new")
+    with _removed_after_an_error(aside):
+        aside.write_text(text)
+        aside.replace(path)
+
+
+@contextmanager
+def _removed_after_an_error(aside: Path) -> Iterator[None]:
+    """Context in which a file is written, of which nothing stays where the disk is full."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def ordinary(path: Path) -> Path:
+    """The path, if reading it comes to an end; OSError for a device, or for a pipe that no shell has put there.
+
+    A shell's `<(command)` and standard input are pipes in /dev, with a writer at the other end.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (stat.S_ISFIFO(mode) and path.is_relative_to("/dev"))):
+        raise OSError(errno.EINVAL, "it is no file but a pipe or a device", str(path))
+    return path
+
+
+def refuse_unwritable_file(path: Path, *, flag: str) -> None:
+    """Make the folder of a file that is written later; UserError now if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_fifo() or path.is_char_device():
+            return
+        is_new = not path.exists()
+        with path.open("ab"):  # not os.access: network file systems and those of the kernel refuse what its modes allow
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written: {error.strerror}; choose another") from error
+
+
+def private_folder(folder: Path) -> Path:
+    """The folder, made if it is missing, into which this user alone can write; OSError if it is not this user's.
+
+    In a directory that all users share, another one may have made it before, or a link of its name.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "another user has made it, or it is a link", str(folder))
+    if status.st_mode & 0o022:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+    return folder
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync of a folder: the names in it survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AtomicFile:
+    """Temporary file that becomes `path` in `commit`. As a context: committed at the end, discarded after an exception.
+
+    A process that is killed leaves `<name>.<random>.tmp` next to it, which nothing ever reads. The next writer of the
+    same path removes it: the temporary file is locked while its writer lives, and the system releases the lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        self.path = path
+        self._temporary, self.file = _locked_file_beside(path)
+
+    def commit(self, *, keep_existing: bool = False) -> None:
+        """Rename the file to `path`; a file of that name is replaced, or with `keep_existing` it stays.
+
+        Files that other nodes may have mapped need `keep_existing`: over NFS, replacing a file breaks its mappings.
+        """
+        try:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            if keep_existing:
+                os.link(self._temporary, self.path)
+            else:
+                os.replace(self._temporary, self.path)
+            sync_folder(self.path.parent)
+        except FileExistsError:
+            pass
+        finally:
+            self._temporary.unlink(missing_ok=True)
+            self.file.close()  # last: it releases the lock
+
+    def discard(self) -> None:
+        """Delete the temporary file; a committed file stays."""
+        self._temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a full disk refuses what is still buffered, too
+            self.file.close()
+
+    def __enter__(self) -> "AtomicFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.discard()
+
+
+def _locked_file_beside(path: Path) -> tuple[Path, BinaryIO]:
+    """A new temporary file for `path`, locked by this process where the file system has locks."""
+    while True:
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+        file = temporary.open("xb")
+        # Between the two, another process may have taken the file for a leftover.
+        if _lock(file) != "taken" and temporary.exists():
+            return temporary, file
+        file.close()
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete the temporary files of `path` that no living process writes. One that cannot be locked is left alone."""
+    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{12}\.tmp")
+    for leftover in [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]:
+        with suppress(OSError), leftover.open("r+b") as file:
+            if _lock(file) == "locked":
+                leftover.unlink()
+
+
+@contextmanager
+def one_builder(path: Path, *, patience_seconds: float = 600.0) -> Iterator[None]:
+    """Let one process at a time build `path`, over all machines that share its folder, as far as that has locks.
+
+    The first process enters at once; those that come while it builds enter when it has left or has died, all of them
+    together: each looks whether the file is there now. No process waits longer than `patience_seconds`, or where no
+    lock can be made, in a read-only folder for example.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
+    except OSError:
+        yield
+        return
+    with file:
+        state, deadline = _lock(file), time.monotonic() + patience_seconds
+        if state != "taken":
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    lock.unlink(missing_ok=True)
+            return
+        while state == "taken" and time.monotonic() < deadline:
+            time.sleep(0.02)
+            state = _lock(file)
+    yield
+
+
+def _lock(file: BinaryIO) -> Literal["locked", "taken", "impossible"]:
+    """Lock a file for this process, without waiting. Some network file systems have no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "taken"
+    except OSError:
+        return "impossible"
+    return "locked"
+
+
+@contextmanager
+def new_folder(path: Path, *, decisive: str) -> Iterator[Path]:
+    """Temporary folder to write into, which becomes `path` when all of its files are synced.
+
+    `path` must be free or an empty folder. A folder that exists may be the root of a disk, which cannot be replaced:
+    the files are then written into a hidden folder in it and moved up one by one, the file `decisive` last, because
+    readers take a folder without that file for incomplete. UserError if `path` is not empty, RunError if the disk is
+    full or fails; nothing that was written stays then.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        exists = _is_empty_folder(path)
+        partial = path / ".partial" if exists else path.with_name(f".{path.name}.partial")
+    except OSError as error:
+        raise _failed(path, error) from error
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        sync_files(partial)
+        if exists:
+            _move_in(partial, path, decisive=decisive)
+        else:
+            partial.rename(path)
+            sync_folder(path.parent)
+    except OSError as error:
+        raise _failed(path, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Whether `path` is an empty folder; False if nothing is there. UserError for a file or a folder with content."""
+    if not path.exists():
+        return False
+    if not path.is_dir():
+        raise UserError(f"{path} exists already and is no folder; name a folder that does not exist")
+    names = sorted(entry.name for entry in path.iterdir())
+    if content := [name for name in names if not name.startswith(".") and name != NO_CONTENT]:
+        raise UserError(f"{path} holds {content[0]} already, and nothing is overwritten; name an empty folder")
+    return True
+
+
+def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
+    """Move the entries of `partial` into `path`, the file `decisive` last; after an error, all are moved back."""
+    names = sorted((entry.name for entry in partial.iterdir()), key=lambda name: name == decisive)
+    try:
+        for name in names:
+            if name == decisive:
+                sync_folder(path)
+            (partial / name).rename(path / name)
+        sync_folder(path)
+    except BaseException:
+        for name in names:
+            if not (partial / name).exists():
+                (path / name).rename(partial / name)
+        raise
+
+
+def _failed(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"{path} could not be written: {error.strerror or error}; no partial file is left; free space or name another "
+        "place"
+    )
+
+
+def sync_files(folder: Path) -> None:
+    """fsync of all files and folders in a folder, from the deepest up: contents and names survive a power cut."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)

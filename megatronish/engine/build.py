@@ -1,0 +1,284 @@
+"""Assembly of an engine, one function a step, in the order in which the parts are wrapped around each other.
+
+build_stage         the modules of this rank's stage (parallel/pipeline/stage.py)
+with_adapters       adapters of its linear layers; with --quantize-base the layers themselves in 4 bits
+freeze              which parameters learn (trainable.py)
+make_data_parallel  parameters and gradients over the data ranks, as the ZeRO stage says, and their initial values
+split_backward      weight gradients deferred to W actions, where the schedule has them
+add_in_place        weight gradients added to the sums of a step by the layers themselves
+Optimizer           over the fp32 masters that this rank keeps
+build_executor      the loop over the actions of a plan
+with_graphs         with --cuda-graph, the replay of micro-batches around it
+
+What changes the modules of a stage (`linear.set_products` for another matrix product) belongs between build_stage and
+freeze.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatronish.config.config import Config
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.preference import PreferenceConfig
+from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.names import OBJECTIVE_NAMES
+from megatronish.engine.engine import Engine
+from megatronish.engine.forward import run_chunk
+from megatronish.engine.reference_logprobs import PairPreparation, Scorer
+from megatronish.engine.trainable import Trainable, adapters_alone, everything, freeze, nothing
+from megatronish.engine.update_rule import UpdateRule
+from megatronish.layers.linear import add_in_place, split_backward
+from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.model.adapters import DEFAULT, add_adapters
+from megatronish.model.batch import MicroBatch
+from megatronish.model.block import MakeBlock
+from megatronish.model.compiled import compile_layers, why_not_compiled
+from megatronish.model.execution import Execution
+from megatronish.model.quantised import quantise_base
+from megatronish.model.recompute import Recompute
+from megatronish.objectives.causal_lm import CausalLM
+from megatronish.objectives.pairs import AnyObjective, PairObjective
+from megatronish.objectives.table import objective_of
+from megatronish.optim.loss_scale import loss_scale_of
+from megatronish.optim.loss_spikes import LossSpikes
+from megatronish.optim.optimizer import Optimizer
+from megatronish.parallel.data_parallel.data_parallel import DataParallel
+from megatronish.parallel.data_parallel.fully_sharded import FullySharded
+from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.data_parallel.zero import Zero
+from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.parallel.pipeline.cuda_graph import Record, ReplayingExecutor, record_on_cuda
+from megatronish.parallel.pipeline.executor import Executor
+from megatronish.parallel.pipeline.stage import ModelStage, build_stage
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.pipeline.transfers import Boundary
+from megatronish.parallel.sharding import collect_shardings
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_engine(
+    config: Config,
+    mesh: Mesh,
+    *,
+    vocab_size: int,
+    make_block: MakeBlock | None = None,
+    trainable: Trainable = everything,
+    objective: AnyObjective | None = None,
+    initialises: bool = True,
+) -> Engine:
+    """This rank's share of a training run.
+
+    Parameters are initialised as their names and the seed say, in fp32, and rounded to the run's precision. Those of
+    an engine that only evaluates (`trainable=nothing`) are zeros for a checkpoint to fill; without `initialises` all
+    are, for a dry run.
+    """
+    assert config.layout == mesh.layout, "the mesh is not that of the config"
+    model, training = config.model, config.training
+    objective = objective or objective_of(config)
+    settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
+    stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
+    # Parameters have no memory until they lie where they stay, a bucket after the other, in the precision in which they
+    # stay: a second copy in fp32, of what is frozen or shared, may be what a device has no place for.
+    device = torch.device("meta")
+    stage = build_stage(
+        model,
+        stages,
+        mesh,
+        vocab_size=vocab_size,
+        num_positions=model.max_position_embeddings or training.seq_length,
+        sequence_parallel=config.parallel.sequence_parallel,
+        execution=execution_of(config, mesh),
+        make_block=make_block,
+        device=device,
+    )
+    if config.adapter.is_used:
+        stage = with_adapters(stage, config.adapter, device=device)
+        trainable = adapters_alone if trainable is everything else trainable
+    if settings.zero_stage < 3:
+        place_on(stage.model, mesh.device)
+    learning = freeze(stage, trainable)
+    seed = training.seed if initialises and trainable is not nothing else None
+    data_parallel = make_data_parallel(stage, mesh, settings, seed=seed, gives_back=not training.cuda_graph)
+    weight_gradients = place_weight_gradients(stage, data_parallel, settings)
+    if config.training.compile and why_not_compiled(mesh.device.type) is None:
+        compile_layers(stage.model.layers.values())
+    optimizer = Optimizer(
+        data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
+    )
+    stage.model.record = mesh.record
+    executor = build_executor(config, stage, mesh, objective, weight_gradients)
+    replaying = with_graphs(config, executor, mesh)
+    engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule_of(config))
+    if isinstance(objective, PairObjective):
+        prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
+    return engine
+
+
+def place_on(model: nn.Module, device: torch.device) -> None:
+    """Make a model of the meta device one of this device, of whose parameters one element is there and stands for all.
+
+    Buckets hold the values. Tensors are new ones: one of the meta device cannot become a view of those.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            one = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            module.register_parameter(name, nn.Parameter(one, requires_grad=parameter.requires_grad))
+
+
+def place_weight_gradients(
+    stage: ModelStage, data_parallel: DataParallel, settings: DataParallelSettings
+) -> WeightGradients | None:
+    """Have layers add their weight gradients to the sums; the queue of those that W actions compute, if there are."""
+    if data_parallel.sum_of is not None and settings.dtype == torch.float32:
+        # In 16 bits every micro-batch's gradient is rounded once, in every stage of ZeRO alike.
+        add_in_place(stage.model, data_parallel.sum_of)
+    if not stage.stages.schedule.has_weight_gradients:
+        return None
+    weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
+    split_backward(stage.model, weight_gradients)
+    return weight_gradients
+
+
+def rule_of(config: Config) -> UpdateRule:
+    """What becomes of a gradient before the optimizer."""
+    training = config.training
+    spikes = LossSpikes(config.resilience.skip_loss_spikes)
+    return UpdateRule(
+        loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad, spikes
+    )
+
+
+def prepare_pairs(engine: Engine, scorer: Scorer, config: Config, *, vocab_size: int) -> None:
+    """Have the engine compute what its pairs are compared with, by a frozen model of its own if the config wants it."""
+    if config.reference == "model":
+        alike = config_of_reference(config)
+        engine.reference = build_engine(
+            alike, engine.mesh, vocab_size=vocab_size, trainable=nothing, objective=CausalLM()
+        )
+    engine.preparation = preparation_of(config, scorer, engine.reference, engine.mesh)
+
+
+def config_of_reference(config: Config) -> Config:
+    """The config of the frozen model that an objective of pairs compares with, in the same layout."""
+    training = replace(config.training, objective=TrainingConfig.objective, objective_args=())
+    return replace(
+        config,
+        training=training,
+        adapter=AdapterConfig(),
+        preference=PreferenceConfig(),
+        recompute=RecomputeConfig(),
+    )
+
+
+def preparation_of(config: Config, scorer: Scorer, reference: Engine | None, mesh: Mesh) -> PairPreparation:
+    """What is computed of the pairs of a step before they are trained on."""
+    compared: Callable[[Sequence[MicroBatch]], list[torch.Tensor]] | None = None
+    if config.reference == "adapters-off":
+        compared = scorer.without_adapters
+    elif reference is not None:
+        assert isinstance(reference.executor, Executor)
+        compared = Scorer(reference.stage, reference.executor)
+    needs_kl = OBJECTIVE_NAMES[config.training.objective].learns_from == "labelled"
+    return PairPreparation(mesh, scorer, compared, needs_kl=needs_kl)
+
+
+def execution_of(config: Config, mesh: Mesh) -> Execution:
+    """Settings of the forward and backward of layers."""
+    recompute: RecomputeConfig = config.recompute
+    return Execution(
+        mesh.cp,
+        config.parallel.cp_comm_type,
+        config.training.attention_backend,
+        Recompute(
+            recompute.recompute_granularity,
+            recompute.recompute_method,
+            recompute.recompute_num_layers,
+            shard_axis=mesh.tp if recompute.distribute_saved_activations else Axis("tp"),
+            offload=recompute.offload_saved_activations,
+        ),
+        dropout_seed=config.training.seed,
+    )
+
+
+def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.device, name: str = DEFAULT) -> ModelStage:
+    """The stage with adapters of this name, as the config says, on its quantised layers or others.
+
+    Parameters are uninitialised.
+    """
+    with device:
+        add_adapters(stage.model, config, name=name)
+        if config.quantize_base is not None:
+            quantise_base(stage.model, double=config.double_quantization)
+    return replace(stage, shardings=collect_shardings(stage.model), is_adapted=True)
+
+
+def make_data_parallel(
+    stage: ModelStage, mesh: Mesh, settings: DataParallelSettings, *, seed: int | None, gives_back: bool = True
+) -> DataParallel:
+    """Fill in initial values (none where `seed` is None), and lay the stage out over the data ranks (ZeRO).
+
+    With `gives_back` gradients have no memory during a step's first forward: not for CUDA graphs, of fixed addresses.
+    """
+    model = stage.model
+    data_parallel: DataParallel
+    if settings.zero_stage == 3:
+        chunks = [[model.layers[str(layer)] for layer in chunk.layers] for chunk in model.chunks]
+        data_parallel = FullySharded(
+            model, chunks, stage.shardings, mesh.domains, settings, device=mesh.device, seed=seed
+        )
+    else:
+        deferred = "W" if stage.stages.schedule.has_weight_gradients else "B"
+        data_parallel = Zero(
+            dict(model.named_parameters()),
+            stage.shardings,
+            mesh.domains,
+            settings,
+            seed=seed,
+            sources={
+                name: frozenset((user.chunk, deferred if user.is_linear else "B") for user in users)
+                for name, users in model.users().items()
+            },
+            gives_back=gives_back,
+        )
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.to(settings.dtype)
+    for module, names in model.by_first_use():
+        data_parallel.gather_before(module, names)
+    return data_parallel
+
+
+def build_executor(
+    config: Config,
+    stage: ModelStage,
+    mesh: Mesh,
+    objective: AnyObjective,
+    weight_gradients: WeightGradients | None,
+) -> Executor:
+    """The loop over this stage's actions. Every rank of the pipeline makes its own at the same time."""
+    dtype = DTYPES[config.training.precision]
+    return Executor(
+        [partial(run_chunk, stage.model, objective, chunk) for chunk in range(stage.stages.num_chunks)],
+        stage.stages.placement,
+        p2p_axes=mesh.p2p_axes,
+        boundary=Boundary(config.model.hidden_size, dtype, mesh.device, stage.model.tp),
+        weight_gradients=weight_gradients,
+        record=mesh.record,
+    )
+
+
+def with_graphs(
+    config: Config, executor: Executor, mesh: Mesh, *, record: Record = record_on_cuda
+) -> Executor | ReplayingExecutor:
+    """With --cuda-graph, an executor that replays micro-batches from a graph."""
+    if not config.training.cuda_graph:
+        return executor
+    domain = mesh.domains["dense"]
+    sends, gathers = domain.shard.size * domain.replicate.size > 1, domain.shard.size > 1
+    return ReplayingExecutor(executor, record, first=gathers, last=sends)

@@ -1,0 +1,148 @@
+"""The engine: one step of training on one rank, from micro-batches to updated parameters.
+
+It knows nothing of files, logs or config: hand it the micro-batches of a step and a learning rate, and it computes,
+reduces, clips and updates. build.py puts one together; the trainer, the tests and `verify_layout` drive it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatronish.engine.balancing import Balancing
+from megatronish.engine.batches import on_rank, weight_of
+from megatronish.engine.reduction import meet_stages, reduce_sums
+from megatronish.engine.reference_logprobs import PairPreparation
+from megatronish.engine.results import StepResult, Totals, Votes, no_votes
+from megatronish.engine.unused_parameters import GradientArrivals
+from megatronish.engine.update_rule import UpdateRule
+from megatronish.model.batch import MicroBatch
+from megatronish.objectives.objective import LOSS, metrics_of
+from megatronish.objectives.pairs import AnyObjective
+from megatronish.optim.global_norm import global_norm
+from megatronish.optim.optimizer import Optimizer
+from megatronish.parallel.data_parallel.data_parallel import DataParallel
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.cuda_graph import ReplayingExecutor
+from megatronish.parallel.pipeline.executor import Executor, Observer
+from megatronish.parallel.pipeline.stage import ModelStage
+from megatronish.parallel.ranges import OPTIMIZER, marked
+from megatronish.parallel.schedules.plan import Action
+
+
+@dataclass
+class Engine:
+    """One rank's share of a training run. `observers` receive the times of every action.
+
+    `preparation` completes the micro-batches of objectives that compare completions; `reference` is the frozen model
+    that some of them compare with.
+    """
+
+    mesh: Mesh
+    stage: ModelStage
+    objective: AnyObjective
+    data_parallel: DataParallel
+    optimizer: Optimizer
+    executor: Executor | ReplayingExecutor
+    rule: UpdateRule
+    preparation: PairPreparation | None = field(default=None, init=False)
+    reference: "Engine | None" = field(default=None, init=False)
+    observers: list[Observer] = field(default_factory=list, init=False)
+    meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
+    balancing: Balancing = field(init=False)
+    arrivals: GradientArrivals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.balancing = Balancing(self.stage.model)
+        self.arrivals = GradientArrivals(dict(self.stage.model.named_parameters()))
+
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        num_steps_done: int,
+        learning_rate: float,
+        weight_decay: float,
+        decoupled_learning_rate: float | None = None,
+        votes: Votes = no_votes,
+    ) -> StepResult:
+        """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
+
+        Dropout masks are named by `num_steps_done`. `votes` are asked once the step is computed: numbers of this rank,
+        under the same names on every rank, that are reduced with the sums of the step. `decoupled_learning_rate` is for
+        the word embedding and the output layer, with --decoupled-lr.
+        """
+        result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
+        if not result.skipped:
+            with marked(OPTIMIZER):
+                self.clip(result.grad_norm)
+                self.data_parallel.wait_for_offload()
+                self.optimizer.step(
+                    learning_rate=learning_rate,
+                    weight_decay=weight_decay,
+                    decoupled_learning_rate=decoupled_learning_rate,
+                )
+            self.data_parallel.gather_parameters()
+            self.balancing.end_step(result.expert_load)
+        self.rule.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
+        return result
+
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, votes: Votes = no_votes
+    ) -> StepResult:
+        """Forward and backward: afterwards each data rank holds its part of the summed gradient of loss / weight.
+
+        It is multiplied by the loss scale, which `clip` takes out again.
+        """
+        weight, scale = weight_of(micro_batches, self.objective, self.mesh), self.rule.loss_scale.scale
+        local = self._local(micro_batches)
+        self.data_parallel.zero()
+        num_sequences = self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
+        seq_length = micro_batches[0].tokens.shape[1]
+        with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
+            sums = self.executor.run(
+                self._actions(len(micro_batches)),
+                local,
+                step=num_steps_done,
+                loss_scale=scale / max(weight, 1),
+                begin_action=self.data_parallel.begin_action,
+                observers=self.observers,
+            )
+        self.arrivals.check(self.mesh.checkpoint_axis)
+        if self.meets_stages:
+            meet_stages(self.mesh)
+        self.data_parallel.finish_reduction()
+        mesh, counted, shapes = self.mesh, self.data_parallel.counted_gradients(), self.balancing.shapes
+        norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device)
+        totals = reduce_sums(sums, votes(), norm, objective=self.objective.names, model=shapes, mesh=mesh)
+        metrics = metrics_of(self.objective, totals.objective, weight=weight)
+        metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
+        grad_norm = totals.norm / scale
+        origin = self.balancing.not_finite(sums, totals.model, mesh)
+        self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
+        skipped = self.rule.skips(grad_norm, step=num_steps_done + 1)
+        load = self.balancing.load(totals.model)
+        return StepResult(metrics, grad_norm, weight, scale, skipped, totals.votes, load)
+
+    def clip(self, grad_norm: float) -> None:
+        """Take the loss scale out of the gradient, and shorten it if it is too long."""
+        factor = self.rule.factor(grad_norm)
+        if factor != 1.0:
+            self.data_parallel.scale(factor)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
+        """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
+        forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
+        sums = self.executor.run(forwards, self._local(micro_batches), step=None)
+        totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
+        return Totals(totals.objective, weight_of(micro_batches, self.objective, self.mesh))
+
+    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """What this cp rank holds of whole sequences, prepared for the objective."""
+        found = on_rank(micro_batches, self.mesh)
+        return found if self.preparation is None else self.preparation(found)
+
+    def _actions(self, num_microbatches: int) -> list[Action]:
+        return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

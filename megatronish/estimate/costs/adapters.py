@@ -1,0 +1,163 @@
+"""Linear layers of a model by name, which of their sections have an adapter, and how many parameters learn."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.specs.costs import Count, sum_counts
+from megatronish.specs.layers import ExpertsSpec, LayerSpec, MLPSpec, layer_specs
+
+SECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+DEFAULT_TARGETS = {"lora": SECTIONS, "ia3": ("k", "v", "down")}
+OTHER_NAMES = {
+    "all-linear": SECTIONS,
+    # PEFT's, of the Llama family and of GPT-2
+    **{f"{name}_proj": (name,) for name in SECTIONS},
+    "c_attn": ("q", "k", "v"),
+    "c_fc": ("up",),
+    # Megatron-LM's
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": ("o",),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": ("down",),
+}
+"""Names of sections in other systems. GPT-2's c_proj is missing: it names the sections o and down alike."""
+
+
+class LinearSection(NamedTuple):
+    """Section of a linear layer, [in] -> [out], of which a layer of experts has `copies`."""
+
+    name: str  # layers.0.attention.qkv.q
+    in_features: int
+    out_features: int
+    copies: int = 1
+
+    @property
+    def section(self) -> str:
+        """Last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    def parameters(self, config: AdapterConfig) -> Count:
+        """Parameters of its adapter, by how they are cut."""
+        if config.adapter_type == "ia3":
+            size = self.in_features if self.section == "down" else self.out_features
+            found = Count(whole=size) if self.section == "o" else Count(split=size)
+        else:
+            a, b = config.lora_rank * self.in_features, config.lora_rank * self.out_features
+            found = Count(split=a, whole=b) if self.section in ("o", "down") else Count(split=b, whole=a)
+        return found if self.copies == 1 else Count(experts=self.copies * found.total)
+
+
+def linear_sections(model: ModelConfig) -> Iterator[LinearSection]:
+    """Sections of all linear layers that may have an adapter: not router, embedding and output layer."""
+    for number, spec in enumerate(layer_specs(model)):
+        yield from sections_of_layer(model, number, spec)
+
+
+def sections_of_layer(model: ModelConfig, number: int, spec: LayerSpec) -> Iterator[LinearSection]:
+    """Sections of one transformer layer."""
+    layer, hidden = f"layers.{number}", model.hidden_size
+    for name, size in spec.attention.sections.items():
+        yield LinearSection(f"{layer}.attention.qkv.{name}", hidden, size)
+    yield LinearSection(f"{layer}.attention.out.o", spec.attention.sections["q"], hidden)
+    if isinstance(spec.mlp, ExpertsSpec):
+        names = (f"{layer}.mlp.experts.gate_up", f"{layer}.mlp.experts.down")
+        yield from _of_mlp(spec.mlp.expert, names, hidden, copies=spec.mlp.num_experts)
+        if spec.mlp.shared is not None:
+            yield from _of_mlp(spec.mlp.shared, (f"{layer}.mlp.shared.fc1", f"{layer}.mlp.shared.fc2"), hidden)
+    else:
+        yield from _of_mlp(spec.mlp, (f"{layer}.mlp.fc1", f"{layer}.mlp.fc2"), hidden)
+
+
+def _of_mlp(spec: MLPSpec, names: tuple[str, str], hidden: int, *, copies: int = 1) -> Iterator[LinearSection]:
+    first, second = names
+    for name, size in spec.sections.items():
+        yield LinearSection(f"{first}.{name}", hidden, size, copies)
+    yield LinearSection(f"{second}.down", spec.ffn_size, hidden, copies)
+
+
+def target_patterns(config: AdapterConfig) -> dict[str, tuple[str, ...]]:
+    """What --adapter-targets says, or the default, each entry with our names of the sections that it stands for."""
+    assert config.adapter_type is not None
+    given = config.adapter_targets or DEFAULT_TARGETS[config.adapter_type]
+    return {name: OTHER_NAMES.get(name, (name,)) for name in given}
+
+
+def is_target(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a section, layers.0.attention.qkv.q, is called as one of the patterns, or its whole name is like it."""
+    return any(name.rpartition(".")[2] == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def all_patterns(config: AdapterConfig) -> tuple[str, ...]:
+    """Patterns of all entries together."""
+    return tuple(pattern for patterns in target_patterns(config).values() for pattern in patterns)
+
+
+def adapted_sections(model: ModelConfig, config: AdapterConfig) -> list[LinearSection]:
+    """Sections of the model that have an adapter."""
+    patterns = all_patterns(config)
+    return [section for section in linear_sections(model) if is_target(section.name, patterns)]
+
+
+def complaint_about_targets(model: ModelConfig, config: AdapterConfig) -> str | None:
+    """Sentence about a target that matches nothing, or that has no adapter of this type; None if all do."""
+    sections = list(linear_sections(model))
+    names = [section.name for section in sections]
+    there = " ".join(dict.fromkeys(section.section for section in sections))
+    for given, patterns in target_patterns(config).items():
+        matched = [name for name in names if is_target(name, patterns)]
+        if not matched and (given in config.adapter_targets or given not in SECTIONS):
+            return (
+                f"adapter_targets: {given} matches no linear layer of this model; its sections are {there}, with names "
+                f"such as {names[0]}"
+            )
+        if config.adapter_type == "ia3" and any(name.endswith((".gate", ".up")) for name in matched):
+            return (
+                f"adapter_targets: {given} matches gate and up-projections, which have no IA3: it scales the input of "
+                "the down-projection behind them; name down instead"
+            )
+    return None
+
+
+def refuse_wrong_targets(model: ModelConfig, config: AdapterConfig) -> None:
+    """UserError for adapters that would match nothing, or that a layer cannot have."""
+    if not config.is_used:
+        return
+    complaint = complaint_about_targets(model, config)
+    if (
+        complaint is None
+        and config.lora_dropout > 0
+        and any(each.copies > 1 for each in adapted_sections(model, config))
+    ):
+        complaint = (
+            f"lora_dropout={config.lora_dropout} is not for the adapters of experts, whose rows have no position; use "
+            "--lora-dropout 0, or name the sections of attention in --adapter-targets"
+        )
+    if complaint is not None:
+        raise UserError(complaint)
+
+
+def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) -> Count:
+    """Parameters of the adapters in these layers; zero without adapters."""
+    if not config.is_used:
+        return Count()
+    specs, patterns = layer_specs(model), all_patterns(config)
+    sections = (each for layer in layers for each in sections_of_layer(model, layer, specs[layer]))
+    return sum_counts(each.parameters(config) for each in sections if is_target(each.name, patterns))
+
+
+def adapter_table(model: ModelConfig, config: AdapterConfig, *, num_parameters: int) -> str:
+    """What has an adapter, a row for each section, and how many parameters learn of how many."""
+    counts: dict[str, tuple[int, int]] = {}
+    for section in adapted_sections(model, config):
+        kind = f"{section.section} of {section.copies} experts" if section.copies > 1 else section.section
+        number, learned = counts.get(kind, (0, 0))
+        counts[kind] = number + 1, learned + section.parameters(config).total
+    total = sum(learned for _, learned in counts.values())
+    rows = [f"  {kind:<20}{number:>8}{learned:>16,}" for kind, (number, learned) in counts.items()]
+    head = f"  {'adapters of':<20}{'layers':>8}{'parameters':>16}"
+    share = 100 * total / (num_parameters + total)
+    return "\n".join([head, *rows, f"  {total:,} parameters learn, {share:.3g} % of {num_parameters + total:,}"])

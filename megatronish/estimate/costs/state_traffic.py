@@ -1,0 +1,164 @@
+"""Bytes that data ranks, and others that share gradients or matrices, exchange of a model's state in a step.
+
+Padding is counted: buckets of ZeRO 0 to 2 begin and end at multiples of 16 bytes on every rank, and of ZeRO-3 every
+rank has as many rows of a parameter.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+from megatronish.estimate.costs.buckets import cut_into_buckets, padded_size, rounded_up
+from megatronish.estimate.costs.matrix_rounds import round_sizes
+from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
+from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
+
+
+class DataRanks(NamedTuple):
+    """Data ranks of a domain: those that shard what ZeRO shards, and the copies of these."""
+
+    shard: int
+    copies: int
+
+
+class GradientBucket(NamedTuple):
+    """Bucket: its parameters, its elements with all padding, where gradients come from and are summed besides."""
+
+    names: tuple[str, ...]
+    size: int
+    domain: str
+    sources: frozenset[Source]
+    sums_over: tuple[str, ...]
+
+
+@dataclass
+class StateTraffic(StepTraffic):
+    """Traffic of gradients, parameters, norms of the gradient and Muon's matrices.
+
+    `shard_ranks` are this rank's places among those that shard each domain, 0 by default.
+    """
+
+    shard_ranks: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> list[StageParameter]:
+        """All parameters of the stage."""
+        return stage_parameters(self.config, self.load, vocab_size=self.vocab_size)
+
+    @cached_property
+    def data_ranks(self) -> dict[str, DataRanks]:
+        """Data ranks of each domain that the mesh has."""
+        parallel, layout = self.config.parallel, self.config.layout
+        numbers = {"dense": layout.dp * layout.cp}
+        if self.has_experts:
+            numbers["experts"] = layout.dp * layout.cp * layout.tp // (self.sizes["ep"] * self.sizes["etp"])
+        copies = parallel.num_distributed_optimizer_instances
+        return {
+            name: DataRanks(number // copies, copies) if parallel.zero else DataRanks(1, number)
+            for name, number in numbers.items()
+        }
+
+    @property
+    def reduced_width(self) -> int:
+        """Bytes of an element of a gradient on its way."""
+        return 2 if self.config.parallel.grad_reduce_in_bf16 else 4
+
+    def state(self) -> None:
+        """All that is exchanged of the state."""
+        if self.config.parallel.zero == 3:
+            self._rows()
+        else:
+            self._buckets()
+        for ranks in self.data_ranks.values():
+            if ranks.shard > 1:
+                self.add("shard", "all-reduce", SCALAR)  # of the gradient's norm
+        if self.config.optimizer.optimizer == "muon":
+            for name in self.data_ranks:
+                self._matrices(name)
+
+    def _buckets(self) -> None:
+        """ZeRO 0 to 2: gradients are reduced, once a step or with ZeRO-2 once a backward, and parameters gathered."""
+        zero, times = self.config.parallel.zero, self.num_microbatches
+        for bucket in self.buckets():
+            shard, copies = self.data_ranks[bucket.domain]
+            reductions = times * len(bucket.sources) if zero == 2 else 1
+            if shard > 1:
+                self.add("shard", "reduce-scatter", reductions * self.reduced_width * bucket.size)
+                self.add("shard", "all-gather", self.width * bucket.size)
+            if copies > 1:
+                self.add("replicate", "all-reduce", self.reduced_width * bucket.size // shard)
+            for axis in bucket.sums_over:
+                self.add(axis, "all-reduce", 4 * bucket.size // shard)
+
+    def buckets(self) -> Iterator[GradientBucket]:
+        """Buckets of the parameters that learn: of one domain, summed over the same axes, from the same actions.
+
+        Those of a GPU. On a CPU ranks that share nothing cut smaller ones (`plan_buckets`), in as many bytes.
+        """
+        alike: dict[tuple[object, ...], list[StageParameter]] = {}
+        for each in reversed(self.parameters):
+            if each.learns:
+                sums_over = self.sums_over(each)
+                alike.setdefault((each.domain, sums_over, each.cut, each.sources), []).append(each)
+        for found in alike.values():
+            sizes, first = [each.size for each in found], found[0]
+            for part in cut_into_buckets(sizes, self.config.parallel.ddp_bucket_size):
+                ranks = self.data_ranks[first.domain].shard
+                size = padded_size([sizes[number] for number in part], alignment=16 // self.width, ranks=ranks)
+                names = tuple(found[number].name for number in part)
+                yield GradientBucket(names, size, first.domain, first.sources, self.sums_over(first))
+
+    def sums_over(self, parameter: StageParameter) -> tuple[str, ...]:
+        """Axes over which a gradient is summed besides its data ranks."""
+        shared = parameter.tied and self.config.layout.pp > 1 and self.load.is_first != self.load.is_last
+        return (*(axis for axis in parameter.partial if self.sizes[axis] > 1), *(("embedding",) if shared else ()))
+
+    def _rows(self) -> None:
+        """ZeRO-3: parameters are gathered before every forward and backward, gradients reduced after every backward."""
+        times, chunks = self.num_microbatches, len(self.load.layers)
+        for each in self.parameters:
+            shard, copies = self.data_ranks[each.domain]
+            size = rounded_up(each.rows, shard) * each.columns
+            # What is left of the stage around its layers is gathered for every chunk.
+            gathers = 2 * times * (1 if each.name.startswith("layers.") else chunks)
+            if shard > 1:
+                self.add("shard", "all-gather", gathers * self.width * size)
+            if not each.learns:
+                continue
+            if shard > 1:
+                self.add("shard", "reduce-scatter", times * self.reduced_width * size)
+            if copies > 1:
+                self.add("replicate", "all-reduce", self.reduced_width * size // shard)
+            part = rounded_up(each.rows, shard) // shard
+            # Without padding: the last ranks may have fewer rows, or none.
+            own = min(max(each.rows - part * self.shard_ranks.get(each.domain, 0), 0), part)
+            for axis in self.sums_over(each):
+                self.add(axis, "all-reduce", 4 * own * each.columns)
+
+    def _matrices(self, domain: str) -> None:
+        """Muon: pieces of matrices are reduce-scattered to their owners, and the updates gathered back."""
+        for width in self.round_widths(domain):
+            # A row of an owner grows, as the ranks of one axis after the other gather it, to the whole buffer.
+            size = 4 * width
+            for axis, ranks in self.owners(domain):
+                size *= ranks
+                self.add(axis, "all-gather", size)
+                if axis != "replicate":
+                    self.add(axis, "reduce-scatter", size)
+
+    def owners(self, domain: str) -> list[tuple[str, int]]:
+        """Axes of more than one rank over which Muon's matrices are spread, in the order in which rows are gathered."""
+        shard, copies = self.data_ranks[domain]
+        model_axes = ("tp",) if domain == "dense" else ("etp", "ep")
+        found = [("replicate", copies), *((axis, self.sizes[axis]) for axis in model_axes), ("shard", shard)]
+        return [(axis, ranks) for axis, ranks in found if ranks > 1]
+
+    def round_widths(self, domain: str) -> list[int]:
+        """Elements of an owner's row in each round of Muon."""
+        learning = (each.matrices for each in self.parameters if each.learns and each.domain == domain)
+        largest_first = sorted(chain.from_iterable(learning), reverse=True)
+        num_ranks = prod(ranks for _, ranks in self.owners(domain))
+        return [each.width for each in round_sizes(largest_first, num_ranks=num_ranks)]

@@ -1,0 +1,139 @@
+"""Exact figures of a few layouts: the simulator's pipeline instead of the closed form, and the memory of each stage."""
+
+from typing import NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.memory_table import Memory
+from megatronish.estimate.costs.peak import memory_of_stages
+from megatronish.estimate.planner.candidate import Candidate
+from megatronish.estimate.planner.layer_time import NOTHING, Passes
+from megatronish.estimate.planner.layout_config import complaints, config_of
+from megatronish.estimate.planner.pipeline_time import PipelineSeconds
+from megatronish.estimate.planner.search import Search
+from megatronish.estimate.planner.stage_layers import StageLayers, counted
+from megatronish.estimate.planner.step_time import StepClock, StepSeconds
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.schedules.plan import Action, StageChunk
+from megatronish.parallel.schedules.simulate import Costs, simulate
+from megatronish.specs.costs import DeviceType
+
+MOST_ACTIONS = 12_000
+"""Of a plan that is simulated; a longer one is, with fewer micro-batches, and the rest is added at the steady rate."""
+
+
+class StageMemory(NamedTuple):
+    """Memory of the fullest stage; `in_flight` is what of the activations other micro-batches than one keep."""
+
+    stage: int
+    memory: Memory
+    in_flight: int
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        memory = self.memory._asdict()
+        names = {"parameters": "weights", "temporary": "temporaries"}
+        owners = {names.get(name, name): size for name, size in memory.items() if name != "host"}
+        owners["activations"] -= self.in_flight
+        return owners | {"in flight": self.in_flight}
+
+
+class Planned(NamedTuple):
+    """A layout with its exact figures, and the config that runs it."""
+
+    candidate: Candidate
+    config: Config
+    step: StepSeconds
+    fullest: StageMemory
+
+
+def memory_of(search: Search, candidate: Candidate) -> int:
+    """Exact bytes on a device of the fullest stage of a layout."""
+    return fullest_stage(config_of(search.config, candidate), search.work.vocab_size).memory.total
+
+
+def plan_of(search: Search, candidate: Candidate) -> Planned:
+    """The exact figures of a layout."""
+    stages = search.stages(candidate)
+    config = config_of(search.config, candidate)
+    return Planned(
+        candidate,
+        config,
+        exact_step(search.clock, candidate, stages, config),
+        fullest_stage(config, search.work.vocab_size),
+    )
+
+
+def refusal(search: Search, planned: Planned) -> str | None:
+    """Why a layout cannot be printed after all: a rule of the config, or its exact memory."""
+    if found := complaints(planned.config):
+        return found[0]
+    total = planned.fullest.memory.total
+    return None if total <= search.limit else f"needs {total / 2**30:.1f} GiB"
+
+
+def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda", *, kernels: bool = True) -> StageMemory:
+    """Expected memory of the stage that needs most: on a GPU at its peak, with fused operators or without."""
+    training, layout = config.training, config.layout
+    stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
+    m = config.global_batch_size // (training.micro_batch_size * layout.dp)
+    expected = memory_of_stages(config, stages.loads(m), vocab_size=vocab_size, device=device, kernels=kernels)
+    number = max(range(len(expected)), key=lambda stage: expected[stage].total)
+    (alone,) = expected_memory(config, [stages.load(number, 1)], vocab_size=vocab_size, device=device)
+    in_flight = max(0, expected[number].activations - alone.activations)
+    return StageMemory(number, expected[number], in_flight)
+
+
+def exact_step(clock: StepClock, candidate: Candidate, stages: StageLayers, config: Config) -> StepSeconds:
+    """Seconds of a step, with the pipeline's from the simulator."""
+    closed = clock.step(candidate, stages)
+    if candidate.mesh.pp == 1:
+        return closed
+    times, slowest = clock.stage_times(candidate, stages)
+    return clock.around(candidate, stages, _simulated(clock, candidate, config, closed.pipeline), times, slowest)
+
+
+def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: PipelineSeconds) -> PipelineSeconds:
+    work = clock.work
+    stages = Stages.of(config.parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
+    kinds, embedding, head = clock.of_kinds(candidate)
+    times: dict[StageChunk, Passes] = {}
+    for place in stages.placement:
+        passes = NOTHING
+        for kind, count in zip(kinds, counted(work, stages.layers_at(place)), strict=True):
+            passes = passes.plus(kind, count)
+        passes = passes.plus(embedding) if stages.is_first(place) else passes
+        times[place] = passes.plus(head) if stages.is_last(place) else passes
+    splits = stages.schedule.has_weight_gradients
+
+    def duration(stage: int, action: Action) -> float:
+        passes = times[StageChunk(stage, action.chunk)]
+        if action.kind == "F":
+            return passes.forward.total
+        if action.kind == "W":
+            return passes.weight.total
+        return passes.backward.total + (0.0 if splits else passes.weight.total)
+
+    def waits(number: int) -> tuple[float, float]:
+        """Bubble, and what transfers add, of so many micro-batches."""
+        plan = stages.schedule.plan(num_stages=stages.num_stages, num_microbatches=number, num_chunks=stages.num_chunks)
+        spans = [
+            simulate(plan, costs=Costs(transfer=hop), placement=stages.placement, durations=duration).makespan
+            for hop in (0.0, clock.hop(candidate))
+        ]
+        return max(0.0, spans[0] - closed.compute / m * number), max(0.0, spans[1] - spans[0])
+
+    m = candidate.num_microbatches(work.global_batch)
+    few = _few(m, stages.num_stages, stages.num_chunks * (3 if splits else 2))
+    bubble, transfers = waits(few)
+    if few < m:  # in the steady state each further round of micro-batches costs transfers, too
+        _, before = waits(few - stages.num_stages)
+        transfers += (m - few) / stages.num_stages * max(0.0, transfers - before)
+    return PipelineSeconds(closed.compute, bubble, transfers)
+
+
+def _few(m: int, stages: int, actions: int) -> int:
+    """Micro-batches to simulate: all, or as many whole rounds as are few enough and at least three."""
+    most = max(3, MOST_ACTIONS // (actions * stages * stages)) * stages
+    return m if m <= most else most + m % stages

@@ -1,0 +1,291 @@
+"""Time of one layer on one device: products, attention, pointwise operations, transfers and the host's launches.
+
+The shapes are those of the layer's cost row (layer_costs.py), so every kind of layer that has a row has a time: grouped
+queries, gated MLPs, windows and experts. T is the number of tokens of a micro-batch on a rank, B s / cp.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+from megatronish.estimate.costs.layer_traffic import RingBytes, traded_heads
+from megatronish.estimate.planner.adapter_time import AdapterSeconds
+from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.planner.efficiencies import Efficiencies
+from megatronish.estimate.planner.links import Links
+from megatronish.estimate.planner.products import Machine, gradient_seconds, product_seconds
+from megatronish.estimate.planner.workload import Workload
+from megatronish.specs.costs import AttentionCore, LayerCost, LinearShape
+
+BACKWARD_POINTWISE = 1.6  # bytes of the backward over those of the forward
+SCORE_BYTES = {"dropout": (13, 17), "plain": (8, 10)}  # a score, forward and backward, where scores are in memory
+EXPERTS_ON_HOST = 2.5  # launches of a layer with experts over those of a dense one
+ADAPTERS_ON_HOST = 2.0  # the same of a layer with adapters: a guess, as each section has two small products more
+
+
+class Parts(NamedTuple):
+    """Seconds by what they are for."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    host: float = 0.0
+
+    def plus(self, other: "Parts", times: float = 1.0) -> "Parts":
+        """Sum of both, the other one several times."""
+        return Parts(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+    @property
+    def total(self) -> float:
+        """Seconds of all of them together."""
+        return sum(self)
+
+
+class Passes(NamedTuple):
+    """Forward, backward as far as the input gradient, and weight gradients of a micro-batch.
+
+    `hideable` is what of the transfers overlapping computation can hide: the backward's behind the weight gradients,
+    where these follow at once, and a ring's behind attention. `experts` are the products and transfers of experts.
+    """
+
+    forward: Parts
+    backward: Parts
+    weight: Parts
+    hideable: float = 0.0
+    experts: float = 0.0
+
+    def plus(self, other: "Passes", times: float = 1.0) -> "Passes":
+        """Sum of both, the other one several times."""
+        return Passes(
+            self.forward.plus(other.forward, times),
+            self.backward.plus(other.backward, times),
+            self.weight.plus(other.weight, times),
+            self.hideable + times * other.hideable,
+            self.experts + times * other.experts,
+        )
+
+    @property
+    def total(self) -> float:
+        """Seconds of all three."""
+        return self.forward.total + self.backward.total + self.weight.total
+
+
+NOTHING = Passes(Parts(), Parts(), Parts())
+
+
+class Brief(NamedTuple):
+    """Sums of `Passes`, which a search adds up faster.
+
+    `experts` are seconds of experts' products and transfers, which an uneven load makes longer.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    hideable: float
+    experts: float
+
+    @classmethod
+    def of(cls, passes: "Passes") -> "Brief":
+        """The sums of a layer's passes."""
+        return cls(passes.forward.total, passes.backward.total, passes.weight.total, passes.hideable, passes.experts)
+
+
+@dataclass(frozen=True)
+class LayerClock:
+    """Times of layers of a workload on a device; all ranks alike."""
+
+    work: Workload
+    machine: Machine
+    links: Links
+    efficiencies: Efficiencies
+    host_seconds: float
+
+    @cached_property
+    def adapters(self) -> AdapterSeconds:
+        """Times of adapters in layers of this workload."""
+        return AdapterSeconds(self.work, self.machine)
+
+    def passes(self, row: LayerCost, candidate: Candidate) -> Passes:
+        """Times of one layer for a micro-batch."""
+        mesh, tokens = candidate.mesh, self.tokens(candidate)
+        forward, backward, weight, of_experts = Parts(), Parts(), Parts(), 0.0
+        for linear in row.linears:
+            seconds = self._linear(linear, mesh, tokens)
+            of_experts += sum(seconds[: 2 if self.work.adapter.is_used else 3]) if linear.copies > 1 else 0.0
+            forward = forward.plus(Parts(products=seconds[0]))
+            backward = backward.plus(Parts(products=seconds[1]))
+            weight = weight.plus(Parts(products=seconds[2]))
+        cores = [self._core(core, mesh, candidate.micro_batch) for core in row.cores]
+        ring = [self._context(row, core, mesh, tokens, cores[n]) for n, core in enumerate(row.cores)]
+        attended = [sum(core[0] for core in cores), sum(core[1] for core in cores)]
+        pointwise = self._pointwise(row, candidate, tokens)
+        exchanged = self._expert_transfers(row, mesh, tokens)
+        has_experts = any(linear.copies > 1 for linear in row.linears)
+        sublayers = sum(linear.cut == "row" and linear.copies == 1 for linear in row.linears)
+        tensor = self._tensor(candidate, tokens, sublayers, is_backward=False)
+        forward = forward.plus(Parts(0.0, attended[0], pointwise, tensor, sum(part[0] for part in ring), exchanged))
+        backward = backward.plus(
+            Parts(
+                attention=attended[1],
+                pointwise=BACKWARD_POINTWISE * pointwise,
+                tensor=self._tensor(candidate, tokens, sublayers, is_backward=True),
+                context=sum(part[1] for part in ring),
+                experts=exchanged,
+            )
+        )
+        host = self.host_seconds * (EXPERTS_ON_HOST if has_experts else 1.0)
+        if self.work.adapter.is_used:
+            more = self.adapters.of_layer(row, mesh, tokens, shares_sequence=candidate.sequence_parallel)
+            forward = forward.plus(Parts(products=more[0], pointwise=more[1]))
+            backward = backward.plus(Parts(products=more[2], pointwise=more[3]))
+            weight, host = Parts(), host * ADAPTERS_ON_HOST
+        forward = forward._replace(host=max(0.0, host - forward.total))
+        backward = backward._replace(host=max(0.0, host - backward.total - weight.total))
+        if candidate.recompute == "full":
+            backward = backward.plus(forward)
+        elif candidate.recompute == "selective":
+            backward = backward.plus(Parts(attention=attended[0], context=sum(part[0] for part in ring)))
+        hideable = min(tensor, weight.total) + sum(part[2] for part in ring)
+        return Passes(forward, backward, weight, hideable, of_experts + 2 * exchanged if has_experts else 0.0)
+
+    def tokens(self, candidate: Candidate) -> int:
+        """Tokens of a micro-batch on a rank, before sequence parallelism cuts them."""
+        return candidate.micro_batch * self.work.seq_length // candidate.mesh.cp
+
+    def head(self, candidate: Candidate) -> Passes:
+        """Output layer with its loss."""
+        mesh, tokens, hidden = candidate.mesh, self.tokens(candidate), self.work.model.hidden_size
+        columns = self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp) // mesh.tp
+        logits = tokens * columns / self.machine.hbm
+        gather = self.links.gather(mesh.tp, 1, self.work.element_bytes * tokens * hidden) if mesh.tp > 1 else 0.0
+        in_parts, is_frozen = candidate.sequence_parallel, self.work.adapter.is_used
+        return Passes(
+            Parts(
+                products=product_seconds(self.machine, tokens, hidden, columns),
+                pointwise=10 * logits,
+                tensor=gather if in_parts else 0.0,
+            ),
+            Parts(
+                products=product_seconds(self.machine, tokens, columns, hidden),
+                pointwise=8 * logits,
+                tensor=(1 if is_frozen and in_parts else 2) * gather,
+            ),
+            Parts(products=0.0 if is_frozen else gradient_seconds(self.machine, tokens, hidden, columns)),
+        )
+
+    def embedding(self, candidate: Candidate) -> Passes:
+        """Lookup of tokens: a copy forward, sums of rows backward, and the reduction over tp."""
+        mesh, tokens = candidate.mesh, self.tokens(candidate)
+        nbytes = self.work.element_bytes * tokens * self.work.model.hidden_size
+        moved = 3 * nbytes / self.machine.hbm
+        reduced = (1 if candidate.sequence_parallel else 2) * self.links.gather(mesh.tp, 1, nbytes)
+        learns = 0.0 if self.work.adapter.is_used else 2.0
+        return Passes(Parts(pointwise=moved, tensor=reduced), Parts(), Parts(pointwise=learns * moved))
+
+    def _linear(self, linear: LinearShape, mesh: MeshSizes, tokens: int) -> tuple[float, float, float]:
+        """Forward, input gradient and weight gradient of one linear layer."""
+        inner, columns, rows, groups = linear.in_features, linear.out_features, tokens, 1
+        cut = mesh.tp
+        if linear.copies > 1:
+            cut, groups = mesh.etp, max(1, linear.copies // mesh.ep)
+            # Rows of all tokens that meet on a rank, shared out evenly over its experts.
+            rows = max(1, ceil(tokens * linear.used * mesh.etp / (mesh.tp * groups)))
+            rows = -(-rows // 8) * 8  # grouped products round up
+        elif linear.cut == "none":
+            rows = max(1, tokens // mesh.tp)
+        if linear.cut == "column":
+            columns = max(1, columns // cut)
+        elif linear.cut == "row":
+            inner = max(1, inner // cut)
+        machine = self.machine
+        return (
+            product_seconds(machine, rows, inner, columns, groups),
+            product_seconds(machine, rows, columns, inner, groups),
+            gradient_seconds(machine, rows, inner, columns, groups),
+        )
+
+    def _core(self, core: AttentionCore, mesh: MeshSizes, samples: int) -> tuple[float, float]:
+        """Forward and backward of attention's core on one rank."""
+        work, eff, s = self.work, self.efficiencies, self.work.seq_length
+        rate = self.machine.flops / eff.gemm
+        heads, size = core.num_heads / mesh.tp, core.query_size
+        pairs = samples * heads * s * s / mesh.cp
+        if work.attention == "flash":
+            pairs = samples * heads * s / mesh.cp * core.keys(s, "causal")
+            fits = 0.5 + 0.5 * size / (64 * ceil(size / 64)) if size % 8 == 0 else 1 / 3
+            forward = 2 * pairs * (core.query_size + core.value_size) / (rate * eff.flash * fits)
+            return forward, eff.flash_backward * forward
+        flops = 2 * pairs * (core.query_size + core.value_size)
+        dropped = SCORE_BYTES["dropout" if work.model.attention_dropout > 0 else "plain"]
+        forward, backward = (
+            factor * flops / (rate * eff.bmm) + nbytes * pairs / self.machine.hbm
+            for factor, nbytes in zip((1, 2), dropped, strict=True)
+        )
+        return forward, backward + (forward if work.attention == "blocks" else 0.0)
+
+    def _pointwise(self, row: LayerCost, candidate: Candidate, tokens: int) -> float:
+        """Norms, dropout, residuals, activations, and copies around attention and experts: bytes over bandwidth."""
+        tp, work = candidate.mesh.tp, self.work
+        shared = tp if candidate.sequence_parallel else 1
+        hidden = work.model.hidden_size
+        whole = sum(4 * norm.size * norm.vectors for norm in row.norms if not norm.is_split)
+        split = sum(4 * norm.size * norm.vectors for norm in row.norms if norm.is_split)
+        residuals = sum(not norm.is_split for norm in row.norms)
+        whole += residuals * hidden * (7 if work.has_dropout else 4)
+        for linear in row.linears:
+            width = linear.out_features if linear.cut == "column" else linear.in_features
+            if linear.cut != "none":
+                split += 2 * linear.used * width
+            if linear.copies > 1 and linear.cut == "column":
+                split += 2 * 4 * linear.used * hidden  # rows are put in order for the experts, and back
+        for core in row.cores:
+            qkv, queries = row.linears[0].out_features, core.num_heads * core.query_size
+            split += 4 * qkv + 2 * queries
+        nbytes = tokens * (whole / shared + split / tp) * work.element_bytes / 2
+        return nbytes * (self.efficiencies.fused if work.fused else 1.0) / self.machine.hbm
+
+    def _tensor(self, candidate: Candidate, tokens: int, sublayers: int, *, is_backward: bool) -> float:
+        """Collectives over tp: one all-reduce a sublayer, or a reduce-scatter and an all-gather."""
+        tp = candidate.mesh.tp
+        if tp == 1 or sublayers == 0:
+            return 0.0
+        nbytes = self.work.element_bytes * tokens * self.work.model.hidden_size
+        gathers = 2 + (candidate.sequence_parallel and is_backward)  # the backward gathers the inputs once more
+        return sublayers * gathers * self.links.gather(tp, 1, nbytes)
+
+    def _context(
+        self, row: LayerCost, core: AttentionCore, mesh: MeshSizes, tokens: int, seconds: tuple[float, float]
+    ) -> tuple[float, float, float]:
+        """What cp adds forward and backward, and what of it attention can hide.
+
+        Keys and values go round a ring, in the backward with sums of their gradients; or heads are traded for sequence.
+        """
+        cp, tp, width = mesh.cp, mesh.tp, self.work.element_bytes
+        if cp == 1:
+            return 0.0, 0.0, 0.0
+        keys_values = row.linears[0].out_features - core.num_heads * core.query_size
+        if not self.work.ring:
+            heads = traded_heads(core.num_heads, keys_values // (2 * core.query_size), tp=tp, cp=cp)
+            each = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)
+            return each, each, 0.0
+        ring, rate = RingBytes.of(tokens * keys_values // tp, cp=cp, width=width), self.links.bandwidth(cp, tp)
+        forward = ring.forward / rate + (cp - 1) * self.links.latency
+        last = ring.last / rate + self.links.latency  # behind nothing
+        backward = (ring.backward - ring.last) / rate + 2 * (cp - 1) * self.links.latency
+        hides = (cp - 1) / cp * self.efficiencies.hidden
+        return forward, backward + last, min(forward, hides * seconds[0]) + min(backward, hides * seconds[1])
+
+    def _expert_transfers(self, row: LayerCost, mesh: MeshSizes, tokens: int) -> float:
+        """All-to-all of tokens to experts and back, and gathers over etp."""
+        used = next((linear.used for linear in row.linears if linear.copies > 1), 0)
+        if used == 0:
+            return 0.0
+        nbytes = self.work.element_bytes * tokens / mesh.tp * used * self.work.model.hidden_size
+        exchange = 2 * self.links.all_to_all(mesh.ep, mesh.etp, nbytes) if mesh.ep > 1 else 0.0
+        gathers = 2 * self.links.gather(mesh.etp, 1, nbytes * mesh.etp) if mesh.etp > 1 else 0.0
+        return exchange + gathers

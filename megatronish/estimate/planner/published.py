@@ -1,0 +1,142 @@
+"""Published steps of published.toml, and how far the time model is from them."""
+
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.config.fields import with_fields
+from megatronish.config.sections.model import ModelConfig
+from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.planner.devices import find_device
+from megatronish.estimate.planner.efficiencies import Efficiencies
+from megatronish.estimate.planner.exact import exact_step
+from megatronish.estimate.planner.layout_config import config_of
+from megatronish.estimate.planner.stage_layers import StageLayers
+from megatronish.estimate.planner.step_time import StepClock, StepSeconds
+from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.schedules.table import SCHEDULES
+
+TABLE = Path(__file__).with_name("published.toml")
+MACHINE = "a100-sxm"
+SIMULATED = {"zb-1p": "zb-h1"}
+"""Schedules of published steps by those that come nearest. ZB-2p, which keeps twice the activations, is not there."""
+
+
+class PublishedStep(NamedTuple):
+    """A step that was published: what it computed, how it was laid out, and its seconds."""
+
+    name: str
+    work: Workload
+    candidate: Candidate
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    seconds: float
+
+    def predicted(self, efficiencies: Efficiencies) -> StepSeconds:
+        """Seconds of this step by the closed form; nothing overlapped in these runs."""
+        return self._clock(efficiencies).step(self.candidate, StageLayers.by_hand(self.work, self.layers))
+
+    def printed(self, efficiencies: Efficiencies) -> StepSeconds:
+        """Seconds as a plan prints them, by the simulator: by the closed form where there is no such schedule."""
+        candidate = self.candidate._replace(schedule=SIMULATED.get(self.candidate.schedule, self.candidate.schedule))
+        if candidate.schedule not in SCHEDULES:
+            return self.predicted(efficiencies)
+        is_short = len(set(self.layers)) > 1  # the ends, as if embedding and head were a layer
+        config = with_fields(
+            config_of(Config(model=self.work.model), candidate),
+            account_for_embedding_in_pipeline_split=is_short,
+            account_for_loss_in_pipeline_split=is_short,
+        )
+        stages = StageLayers.of(self.work, config.parallel)
+        assert tuple(map(sum, stages.counts)) == self.layers, "the published stages are those of the config"
+        return exact_step(self._clock(efficiencies), candidate, stages, config)
+
+    def _clock(self, efficiencies: Efficiencies) -> StepClock:
+        return StepClock(self.work, find_device(MACHINE), efficiencies, overlaps=False)
+
+
+class Errors(NamedTuple):
+    """Errors over a table of steps, as parts of the true seconds."""
+
+    mean: float
+    p90: float
+    worst: float
+    bias: float
+    rank_correlation: float
+
+
+@cache
+def published_steps() -> tuple[PublishedStep, ...]:
+    """All steps of the table."""
+    tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return tuple(_step(name, table, row) for name, table in tables.items() for row in table["rows"])
+
+
+def _step(source: str, table: dict[str, Any], row: dict[str, Any]) -> PublishedStep:
+    work = Workload(
+        model=ModelConfig(
+            num_layers=row["l"],
+            hidden_size=row["h"],
+            num_attention_heads=row["a"],
+            attention_dropout=0.1,
+            hidden_dropout=0.1,
+        ),
+        vocab_size=table["vocab_size"],
+        seq_length=table["seq_length"],
+        global_batch=row["batch"],
+        precision="fp16",
+        attention="unfused",
+        gradient_bytes=2,
+    )
+    candidate = Candidate(
+        MeshSizes(tp=row["tp"], pp=row["pp"], dp=row["dp"]),
+        micro_batch=row["micro"],
+        schedule=row.get("schedule", "interleaved" if row["v"] > 1 else "1f1b"),
+        chunks=row["v"],
+        recompute=table["recompute"],
+        sequence_parallel=table.get("sequence_parallel", False),
+    )
+    p = row["pp"]
+    sizes = [row["l"] // p] * p
+    if row["l"] % p:  # the zero-bubble runs: the ends, which hold embedding and head, have a layer less
+        sizes = [2, *([3] * (p - 2)), 2]
+    seconds = row["seconds"] if "seconds" in row else row["batch"] / (row["samples"] * work_size(row))
+    return PublishedStep(f"{source} {row['name']}", work, candidate, tuple(sizes), seconds)
+
+
+def work_size(row: dict[str, Any]) -> int:
+    """Devices of a row."""
+    return row["tp"] * row["pp"] * row["dp"]
+
+
+def errors(predicted: Sequence[float], measured: Sequence[float], rates: Sequence[float]) -> Errors:
+    """Errors of predicted seconds; the rank correlation is that of `rates` (work a second and device) over seconds."""
+    parts = [mine / true - 1 for mine, true in zip(predicted, measured, strict=True)]
+    sizes = sorted(map(abs, parts))
+    return Errors(
+        sum(sizes) / len(sizes),
+        sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))],
+        sizes[-1],
+        sum(parts) / len(parts),
+        _rank_correlation(
+            [rate / mine for rate, mine in zip(rates, predicted, strict=True)],
+            [rate / true for rate, true in zip(rates, measured, strict=True)],
+        ),
+    )
+
+
+def _rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's correlation: of the places in the order."""
+    a, b = _places(left), _places(right)
+    mean = (len(a) - 1) / 2
+    product = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    return product / (sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)) ** 0.5
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    """Place of each value in the order; of equal ones the mean place."""
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]

@@ -1,0 +1,226 @@
+"""Search over every legal layout: memory first, then time, ranked by the worse end of the interval.
+
+The minimum over tens of thousands of predictions is where the model is most optimistic, so the search guards against
+it: overlap is charged at its worse end, a chunk must compute longer than its transfer takes, ZeRO-3 under a pipeline
+has to be asked for, and a result is one layout for each mesh and not one winner.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from megatronish.config.check import problems
+from megatronish.config.config import Config
+from megatronish.estimate.planner.candidate import Candidate, MeshSizes, Recompute
+from megatronish.estimate.planner.devices import Device
+from megatronish.estimate.planner.efficiencies import Efficiencies, KnownError, known_error
+from megatronish.estimate.planner.layout_config import config_of
+from megatronish.estimate.planner.stage_layers import StageLayers
+from megatronish.estimate.planner.stage_memory import MemoryScale
+from megatronish.estimate.planner.step_time import StepClock, StepSeconds
+from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.schedules.table import SCHEDULES
+
+FILLED = 0.87
+"""Part of a device's memory that a plan may fill: allocator, context and libraries take 2 to 4 GiB of the rest."""
+NEAR = 1.05
+"""A layout whose estimated memory is above the limit by less than this factor is looked at exactly, too."""
+MOST_SAMPLES = 16  # of a micro-batch
+MOST_NODES_OF_TP = 2  # tensor parallelism over more nodes than this is never fast
+FEWEST_TOKENS = 512  # of a sequence on a rank of cp
+MOST_CHUNKS = 16
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+class Found(NamedTuple):
+    """A layout that fits, with the worse end of its step time and the memory of its fullest stage."""
+
+    seconds: float
+    nbytes: int
+    candidate: Candidate
+
+
+class SearchResult(NamedTuple):
+    """Result of a search: legal layouts that were tried, those that fit or nearly do, best first, and the smallest one.
+
+    Sizes are estimates: the exact figures of a layout decide before it is printed.
+    """
+
+    legal: int
+    fitting: int
+    found: list[Found]
+    smallest: tuple[int, Candidate] | None
+
+
+@dataclass
+class Search:
+    """Search over the layouts of a config on a number of devices."""
+
+    config: Config
+    work: Workload
+    device: Device
+    gpus: int
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    zero3_in_pipelines: bool = False
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(self.work, self.device, self.efficiencies)
+        self.scale = MemoryScale(self.config, self.work)
+        self._stages: dict[tuple[int, str, int], StageLayers] = {}
+
+    @property
+    def error(self) -> KnownError:
+        """What is known of the error of its times."""
+        return known_error(
+            device=self.device.name,
+            calibrated=self.device.calibrated is not None,
+            has_experts=self.config.model.num_experts is not None,
+        )
+
+    def interval(self, step: StepSeconds) -> tuple[float, float]:
+        """Both ends of a step's seconds, with that error."""
+        return step.low * (1 - self.error.part), step.high * (1 + self.error.part)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a layout may fill."""
+        return int(FILLED * 2**30 * self.device.memory_gib)
+
+    def run(self) -> SearchResult:
+        """Try every legal layout."""
+        legal, found = 0, []
+        smallest: tuple[int, Candidate] | None = None
+        for mesh in self.meshes():
+            for candidate, zeros in self.families(mesh):
+                legal += len(zeros)
+                stages = self.stages(candidate)
+                sizes = self.scale.fullest_by_zero(candidate, stages, zeros)
+                least = min(range(len(sizes)), key=sizes.__getitem__)
+                if smallest is None or sizes[least] < smallest[0]:
+                    smallest = sizes[least], candidate._replace(zero=zeros[least])
+                if sizes[least] > NEAR * self.limit:
+                    continue
+                ends = self.clock.worse_ends(candidate, stages, zeros)
+                found += [
+                    Found(seconds, nbytes, candidate._replace(zero=zero))
+                    for zero, nbytes, seconds in zip(zeros, sizes, ends, strict=True)
+                    if nbytes <= NEAR * self.limit
+                ]
+        found.sort()
+        return SearchResult(legal, sum(each.nbytes <= self.limit for each in found), found, smallest)
+
+    def stages(self, candidate: Candidate) -> StageLayers:
+        """Layers of the stages in this layout."""
+        key = (candidate.mesh.pp, candidate.schedule, candidate.chunks)
+        if key not in self._stages:
+            mesh = MeshSizes(pp=candidate.mesh.pp)
+            alone = Candidate(mesh, schedule=candidate.schedule, chunks=candidate.chunks)
+            self._stages[key] = StageLayers.of(self.work, config_of(self.config, alone).parallel)
+        return self._stages[key]
+
+    def meshes(self) -> Iterator[MeshSizes]:
+        """All meshes that the rules allow."""
+        most_tp = MOST_NODES_OF_TP * self.device.gpus_per_node
+        for tp in divisors(self.gpus):
+            most_cp = max(1, self.work.seq_length // FEWEST_TOKENS)
+            for cp in divisors(self.gpus // tp) if tp <= most_tp else ():
+                if cp > most_cp:
+                    break
+                for pp in divisors(self.gpus // (tp * cp)):
+                    dense = MeshSizes(tp, pp, self.gpus // (tp * cp * pp), cp, 1, tp)
+                    if pp > self.work.model.num_layers or self.work.global_batch % dense.dp:
+                        continue
+                    for mesh in self._grids(dense):
+                        if self.is_legal(Candidate(mesh, zero=self._least_zero)):
+                            yield mesh
+
+    def _grids(self, dense: MeshSizes) -> Iterator[MeshSizes]:
+        """The mesh with every grid of experts."""
+        number = self.work.model.num_experts
+        if number is None:
+            yield dense
+            return
+        ranks = dense.tp * dense.cp * dense.dp
+        for etp in sorted({1, dense.tp}):
+            for ep in divisors(number):
+                if ranks % (ep * etp) == 0:
+                    yield dense._replace(ep=ep, etp=etp)
+
+    def is_legal(self, candidate: Candidate) -> bool:
+        """Whether the project's own rules accept the layout."""
+        return not problems(config_of(self.config, candidate))
+
+    def families(self, mesh: MeshSizes) -> Iterator[tuple[Candidate, list[int]]]:
+        """All layouts of a mesh: each that differs in more than ZeRO, with the stages of ZeRO that it may have."""
+        shared = [False]
+        if mesh.tp > 1 and self.is_legal(Candidate(mesh, zero=self._least_zero, sequence_parallel=True)):
+            shared.append(True)
+        for micro, zeros in self._sizes_of_steps(mesh):
+            for recompute in RECOMPUTE:
+                for sequence_parallel in shared:
+                    plain = Candidate(mesh, micro, "1f1b", 1, 0, recompute, sequence_parallel)
+                    for schedule, chunks in self._schedules(plain):
+                        if not zeros[schedule]:  # offloading needs more of ZeRO than the schedule allows
+                            continue
+                        each = Candidate(mesh, micro, schedule, chunks, 0, recompute, sequence_parallel)
+                        yield each, zeros[schedule]
+
+    def _sizes_of_steps(self, mesh: MeshSizes) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        """Micro-batches, each with the stages of ZeRO that it may have under every schedule."""
+        by_schedule = {name: self._zeros(mesh, name) for name in SCHEDULES}
+        training = self.config.training
+        has_rules = training.cuda_graph or training.rampup_batch_size or training.step_batch_size_schedule
+        for micro in range(1, MOST_SAMPLES + 1):
+            if self.work.global_batch // mesh.dp % micro:
+                continue
+            legal = [zero for zero in range(4) if not has_rules or self.is_legal(Candidate(mesh, micro, zero=zero))]
+            yield micro, {name: [zero for zero in zeros if zero in legal] for name, zeros in by_schedule.items()}
+
+    def _schedules(self, candidate: Candidate) -> Iterator[tuple[str, int]]:
+        """Schedules with their chunks a stage."""
+        stages, layers = candidate.mesh.pp, self.work.model.num_layers
+        if stages == 1:
+            yield "1f1b", 1
+            return
+        for name, schedule in SCHEDULES.items():
+            if schedule.num_chunks is not None:
+                if layers >= stages * schedule.num_chunks:
+                    yield name, schedule.num_chunks
+                continue
+            for chunks in self._chunks(stages, layers):
+                if self._is_worth_it(candidate, chunks):
+                    yield name, chunks
+
+    @staticmethod
+    def _chunks(stages: int, layers: int) -> list[int]:
+        """Numbers of chunks of interleaved stages: those that cut a stage evenly, or the smallest ones."""
+        most = min(MOST_CHUNKS, layers // stages)
+        even = [number for number in range(2, most + 1) if layers % (stages * number) == 0]
+        return even or list(range(2, min(most, 4) + 1))
+
+    def _is_worth_it(self, candidate: Candidate, chunks: int) -> bool:
+        """Whether a chunk computes longer than its transfer takes."""
+        stages = self.stages(candidate)
+        times, _ = self.clock.stage_times(candidate, stages)
+        return times.forward / chunks > self.clock.hop(candidate)
+
+    def _zeros(self, mesh: MeshSizes, schedule: str) -> range:
+        """Stages of ZeRO that the schedule allows; what no ranks share needs none of them."""
+        most = 3 if mesh.pp == 1 or self.zero3_in_pipelines else 2
+        if SCHEDULES[schedule].has_weight_gradients and mesh.pp > 1:
+            most = 1
+        if max(mesh.dp * mesh.cp, mesh.edp if self.work.model.num_experts is not None else 1) == 1:
+            most = min(most, self._least_zero)
+        return range(self._least_zero, most + 1)
+
+    @cached_property
+    def _least_zero(self) -> int:
+        parallel = self.config.parallel
+        return 3 if parallel.param_cpu_offload else 1 if parallel.optimizer_cpu_offload else 0
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in their order."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

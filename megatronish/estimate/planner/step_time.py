@@ -1,0 +1,270 @@
+"""Time of a step: layers on stages, the pipeline, the data-parallel exchange and the optimizer, as an interval.
+
+Two ends: the better one hides as much of each transfer as overlapping computation can, the worse one hides nothing. A
+plan is ranked by the worse end; what is expected is the middle.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.planner.devices import Device
+from megatronish.estimate.planner.efficiencies import Efficiencies
+from megatronish.estimate.planner.layer_time import NOTHING, Brief, LayerClock, Passes
+from megatronish.estimate.planner.links import Links
+from megatronish.estimate.planner.muon import muon_machine, muon_seconds
+from megatronish.estimate.planner.pipeline_time import PipelineSeconds, StageTimes, pipeline_seconds
+from megatronish.estimate.planner.products import Machine
+from megatronish.estimate.planner.stage_layers import StageLayers
+from megatronish.estimate.planner.workload import Workload
+
+NO_SECONDS = (0.0,) * len(Brief._fields)
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of a step by what they are for."""
+
+    pipeline: PipelineSeconds
+    exchange: float
+    optimizer: float
+    fixed: float
+    hidden: float
+    """What overlap hides at the better end."""
+    others: float
+    """Forward passes besides those of the model that learns: of a reference."""
+    uneven: float
+    """What an uneven load of experts adds at the worse end."""
+
+    @property
+    def low(self) -> float:
+        """The better end: as much as can be is hidden."""
+        return self._sum - self.hidden
+
+    @property
+    def high(self) -> float:
+        """The worse end: nothing is hidden, and experts are unevenly loaded."""
+        return self._sum + self.uneven
+
+    @property
+    def expected(self) -> float:
+        """The middle of both ends."""
+        return (self.low + self.high) / 2
+
+    @property
+    def _sum(self) -> float:
+        return self.pipeline.total + self.exchange + self.optimizer + self.fixed + self.others
+
+
+@dataclass
+class StepClock:
+    """Times of steps of one workload on one device. It keeps what layouts share: layers, stages, head."""
+
+    work: Workload
+    device: Device
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    overlaps: bool = True
+    """Whether transfers overlap with computation at all."""
+    _passes: dict[Candidate, tuple[tuple[Passes, ...], Passes, Passes]] = field(default_factory=dict)
+    _briefs: dict[Candidate, tuple[tuple[Brief, ...], Brief, Brief]] = field(default_factory=dict)
+    _stages: dict[tuple[Candidate, StageLayers], tuple[StageTimes, Brief]] = field(default_factory=dict)
+    _around: dict[tuple[MeshSizes, StageLayers, int], tuple[float, float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.machine = Machine.of(self.device, self.efficiencies, self.work.precision)
+        self.links = Links.of(self.device, self.efficiencies)
+        self.layers = LayerClock(self.work, self.machine, self.links, self.efficiencies, 1e-6 * self.device.host_us)
+
+    def step(self, candidate: Candidate, stages: StageLayers) -> StepSeconds:
+        """Seconds of a step in this layout, with these layers on the stages."""
+        times, slowest = self.stage_times(candidate, stages)
+        m = candidate.num_microbatches(self.work.global_batch)
+        return self.around(candidate, stages, self._pipeline(candidate, times, m), times, slowest)
+
+    def around(
+        self,
+        candidate: Candidate,
+        stages: StageLayers,
+        pipeline: PipelineSeconds,
+        times: StageTimes,
+        slowest: Brief,
+    ) -> StepSeconds:
+        """Seconds of a step whose pipeline takes so long."""
+        eff, m = self.efficiencies, candidate.num_microbatches(self.work.global_batch)
+        once, each, optimizer = self._around_passes(candidate.mesh, stages, candidate.zero)
+        exchange = once + m * each
+        others = self._others(candidate, times, slowest, m)
+        spent = pipeline.total + exchange + optimizer + others + eff.step_seconds
+        hidden = 0.0
+        if self.overlaps:
+            hides = not (candidate.mesh.pp > 1 and candidate.schedule in ("zb-h1", "zb-v"))
+            hidden = eff.hidden * min(exchange, self._behind(candidate, slowest, m))
+            hidden += eff.hidden * m * slowest.hideable if hides else 0.0
+        return StepSeconds(
+            pipeline,
+            exchange,
+            optimizer,
+            eff.step_seconds + eff.jitter * spent,
+            hidden * (1 + eff.jitter),
+            others,
+            (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0,
+        )
+
+    @staticmethod
+    def _behind(candidate: Candidate, slowest: Brief, m: int) -> float:
+        """Seconds of computation that the exchange can overlap with: the last backward, with ZeRO-2 every one."""
+        backward = slowest.backward + slowest.weight
+        if candidate.zero == 3:
+            return m * (backward + slowest.forward)
+        return backward * (m if candidate.zero == 2 else 1)
+
+    def hop(self, candidate: Candidate) -> float:
+        """Seconds of a transfer between stages."""
+        mesh = candidate.mesh
+        if mesh.pp == 1:
+            return 0.0
+        nbytes = self.work.element_bytes * self.layers.tokens(candidate) * self.work.model.hidden_size
+        return self.links.send(mesh.tp * mesh.cp * mesh.dp, nbytes / (mesh.tp if mesh.tp > 1 else 1))
+
+    def of_kinds(self, candidate: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
+        """Times of each kind of layer, of the embedding and of the head; the same in many layouts."""
+        key = _without_stages(candidate)
+        if key not in self._passes:
+            kinds = tuple(self.layers.passes(row, key) for row in self.work.kinds)
+            self._passes[key] = kinds, self.layers.embedding(key), self.layers.head(key)
+        return self._passes[key]
+
+    def stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
+        """Times of a micro-batch on the stages, and those of the slowest one."""
+        key = (_without_stages(candidate), stages)
+        if key not in self._stages:
+            self._stages[key] = self._new_stage_times(key[0], stages)
+        return self._stages[key]
+
+    def _new_stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
+        if candidate not in self._briefs:
+            kinds, first, last = self.of_kinds(candidate)
+            self._briefs[candidate] = tuple(map(Brief.of, kinds)), Brief.of(first), Brief.of(last)
+        of_kinds, embedding, head = self._briefs[candidate]
+        slowest, most, together, sums, p = Brief(*NO_SECONDS), -1.0, 0.0, [0.0, 0.0, 0.0], 0
+        for counts, is_first, is_last, number in stages.shapes:
+            numbers = [*NO_SECONDS]
+            of_stage = [*zip(of_kinds, counts, strict=True), (embedding, is_first), (head, is_last)]
+            for brief, times in of_stage:
+                if times:
+                    numbers = [value + times * more for value, more in zip(numbers, brief, strict=True)]
+            seconds = numbers[0] + numbers[1] + numbers[2]
+            together += number * seconds
+            p += number
+            for place in range(3):
+                sums[place] += number * numbers[place]
+            if seconds > most:
+                slowest, most = Brief(*numbers), seconds
+        return StageTimes(most, together, *(each / p for each in sums)), slowest
+
+    def passes_of_stages(self, candidate: Candidate, stages: StageLayers) -> list[Passes]:
+        """Times of a micro-batch on each stage, embedding and head where they are."""
+        kinds, embedding, head = self.of_kinds(candidate)
+        passes = []
+        for number, counts in enumerate(stages.counts):
+            of_stage = NOTHING
+            for kind, count in zip(kinds, counts, strict=True):
+                of_stage = of_stage.plus(kind, count)
+            of_stage = of_stage.plus(embedding) if number == stages.first else of_stage
+            passes.append(of_stage.plus(head) if number == stages.last else of_stage)
+        return passes
+
+    def worse_ends(self, candidate: Candidate, stages: StageLayers, zeros: Iterable[int]) -> list[float]:
+        """Worse ends of the step in this layout under several stages of ZeRO, which differ in little."""
+        eff, m = self.efficiencies, candidate.num_microbatches(self.work.global_batch)
+        times, slowest = self.stage_times(candidate, stages)
+        pipeline = self._pipeline(candidate, times, m)
+        uneven = (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0
+        others = self._others(candidate, times, slowest, m)
+        found = []
+        for zero in zeros:
+            once, each, optimizer = self._around_passes(candidate.mesh, stages, zero)
+            spent = pipeline.total + once + m * each + optimizer + others + eff.step_seconds
+            found.append(spent * (1 + eff.jitter) + uneven)
+        return found
+
+    def _others(self, candidate: Candidate, times: StageTimes, slowest: Brief, m: int) -> float:
+        """Seconds of forward passes alone over all micro-batches, which fill the pipeline once each."""
+        p = candidate.mesh.pp
+        fill = (p - 1) * (times.forward / candidate.chunks + self.hop(candidate))
+        return self.work.extra_forwards * (m * slowest.forward + fill) if self.work.extra_forwards else 0.0
+
+    def _pipeline(self, candidate: Candidate, times: StageTimes, m: int) -> PipelineSeconds:
+        return pipeline_seconds(
+            times,
+            schedule=candidate.schedule,
+            stages=candidate.mesh.pp,
+            chunks=candidate.chunks,
+            microbatches=m,
+            hop=self.hop(candidate),
+        )
+
+    def _around_passes(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> tuple[float, float, float]:
+        """Seconds of the data-parallel exchange, once a step and for each micro-batch, and of the optimizer."""
+        key = (mesh, stages, zero)
+        if key not in self._around:
+            self._around[key] = self._new_around(mesh, stages, zero)
+        return self._around[key]
+
+    def _new_around(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> tuple[float, float, float]:
+        """Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding; the update."""
+        work, links = self.work, self.links
+        once = each = 0.0
+        all_of, learned = stages.largest_parameters(mesh), stages.largest_parameters(mesh, learned=True)
+        wanted = work.gradient_bytes if zero < 3 else 4
+        ranks_of = ((mesh.cp * mesh.dp, mesh.tp), (mesh.edp, mesh.ep * mesh.etp))
+        for whole, count, (ranks, apart) in zip(all_of, learned, ranks_of, strict=True):
+            if whole == 0 or ranks == 1:
+                continue
+            gradients = links.gather(ranks, apart, wanted * count) if count else 0.0
+            parameters = links.gather(ranks, apart, work.element_bytes * count) if count else 0.0
+            if zero < 2:
+                once += gradients + (parameters if zero else gradients)
+            elif zero == 2:  # exchanges after every backward
+                each, once = each + gradients, once + parameters
+            else:  # gathers all of them, those of a frozen base too, for each pass
+                gathers = 2 + work.extra_forwards
+                each += gradients + gathers * links.gather(ranks, apart, self._gathered_bytes(whole, count))
+        if mesh.pp > 1 and work.model.tied and not work.adapter.is_used:
+            table = work.model.padded_vocab_size(work.vocab_size, mesh.tp) * work.model.hidden_size / mesh.tp
+            once += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
+        shared = (mesh.cp * mesh.dp, mesh.edp) if zero else (1, 1)
+        on_rank = learned[0] / shared[0] + learned[1] / shared[1]
+        return once, each, work.optimizer_bytes * on_rank / self.machine.hbm + self._muon(mesh, stages, zero)
+
+    def _gathered_bytes(self, whole: float, learned: float) -> float:
+        """Bytes of the parameters that ZeRO-3 gathers: a base in 4 bits as it is stored."""
+        work = self.work
+        if not work.adapter.is_used:
+            return work.element_bytes * whole
+        stored = work.quantised_layers[0]
+        width = stored.bytes_per_parameter if stored.parameters.total else work.element_bytes
+        return width * whole + work.element_bytes * learned
+
+    def _muon(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> float:
+        """Seconds of Muon's iterations and of the exchange of its matrices, on the stage with most layers."""
+        optimizer = self.work.optimizer
+        if optimizer.optimizer != "muon" or self.work.adapter.is_used:
+            return 0.0
+        machine = muon_machine(self.device, self.efficiencies, optimizer.muon_fp32_matmul_prec)
+        counts = max(stages.counts, key=sum)
+        return muon_seconds(self.work, counts, mesh, machine=machine, links=self.links, shards=zero > 0)
+
+
+def _without_stages(candidate: Candidate) -> Candidate:
+    """What of a layout decides the times of a layer."""
+    mesh = candidate.mesh
+    return Candidate(
+        MeshSizes(mesh.tp, 1, 1, mesh.cp, mesh.ep, mesh.etp),
+        candidate.micro_batch,
+        "",
+        1,
+        0,
+        candidate.recompute,
+        candidate.sequence_parallel,
+    )

@@ -1,0 +1,80 @@
+"""Mishaps of the machine that end a run: a full disk, too few open files, too little memory; a sentence for each.
+
+They are no bugs, so no traceback is shown. Any other exception keeps its own.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+from typing import Final
+
+from megatronish.core.errors import UserError
+
+FEWEST_FILES = 128
+"""Descriptors of a rank: 64 suffice for four ranks with pipes, sockets and data."""
+
+REMEDIES: Final = {
+    errno.ENOSPC: "free space there, and start again: a run continues from its newest checkpoint",
+    errno.EDQUOT: "free space there or ask for a larger quota, and start again",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+    errno.ENFILE: "the machine has too many open files; end other programs",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.EACCES: "change its permissions, or name another place",
+    errno.EPERM: "change its permissions, or name another place",
+    errno.EROFS: "name a place that can be written",
+    errno.EISDIR: "a file is needed there; move the folder away, or name another place",
+    errno.ENOTDIR: "a folder is needed there; move the file away, or name another place",
+    errno.ELOOP: "its symbolic links go round in a circle; name another place",
+    errno.EIO: "the disk, its network or the store failed; look at the machine's log, and start again",
+    errno.ESTALE: "the network file system has lost it; mount it again",
+    errno.EAGAIN: "the machine lets this user start no more processes or threads: raise ulimit -u",
+    errno.ENOMEM: "the machine's memory is full; see the next start's first lines for what a rank needs",
+}
+MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+IN_LIBRARIES: Final = {
+    errno.EMFILE: ("Too many open files",),
+    errno.EAGAIN: ("can't start new thread", "Resource temporarily unavailable", "pthread_create"),
+}
+"""What C++ and Python say in a RuntimeError where the system has refused something."""
+LOST_RANK = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
+    *("Socket Timeout", "remote process exited", "pair closure", "closed connection"),
+)
+"""What gloo and NCCL say where a rank on the other side has ended."""
+TOO_LARGE = (
+    "the memory of this rank is full ({reason}); use a smaller --micro-batch-size, --recompute-granularity full, a "
+    "higher --zero-stage, or more ranks. --dry-run says what a rank needs"
+)
+
+
+def refuse_few_open_files() -> None:
+    """Raise the limit of open files to what ranks need, as far as the system lets; UserError if it does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= FEWEST_FILES:
+        return
+    most = FEWEST_FILES if hard == resource.RLIM_INFINITY else min(hard, FEWEST_FILES)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < FEWEST_FILES:
+        raise UserError(f"the limit of open files is {most}, and ranks need {FEWEST_FILES} each: ulimit -n 4096")
+
+
+def mishap(error: BaseException) -> str | None:
+    """One sentence for a mishap of the machine; None for what may be a bug."""
+    if isinstance(error, OSError) and error.errno in REMEDIES:
+        name = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
+        return f"{name}{error.strerror or errno.errorcode[error.errno]}; {REMEDIES[error.errno]}"
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, RuntimeError):
+        for number, words in IN_LIBRARIES.items():
+            if any(each in reason for each in words):
+                return f"{os.strerror(number)}; {REMEDIES[number]}"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in reason for each in MEMORY)):
+        return TOO_LARGE.format(reason=reason.rpartition("] ")[2][:200] or "no reason was given")
+    return None
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended: that rank is the culprit, and not this one."""
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in LOST_RANK)

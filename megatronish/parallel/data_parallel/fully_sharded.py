@@ -1,0 +1,272 @@
+"""ZeRO-3 on torch's `fully_shard`: the data ranks shard parameters, gradients and optimizer states.
+
+Each rank keeps some rows of every parameter, in fp32: they are the optimizer's masters. Rows of what is frozen are in
+the precision of the run. A layer's parameters are
+all-gathered, in the precision of the run, when its forward or its backward begins, and freed when it ends; what is left
+of the stage (embedding, final norm, head) is one more such unit around them. After the backward of each micro-batch the
+gradients are reduce-scattered, as ZeRO-2's are, and add up in fp32 where the optimizer reads them.
+
+The stage comes on the meta device. Rows are allocated once it is sharded, and filled with what their names and places
+say: no rank ever holds more than its share of the model and what one layer is gathered into.
+
+What `fully_shard` is not asked to do: groups that are replicas of each other (hybrid sharding) sum their gradients once
+a step and not once a micro-batch, before tp ranks with partial gradients and the holders of a tied embedding sum
+theirs.
+
+While a layer computes, a GPU gathers the next one's parameters: in a forward because the CPU runs ahead of it, in a
+backward because each unit knows which one comes next.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatronish.parallel import comm
+from megatronish.parallel.data_parallel.counted_transfers import count_transfers
+from megatronish.parallel.data_parallel.offload import OffloadedGradients, memory_on
+from megatronish.parallel.data_parallel.plan import BucketPlan, plan_buckets
+from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.mesh import Axis, Domain
+from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding, fill_initial, flat_pieces
+
+
+class FullySharded:
+    """Parameters and gradients of one rank's stage, by rows: a `DataParallel`.
+
+    `stage` lies on the meta device; `chunks` are the layers of each of its chunks. With `seed` None the rows are zeros,
+    for a checkpoint to fill.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        chunks: Sequence[Sequence[nn.Module]],
+        shardings: Mapping[str, Sharding],
+        domains: Mapping[str, Domain],
+        settings: DataParallelSettings,
+        *,
+        device: torch.device,
+        seed: int | None,
+    ) -> None:
+        self.domains, self.reduce_dtype, self._device = domains, settings.reduce_dtype, device
+        for parameter in stage.parameters():
+            if parameter.is_floating_point() and not parameter.requires_grad:  # it needs no master
+                parameter.data = parameter.data.to(settings.dtype)
+        domain_of = {name: domains[sharding.domain] for name, sharding in shardings.items()}
+        # Units: what has data ranks of its own (experts), every layer, and what is left of the stage around them.
+        for module, domain in _of_other_domains(stage, domain_of):
+            _fully_shard([module], domain, settings)
+        self._stage, *layers = _fully_shard(
+            [stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"], settings
+        )
+        waiting = iter(layers)
+        self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
+        for before, layer in (pair for chunk in self._chunks for pair in pairwise(chunk)):
+            layer.set_modules_to_backward_prefetch([before])
+        stage.to_empty(device=torch.device("cpu") if settings.offload == "parameters" else device)
+
+        # Rows of this rank, flat, and the rectangles of the global tensors that they are.
+        kept = {name: parameter for name, parameter in _sharded(stage) if _rows(parameter).numel()}
+        self._rows = {name: _rows(parameter) for name, parameter in kept.items()}
+        pieces = {
+            name: _pieces(parameter, shardings[name].pieces(domain_of[name].model), domain_of[name].shard)
+            for name, parameter in kept.items()
+        }
+        for name, rows in self._rows.items():
+            rows.zero_()
+            if seed is not None:
+                for piece in pieces[name]:
+                    fill_initial(piece.view(rows), shardings[name], piece.global_offset, names=(seed, "init", name))
+
+        # Where gradients add up: buckets of what this rank keeps, which are not sharded further.
+        self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
+        counted = {name for plan in (*self._plans, *frozen) if plan.counted for name in plan.names}
+        self.counted = {name for name in counted if self._rows[name].is_floating_point()}
+        self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
+        for name, total in self._views(self._sums).items():
+            _let_add_up(kept[name], in_=total)
+        self._masters: dict[str, Tensor] = {}
+        if settings.masters_on is not None:
+            self._masters = self._views(memory_on(settings.masters_on, self._sums))
+            for name, master in self._masters.items():
+                master.copy_(self._rows[name])
+        self._offloaded = OffloadedGradients(self._sums, settings.masters_on)
+        self.gradients = self._views(self._offloaded.tensors)
+        self.shards = {name: Shard(self._masters.get(name, rows), pieces[name]) for name, rows in self._rows.items()}
+
+    def _plan(
+        self,
+        kept: Mapping[str, DTensor],
+        shardings: Mapping[str, Sharding],
+        settings: DataParallelSettings,
+        *,
+        learns: bool,
+    ) -> list[BucketPlan]:
+        """Buckets of the rows that learn, or of those that are frozen."""
+        names = [name for name, parameter in kept.items() if parameter.requires_grad == learns]
+        return plan_buckets(
+            {name: self._rows[name] for name in names},
+            shardings,
+            {name: domain.unsharded for name, domain in self.domains.items()},
+            bucket_size=settings.bucket_size,
+            alignment=1,
+            sources=dict.fromkeys(names, frozenset()),
+        )
+
+    def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Each parameter's elements in the flat tensors of the plans."""
+        pairs = zip(self._plans, flats, strict=True)
+        return {name: view for plan, flat in pairs for name, view in plan.views(flat, self._rows).items()}
+
+    sum_of = None
+    """Nowhere: gradients are reduced as autograd hands them on."""
+
+    def zero(self) -> None:
+        """Forget the gradients of the step before."""
+        for total in self._sums:
+            total.zero_()
+
+    def begin_action(self, action: tuple[str, int, int], is_last: bool) -> None:
+        """(kind, chunk, micro-batch) comes next, and is the last of its kind in its chunk or not."""
+        kind, chunk, _ = action
+        if kind == "B":
+            self._stage.set_is_last_backward(is_last)
+            self._stage.set_modules_to_backward_prefetch(self._chunks[chunk][-1:])
+
+    def weight_gradient_ready(self, parameter: nn.Parameter) -> None:
+        """No W actions: `fully_shard` reduces gradients before one could compute them."""
+        raise AssertionError("ZeRO-3 has no deferred weight gradients")
+
+    @property
+    def sums(self) -> dict[nn.Parameter, Tensor]:
+        """Nothing: no gradient is kept whole."""
+        return {}
+
+    def finish_reduction(self) -> None:
+        """Returns once every gradient is summed over all that it must be summed over."""
+        # What is offloaded goes to the device and back, a bucket at a time: NCCL sends nothing from the CPU's memory.
+        under_way = []
+        for plan, total in zip(self._plans, self._sums, strict=True):
+            if plan.domain.replicate.size > 1:
+                on_device = total.to(self._device, self.reduce_dtype)
+                pending = comm.start_all_reduce(on_device, plan.domain.replicate)
+                if total.device == self._device:
+                    under_way.append((total, pending))
+                else:
+                    total.copy_(pending.wait())
+        for total, pending in under_way:
+            total.copy_(pending.wait())
+        for plan, total in zip(self._plans, self._sums, strict=True):
+            if plan.sums_over:
+                on_device = total.to(self._device)
+                for axis in plan.sums_over:
+                    comm.all_reduce(on_device, axis)
+                if on_device is not total:
+                    total.copy_(on_device)
+        self._offloaded.start()
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient of this rank by `factor`."""
+        for total in self._sums:
+            total.mul_(factor)
+        self._offloaded.scale(factor)
+
+    def counted_gradients(self) -> dict[str, list[Tensor]]:
+        """Flat tensors with the gradients that this rank counts, and zeros, by domain."""
+        found: dict[str, list[Tensor]] = {name: [] for name in self.domains}
+        for plan, total in zip(self._plans, self._sums, strict=True):
+            if plan.counted:
+                found[plan.domain.name].append(total)
+        return found
+
+    def wait_for_offload(self) -> None:
+        """Returns once the gradients are where the optimizer reads them."""
+        self._offloaded.finish()
+
+    def gather_parameters(self, *, frozen: bool = False) -> None:
+        """Bring the masters back to where the model is gathered from; the frozen parameters never left."""
+        for name, master in self._masters.items():
+            self._rows[name].copy_(master, non_blocking=True)
+
+    def wait_for_parameters(self) -> None:
+        """Nothing to wait for: what a rank keeps is the masters."""
+
+    def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
+        """A forward waits for what it gathers in any case."""
+
+
+def _of_other_domains(stage: nn.Module, domain_of: Mapping[str, Domain]) -> Iterator[tuple[nn.Module, Domain]]:
+    """The largest modules all of whose parameters are of one domain other than the dense one."""
+    found: list[str] = []
+    for path, module in stage.named_modules():
+        names = {domain_of[f"{path}.{name}".lstrip(".")].name for name, _ in module.named_parameters()}
+        if len(names) == 1 and names != {"dense"} and not any(path.startswith(f"{other}.") for other in found):
+            found.append(path)
+            yield module, next(domain for domain in domain_of.values() if domain.name in names)
+
+
+def _fully_shard(modules: Sequence[nn.Module], domain: Domain, settings: DataParallelSettings) -> list[FSDPModule]:
+    """From the last to the first, as a module takes what those inside it have not taken. Gradients add up as sums."""
+    mesh = domain.device_mesh
+    assert mesh is not None, "the mesh was made for another stage of ZeRO"
+    # torch warns, in every step after a save, of writing into the output: nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    precision = MixedPrecisionPolicy(
+        param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload == "parameters" else OffloadPolicy()
+    for module in reversed(modules):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
+    units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_gradient_divide_factor(1)
+        unit.set_force_sum_reduction_for_comms(True)
+        count_transfers(unit, domain.shard.line)
+    return units
+
+
+def _sharded(stage: nn.Module) -> Iterator[tuple[str, DTensor]]:
+    """The parameters, which are no longer what they were."""
+    for name, parameter in stage.named_parameters():
+        assert isinstance(parameter, DTensor)
+        yield name, parameter
+
+
+def held(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter: its rows if it is sharded, else the parameter itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _local(parameter: DTensor) -> Tensor:
+    with torch.no_grad():
+        return parameter.to_local()
+
+
+def _rows(parameter: DTensor) -> Tensor:
+    """What this rank keeps, flat."""
+    return _local(parameter).view(-1)
+
+
+@torch.no_grad()
+def _let_add_up(parameter: DTensor, *, in_: Tensor) -> None:
+    """From now on `fully_shard` adds the gradient of this rank's rows there.
+
+    `DTensor.from_local` would not do: it moves what is offloaded to the device of the mesh.
+    """
+    gradient = torch.zeros_like(parameter)
+    assert isinstance(gradient, DTensor)
+    local = _local(gradient)
+    local.data = in_.view(local.shape)
+    parameter.grad = gradient
+
+
+def _pieces(parameter: DTensor, pieces: Iterable[Piece], axis: Axis) -> tuple[FlatPiece, ...]:
+    """The rectangles of the global tensor that this rank's rows are: as many for each but the last ranks."""
+    num_rows, row = parameter.shape[0], parameter.shape[1:].numel()
+    start = min(axis.rank * -(-num_rows // axis.size), num_rows) * row
+    return flat_pieces(list(pieces), parameter.shape, start, start + _local(parameter).numel())

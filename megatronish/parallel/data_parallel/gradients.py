@@ -1,0 +1,263 @@
+"""Gradient buckets: flat fp32 buffers, reduced while backward still runs.
+
+A gradient is final once each of its sources has delivered for the last time. A source is a kind of action of one of
+the rank's chunks: (0, "B") is the backward of chunk 0, from which autograd's hooks report, (0, "W") its weight
+gradients, which report themselves (`weight_gradient_ready`). A tied embedding can have two: the backward of the chunk
+that embeds and the weight gradients of the chunk that ends the model. The reduction of a full bucket starts at once, in
+the bucket's turn (the order must be the same on every rank), and `finish_reduction` waits for what is in progress.
+
+What is reduced (Rajbhandari et al. 2020, arXiv:1910.02054), over the data ranks of the bucket's domain: over the ranks
+that *shard* a bucket a reduce-scatter, after which each holds the sum of its own part; then over the ranks that hold
+*replicas* of these an all-reduce of the part. Plain data parallelism has replicas alone, ZeRO-1 shards alone, its
+hybrid both. At last `finish_reduction` sums over tp what is partial there, and over two stages what is tied
+(`Sharding.sums_over`).
+
+With `gives_back` a bucket's memory is given back when a step begins, and taken again when its first gradient arrives:
+at the end of the first forward, where activations and logits are at their peak, there are no gradients. ZeRO-2 keeps no
+more of the gradients than this rank's part. A bucket's buffer lives from the first gradient that arrives in a backward
+until it is reduced, after every backward, and the parts add up over the micro-batches.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatronish.core.errors import RunError
+from megatronish.estimate.costs.zero2_buffers import MAX_PENDING
+from megatronish.parallel import comm
+from megatronish.parallel.data_parallel.plan import BucketPlan, Source
+from megatronish.parallel.data_parallel.settings import DataParallelSettings
+
+
+@dataclass
+class Bucket:
+    """The gradients of a plan. `flat` is None where they are not kept whole and no backward is at work on them."""
+
+    plan: BucketPlan
+    part: Tensor
+    flat: Tensor | None
+    views: dict[str, Tensor] = field(default_factory=dict)
+    waiting_for: set[tuple[str, Source]] = field(default_factory=set)
+
+
+class GradientBuckets:
+    """The gradients of one rank's parameters, accumulated in fp32 over the micro-batches of a step.
+
+    `parts` says of each bucket what this rank keeps of it, [size / shard], summed once `finish_reduction` has returned.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        plans: Sequence[BucketPlan],
+        settings: DataParallelSettings,
+        *,
+        gives_back: bool = False,
+    ) -> None:
+        self.overlap, self.reduce_dtype = settings.overlap_reduce, settings.reduce_dtype
+        self.keeps_whole = settings.zero_stage < 2
+        self.gives_back = self.keeps_whole and gives_back
+        self._parameters = parameters
+        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self._source: Source | None = None  # the action at work, if what it adds is final
+        self.buckets = [self._bucket(plan) for plan in plans]
+        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.plan.names}
+        # In the order in which a backward fills them: a bucket that waits for the embedding must not keep those of
+        # later layers, as of experts, from being reduced.
+        place = {name: number for number, name in enumerate(parameters)}
+        self._turns = sorted(self.buckets, key=lambda bucket: -min(place[name] for name in bucket.plan.names))
+        self._queue: deque[Bucket] = deque()  # buckets to be reduced, in this order
+        self._num_queued = 0  # at first
+        self._reducing: deque[tuple[Bucket, comm.Pending]] = deque()
+        for name, parameter in parameters.items():
+            self._attach(name, parameter)
+        self._enqueue(self._turns if self.keeps_whole else [])
+
+    def _bucket(self, plan: BucketPlan) -> Bucket:
+        device = self._parameters[plan.names[0]].device
+        if not self.keeps_whole:
+            part = torch.zeros(plan.size // plan.domain.shard.size, dtype=torch.float32, device=device)
+            return Bucket(plan, part, None)
+        flat = torch.zeros(plan.size, dtype=torch.float32, device=device)
+        return Bucket(plan, plan.part(flat), flat, plan.views(flat, self._parameters))
+
+    def _attach(self, name: str, parameter: nn.Parameter) -> None:
+        """Let autograd add into the bucket; where it cannot, a hook adds instead."""
+        bucket = self._bucket_of[name]
+        domain = bucket.plan.domain
+        by_hook = parameter.dtype != torch.float32 or not self.keeps_whole
+        if not by_hook:
+            parameter.grad = bucket.views[name]
+            if self.gives_back:  # before autograd adds
+                parameter.register_hook(partial(_prepare, weakref.ref(self), bucket))
+        if by_hook or (self.overlap and domain.shard.size * domain.replicate.size > 1):
+            # By a weak reference: Python does not see the cycle through autograd, so nothing of it would ever be freed.
+            parameter.register_post_accumulate_grad_hook(partial(_report, weakref.ref(self), name, by_hook))
+
+    def _accumulated(self, name: str, by_hook: bool, parameter: nn.Parameter) -> None:
+        # A linear layer that defers its weight gradient hands autograd None, and this is called none the less.
+        if by_hook and parameter.grad is not None:
+            self._whole(self._bucket_of[name]).views[name].add_(parameter.grad)
+            parameter.grad = None
+        self.weight_gradient_ready(parameter)
+
+    def _whole(self, bucket: Bucket) -> Bucket:
+        """The bucket with a buffer for all of it."""
+        if bucket.flat is None:
+            bucket.flat = bucket.part.new_zeros(bucket.plan.size)
+            bucket.views = bucket.plan.views(bucket.flat, self._parameters)
+        elif not (storage := bucket.flat.untyped_storage()).nbytes():
+            storage.resize_(bucket.flat.nbytes)
+            bucket.flat.zero_()
+        return bucket
+
+    @property
+    def sums(self) -> dict[nn.Parameter, Tensor]:
+        """Where the gradient of each parameter adds up, if it is kept whole."""
+        return {self._parameters[name]: view for bucket in self.buckets for name, view in bucket.views.items()}
+
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """Where the gradient of a parameter adds up, if it is kept whole, with memory for it."""
+        name = self._name_of[parameter]
+        return self._whole(self._bucket_of[name]).views[name]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What this rank keeps of each bucket."""
+        return [bucket.part for bucket in self.buckets]
+
+    def zero(self) -> None:
+        """Begin a step: every gradient is zero."""
+        for bucket in self.buckets:
+            if bucket.flat is not None and self.gives_back:
+                bucket.flat.untyped_storage().resize_(0)  # its views stay views of it
+            else:
+                (bucket.part if bucket.flat is None else bucket.flat).zero_()
+        self._enqueue(self._turns if self.keeps_whole else [])
+
+    def _enqueue(self, buckets: Sequence[Bucket]) -> None:
+        """These are to be reduced, in this order, each once it is full."""
+        self._queue = deque(buckets)
+        self._num_queued = len(buckets)
+        self._source = None
+        for bucket in buckets:
+            bucket.waiting_for = {(name, source) for name in bucket.plan.names for source in bucket.plan.sources}
+
+    def begin_action(self, action: tuple[str, int, int], is_last: bool) -> None:
+        """(kind, chunk, micro-batch) comes next: if it is the last of its kind in its chunk, what it adds is final."""
+        kind, chunk, _ = action
+        if self.keeps_whole:
+            if kind == "W":  # which adds to the sums itself
+                for bucket in self.buckets:
+                    self._whole(bucket)
+            self._source = (chunk, kind) if is_last and self.overlap else None
+            return
+        # ZeRO-2: every backward is reduced by itself. What the one before has left is reduced now.
+        self._reduce_all()
+        if kind == "B":
+            self._enqueue([bucket for bucket in self._turns if (chunk, kind) in bucket.plan.sources])
+            for bucket in self._queue:
+                bucket.waiting_for = {(name, (chunk, kind)) for name in bucket.plan.names}
+            self._source = (chunk, kind) if self.overlap else None
+
+    def weight_gradient_ready(self, parameter: nn.Parameter) -> None:
+        """The action at work has added all that it adds to this gradient."""
+        if self._source is not None:
+            self.mark_ready(self._name_of[parameter], self._source)
+
+    def mark_ready(self, name: str, source: Source) -> None:
+        """Nothing more comes to the gradient of `name` from there. Sources its bucket does not wait for are ignored."""
+        bucket = self._bucket_of[name]
+        if source in bucket.plan.sources:
+            if (name, source) not in bucket.waiting_for:
+                raise RunError(
+                    f"the gradient of {name} was complete, and more of it came in the same backward: layers that share "
+                    "a parameter were computed again one by one. Use --no-overlap-grad-reduce, or leave "
+                    "--recompute-granularity full out"
+                )
+            bucket.waiting_for.remove((name, source))
+        while self._queue and not self._queue[0].waiting_for:
+            self._reduce_next()
+
+    def _reduce_all(self) -> None:
+        while self._queue:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        """Start the reduction of the bucket whose turn it is."""
+        bucket = self._whole(self._queue.popleft())
+        domain = bucket.plan.domain
+        assert bucket.flat is not None
+        sent = bucket.flat.to(self.reduce_dtype)
+        if self._is_one_all_reduce(bucket):
+            pending = comm.start_all_reduce(sent, domain.replicate)
+        else:
+            # [size] -> [size / shard], into the place of this rank's part
+            pending = comm.start_reduce_scatter(sent, domain.shard, into=bucket.plan.part(sent))
+        if not self.keeps_whole:
+            bucket.flat, bucket.views = None, {}
+            while len(self._reducing) >= MAX_PENDING:
+                self._take_in(*self._reducing.popleft())
+        self._reducing.append((bucket, pending))
+
+    def _is_one_all_reduce(self, bucket: Bucket) -> bool:
+        """Whether a bucket is not sharded and is kept until the end of the step."""
+        return self.keeps_whole and bucket.plan.domain.shard.size == 1
+
+    @property
+    def num_launched(self) -> int:
+        """Buckets of this step (ZeRO-2: of this backward) whose reduction has begun."""
+        return self._num_queued - len(self._queue)
+
+    def _take_in(self, bucket: Bucket, pending: comm.Pending) -> None:
+        """Take what has arrived into the part."""
+        arrived = pending.wait()
+        if not self.keeps_whole:
+            bucket.part.add_(arrived)
+        elif self.reduce_dtype != bucket.part.dtype:
+            bucket.part.copy_(arrived)
+
+    def finish_reduction(self) -> None:
+        """Returns once every part is summed over all that it must be summed over."""
+        # 1. Over the ranks that shard a bucket (or, not sharded, over all replicas).
+        self._reduce_all()
+        while self._reducing:
+            self._take_in(*self._reducing.popleft())
+        # 2. Over the replicas of a shard, all buckets at once.
+        replicated = [
+            bucket
+            for bucket in self.buckets
+            if bucket.plan.domain.replicate.size > 1 and not self._is_one_all_reduce(bucket)
+        ]
+        under_way = [
+            comm.start_all_reduce(bucket.part.to(self.reduce_dtype), bucket.plan.domain.replicate)
+            for bucket in replicated
+        ]
+        for bucket, pending in zip(replicated, under_way, strict=True):
+            bucket.part.copy_(pending.wait())
+        # 3. Over tp where each rank has a part of the gradient, and over both holders of a tied embedding.
+        for bucket in self.buckets:
+            for axis in bucket.plan.sums_over:
+                comm.all_reduce(bucket.part, axis)
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient of this rank by `factor`."""
+        for part in self.parts:
+            part.mul_(factor)
+
+
+def _prepare(buckets: "weakref.ref[GradientBuckets]", bucket: Bucket, _gradient: Tensor) -> None:
+    """Have the memory of a bucket there before a gradient is added to it."""
+    if (alive := buckets()) is not None:
+        alive._whole(bucket)
+
+
+def _report(buckets: "weakref.ref[GradientBuckets]", name: str, by_hook: bool, parameter: nn.Parameter) -> None:
+    """Tell the buckets, if they are still there, that a gradient has arrived."""
+    if (alive := buckets()) is not None:
+        alive._accumulated(name, by_hook, parameter)

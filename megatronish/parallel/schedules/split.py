@@ -1,0 +1,154 @@
+"""Split of the layers over the positions of a pipeline, so that the slowest stage is as fast as possible.
+
+Layers of equal cost are assigned greedily, one at a time, to the stage with the least cost so far, then a stage's
+layers to its chunks in the same way. This is optimal, and gives equal parts where possible. Among stages of equal cost,
+one in the middle of the model gets the layer, because the ends also hold the embedding and the head.
+
+Layers of unequal costs are split by partition.py.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from megatronish.core.errors import UserError
+from megatronish.parallel.schedules.partition import PipelineCosts, cut_into_runs
+from megatronish.parallel.schedules.plan import Placement
+
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+
+class SplitWeights(NamedTuple):
+    """Costs of the embedding, of the head and of each layer, in one unit; without `layers` each of them costs 1."""
+
+    embedding: float = 0.0
+    head: float = 0.0
+    layers: tuple[float, ...] = ()
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all layers have the same cost."""
+        return len(set(self.layers)) < 2
+
+    def in_layers(self) -> "SplitWeights":
+        """Costs of embedding and head in units of a layer, if all layers have the same cost."""
+        unit = self.layers[0] if self.layers else 1.0
+        return SplitWeights(self.embedding / unit, self.head / unit)
+
+
+def split_layers(
+    *,
+    num_layers: int,
+    placement: Placement,
+    first: int | None = None,
+    last: int | None = None,
+    weights: SplitWeights | None = None,
+) -> list[range]:
+    """The layers of every position, first position first; UserError if a position would have none.
+
+    `first` and `last` are the numbers of layers of the first and of the last pipeline stage, all chunks together; a
+    stage with a given number is left out of the comparison. Without `weights` every layer costs the same, and embedding
+    and head cost nothing.
+    """
+    stages, weights = _positions_of_stages(placement), weights or SplitWeights()
+    sizes_asked = {"num_layers": num_layers, "num_stages": len(stages), "num_chunks": len(stages[0])}
+    if problem := stages_problem(**sizes_asked, first=first, last=last):
+        raise UserError(problem)
+    given = {stage: layers for stage, layers in ((0, first), (len(stages) - 1, last)) if layers is not None}
+    if weights.are_alike:
+        sizes = _by_counts(num_layers, stages, given, weights.in_layers())
+    else:
+        assert len(weights.layers) == num_layers, "a cost for each layer"
+        sizes = _by_costs(stages, given, weights)
+    return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def _by_counts(
+    num_layers: int, stages: Sequence[Sequence[int]], given: dict[int, int], weights: SplitWeights
+) -> list[int]:
+    """Layers of each position, where all layers cost the same; `weights` of the ends are in units of a layer."""
+    num_positions = sum(map(len, stages))
+    extra = _ends(num_positions, weights)
+    inward = [min(position, num_positions - 1 - position) for position in range(num_positions)]
+    free = [stage for stage in range(len(stages)) if stage not in given]
+    dealt = _deal(
+        num_layers - sum(given.values()),
+        extra=[sum(extra[position] for position in stages[stage]) for stage in free],
+        inward=[min(inward[position] for position in stages[stage]) for stage in free],
+        at_least=len(stages[0]),
+    )
+    sizes = [0] * num_positions
+    for stage, size in {**given, **dict(zip(free, dealt, strict=True))}.items():
+        positions = stages[stage]
+        parts = _deal(size, extra=[extra[i] for i in positions], inward=[inward[i] for i in positions], at_least=1)
+        for position, part in zip(positions, parts, strict=True):
+            sizes[position] = part
+    return sizes
+
+
+def _by_costs(stages: list[list[int]], given: dict[int, int], weights: SplitWeights) -> list[int]:
+    """Layers of each position, where layers cost differently."""
+    # What a given stage holds in each of its chunks does not depend on costs.
+    even = _by_counts(len(weights.layers), stages, given, SplitWeights())
+    pipeline = PipelineCosts(
+        layers=weights.layers,
+        ends=_ends(len(even), weights),
+        stages=[positions for stage, positions in enumerate(stages) if stage not in given],
+        fixed={position: even[position] for stage in given for position in stages[stage]},
+    )
+    return cut_into_runs(pipeline, even)
+
+
+def stages_problem(
+    *, num_layers: int, num_stages: int, num_chunks: int, first: int | None, last: int | None
+) -> str | None:
+    """The problem as a sentence, or None: every chunk of every stage needs a layer, given `first` and `last`."""
+    chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
+    if num_layers < num_stages * num_chunks:
+        most = num_layers // num_chunks
+        remedy = f"use --pp {most} or fewer, or more layers" if most else "use fewer chunks a stage, or more layers"
+        return (
+            f"num_layers={num_layers} is less than pipeline_model_parallel_size={num_stages}{chunks}, and each of them "
+            f"needs a layer; {remedy}"
+        )
+    given = {name: layers for name, layers in ((FIRST, first), (LAST, last)) if layers is not None}
+    for name, layers in given.items():
+        if num_stages == 1:
+            return f"{name}={layers} needs pipeline_model_parallel_size > 1; add --pp 2, or leave it out"
+        if layers < num_chunks:
+            return f"{name}={layers} must be at least {num_chunks}, a layer for each chunk of the stage; use more"
+    left, others = num_layers - sum(given.values()), num_stages - len(given)
+    phrase = " and ".join(f"{name}={layers}" for name, layers in given.items())
+    if others == 0 and left:
+        return f"{phrase} must add up to num_layers={num_layers}; change one by {left:+d}, or leave one out"
+    if left < others * num_chunks:
+        stages = "stage, which needs" if others == 1 else f"{others} stages, which need"
+        return (
+            f"{phrase} leave{'s' if len(given) == 1 else ''} {max(left, 0)} of num_layers={num_layers} to the other "
+            f"{stages} {others * num_chunks}; use smaller ones"
+        )
+    return None
+
+
+def _deal(num_layers: int, *, extra: Sequence[float], inward: Sequence[int], at_least: int) -> list[int]:
+    """Numbers of layers, assigned greedily: each to the least cost so far, then farthest from the model's ends."""
+    sizes = [at_least] * len(extra)
+    for _ in range(num_layers - at_least * len(sizes)):
+        sizes[min(range(len(sizes)), key=lambda i: (extra[i] + sizes[i], -inward[i], i))] += 1
+    return sizes
+
+
+def _positions_of_stages(placement: Placement) -> list[list[int]]:
+    """The positions of each stage, first chunk first."""
+    stages: list[list[int]] = [[] for _ in range(1 + max(place.stage for place in placement))]
+    for position, place in enumerate(placement):
+        stages[place.stage].append(position)
+    return stages
+
+
+def _ends(num_positions: int, weights: SplitWeights) -> list[float]:
+    """What each position costs besides its layers."""
+    costs = [0.0] * num_positions
+    costs[0] += weights.embedding
+    costs[-1] += weights.head
+    return costs

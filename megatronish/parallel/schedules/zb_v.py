@@ -1,0 +1,50 @@
+"""ZB-V schedule: two chunks a stage in a V, weight gradients where a stage would idle."""
+
+from collections import Counter
+
+from megatronish.parallel.schedules.plan import Action, Kind
+
+CHUNKS = {"a": 0, "b": 1}
+
+
+def zb_v(*, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 2) -> list[Action]:
+    """ZB-V of Qi et al. 2023 (arXiv:2401.10241, section 6), for F, B and W actions of equal duration.
+
+    Every stage holds at most 2 num_stages live activations of a chunk: as much memory as the first stage of 1F1B.
+
+    The table `phases` has a pattern and its number of repetitions. "Fa" is the forward of the first chunk, "Wb" the
+    weight gradient of the second; each kind of each chunk takes its micro-batches in order. The table needs 2 p - 1
+    micro-batches to fill the V. With fewer, the actions of the missing ones are removed, as in `interleaved`.
+    """
+    assert num_chunks == 2
+    s, p, m = stage, num_stages, max(num_microbatches, 2 * num_stages - 1)
+    phases = (
+        # Warm-up: first-chunk forwards until micro-batch 0 comes back up the V, then forwards of both chunks in turn.
+        ("Fa", 2 * (p - s) - 1),
+        ("Fb Fa", s),
+        # Stage 0 holds the last position: the first backwards start there and go down the V, while forwards fill it.
+        ("Fb Bb Wb", p - s),
+        # Steady state: both chunks, all three kinds in turn.
+        ("Fa Ba Wa Fb Bb Wb", m - 2 * p + s + 1),
+        # Drain: no first-chunk forward is left, later also no forward; weight gradients are deferred behind the input
+        # gradients that earlier stages wait for.
+        ("Ba Wa Fb Bb Wb", p - s - 1),
+        ("Ba Bb", s),
+        ("Ba Wa", p - s),
+        # The deferred weight gradients, while other stages finish.
+        ("Wb", s),
+        ("Wa", s),
+    )
+    return [action for action in _numbered(phases) if action.micro_batch < num_microbatches]
+
+
+def _numbered(phases: tuple[tuple[str, int], ...]) -> list[Action]:
+    """("Fb Fa", 2) -> F0b F0a F1b F1a."""
+    counts: Counter[str] = Counter()
+    row = []
+    for pattern, times in phases:
+        for name in pattern.split() * times:
+            kind: Kind = name[0]  # type: ignore[assignment]
+            row.append(Action(kind, CHUNKS[name[1]], counts[name]))
+            counts[name] += 1
+    return row

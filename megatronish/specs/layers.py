@@ -1,0 +1,236 @@
+"""Specs of the layers of a model: what each layer is made of, as data that needs no torch.
+
+A spec holds what may differ from layer to layer: heads, window and biases of its attention, size and activation of its
+MLP. What all layers share (width D, kind of norm, dropout, rotary positions) stays in `ModelConfig`. Modules are built
+from specs, and costs (parameters, FLOPs, memory, the split over pipeline stages) are computed from the same specs:
+`cost` of a spec is the cost row of the module that is built from it. A new kind of sublayer is a spec with a cost row,
+a module, and a test that holds one to the other (tests/costs/test_layer_costs.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatronish.config.sections.model import Activation, ModelConfig, SoftmaxType
+from megatronish.core.errors import UserError
+from megatronish.core.names import BLOCK_NAMES, options_of
+from megatronish.specs.costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Self-attention: N query heads and K key/value heads of size H; grouped queries where K < N."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+    """Keys that a token sees at most, itself included; None: all before it."""
+    qk_norm: bool = False
+    """Each head's queries and keys are normalised."""
+    norm_across_heads: bool = False
+    """All heads are normalised at once."""
+    clip: float | None = None
+    """Bound of queries, keys and values on both sides."""
+    qkv_bias: bool = True
+    out_bias: bool = True
+    rotary: bool = True
+    """Queries and keys are turned, in a model with RoPE."""
+    softmax: SoftmaxType = "vanilla"
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """Features of all queries, all keys and all values: the sections of the qkv projection."""
+        size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        return {"q": size, "k": kv_size, "v": kv_size}
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Kept besides the inputs of linear layers and norms: queries, keys and values."""
+        hidden, (queries, keys, values) = model.hidden_size, self.sections.values()
+        qkv = LinearShape(hidden, queries + keys + values, "column", self.qkv_bias)
+        out = LinearShape(queries, hidden, "row", self.out_bias)
+        if self.norm_across_heads:
+            norms = tuple(NormShape("RMSNorm", size, is_split=True, cuts_weight=True) for size in (queries, keys))
+        else:
+            norms = tuple(
+                NormShape(model.normalization, self.head_size, heads, is_split=True)
+                for heads in (self.num_heads, self.num_kv_heads)
+            )
+        return LayerCost(
+            linears=(qkv, out),
+            norms=norms if self.qk_norm else (),
+            cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
+            kept=Count(split=queries + keys + values),
+            vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
+        )
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """MLP: D -> F (gated: 2 F, gate before up), activation, F -> D."""
+
+    ffn_size: int
+    activation: Activation = "gelu"
+    bias: bool = True
+    up_offset: float = 0.0
+    """Added to the up-projection of a gated MLP."""
+    clamp: float | None = None
+    """Bound of a gated MLP on gate (from above) and up-projection (on both sides)."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, ffn_size: int | None = None, *, bias: bool | None = None) -> "MLPSpec":
+        """The MLP that the options of a config describe, perhaps of another width, with biases or without."""
+        return cls(
+            ffn_size=ffn_size or model.ffn_size,
+            activation=model.activation,
+            bias=model.mlp_bias if bias is None else bias,
+            up_offset=model.glu_linear_offset if model.is_gated else 0.0,
+            clamp=model.activation_func_clamp_value if model.is_gated else None,
+        )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "quick_geglu")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the activation is the usual one of its name, without offset and clamp."""
+        return self.up_offset == 0 and self.clamp is None
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """Features of the first product: those of the gate and of the up-projection, or the latter alone."""
+        return dict.fromkeys(("gate", "up") if self.is_gated else ("up",), self.ffn_size)
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Kept besides the inputs of linear layers: the activation's input, and plain SwiGLU's activated gate."""
+        features = sum(self.sections.values())
+        return LayerCost(
+            linears=(
+                LinearShape(model.hidden_size, features, "column", self.bias),
+                LinearShape(self.ffn_size, model.hidden_size, "row", self.bias),
+            ),
+            kept=Count(split=features + (self.ffn_size if self.activation == "swiglu" and self.is_plain else 0)),
+        )
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """Mixture of experts in the place of an MLP: E experts, of which a token passes K, and shared ones.
+
+    Each expert is an MLP without biases. `shared` are experts that every token passes, as one MLP; with `shared_gate`
+    their output has a gate.
+    """
+
+    num_experts: int
+    num_chosen: int
+    expert: MLPSpec
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Router, experts and shared experts; the rows that come back are kept, too.
+
+        A rank has as many rows as its tokens make where the load is even.
+        """
+        copies, used, size = self.num_experts, self.num_chosen, self.expert.ffn_size
+        features = sum(self.expert.sections.values())
+        kept = features + (size if self.expert.activation == "swiglu" and self.expert.is_plain else 0)
+        cost = LayerCost(
+            linears=(
+                LinearShape(model.hidden_size, self.num_experts, "none"),
+                LinearShape(model.hidden_size, features, "column", copies=copies, used=used),
+                LinearShape(size, model.hidden_size, "row", copies=copies, used=used),
+            ),
+            kept=Count(split=used * kept, experts=used * model.hidden_size),
+        )
+        if self.shared_gate:
+            cost += LayerCost(linears=(LinearShape(model.hidden_size, 1, "none"),))
+        return cost if self.shared is None else cost + self.shared.cost(model)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Transformer layer: norm, attention, norm, MLP, with dropout on the output of each sublayer."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec | ExpertsSpec
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True, experts: bool = False
+    ) -> "LayerSpec":
+        """A layer as the options of a config describe it, with window, RoPE and experts or without."""
+        return cls(
+            AttentionSpec(
+                num_heads=model.num_attention_heads,
+                num_kv_heads=model.num_kv_heads,
+                head_size=model.head_size,
+                window=model.window_size if windowed else None,
+                qk_norm=model.qk_layernorm,
+                norm_across_heads=model.qk_layernorm_across_heads,
+                clip=model.clip_qkv,
+                qkv_bias=model.qkv_bias,
+                out_bias=model.attention_bias,
+                rotary=rotary,
+                softmax=model.softmax_type,
+            ),
+            _experts(model) if experts else MLPSpec.of(model),
+        )
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Rows of both sublayers, and two norms."""
+        norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
+        return LayerCost(norms=(norm, norm)) + self.attention.cost(model) + self.mlp.cost(model)
+
+
+def _experts(model: ModelConfig) -> ExpertsSpec:
+    assert model.num_experts is not None
+    shared = model.moe_shared_expert_intermediate_size
+    return ExpertsSpec(
+        model.num_experts,
+        model.moe_router_topk,
+        MLPSpec.of(model, model.expert_ffn_size, bias=False),
+        shared=None if shared is None else MLPSpec.of(model, shared, bias=False),
+        shared_gate=model.moe_shared_expert_gate,
+    )
+
+
+@dataclass(frozen=True)
+class MixedModelConfig(ModelConfig):
+    """Config of a model whose layers are given one by one: a spec for each of num_layers.
+
+    The options of the config that describe a layer (heads, window, biases, size and activation of the MLP) are idle;
+    but rotary positions turn heads of its head size.
+    """
+
+    layers: tuple[LayerSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == self.num_layers, f"{len(self.layers)} specs for num_layers={self.num_layers}"
+
+
+def transformer_layers(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Layers of --block transformer, as the options of the config say.
+
+    The options give all layers one spec, except for window, RoPE and experts, which patterns leave out of some layers.
+    """
+    kinds = list(zip(model.windowed_layers, model.rotated_layers, model.expert_layers, strict=True))
+    specs = {kind: LayerSpec.of(model, windowed=kind[0], rotary=kind[1], experts=kind[2]) for kind in set(kinds)}
+    return tuple(specs[kind] for kind in kinds)
+
+
+LAYERS: dict[str, Callable[..., Sequence[LayerSpec]]] = {"transformer": transformer_layers}
+"""Specs of all layers of a model, by --block. Keyword arguments are the options of the name in `BLOCK_NAMES`."""
+
+
+def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Every layer of a model, first layer first: those that are given, or those of its kind of block."""
+    if isinstance(model, MixedModelConfig):
+        return model.layers
+    specs = LAYERS[model.block](model, **options_of(BLOCK_NAMES, model.block, model.block_args))
+    if len(specs) != model.num_layers:
+        raise UserError(
+            f"block={model.block} gives {len(specs)} specs for num_layers={model.num_layers}; correct its `layers`"
+        )
+    return specs

@@ -1,0 +1,367 @@
+"""Tokenizers: text to token ids and back. One interface over SentencePiece, Hugging Face, tiktoken, bytes, numbers.
+
+Special tokens are never read out of text: a document that spells "<|endoftext|>" stays text. Only `encode_marked`, for
+prompts that are written so, reads them, and adds what the tokenizer puts around a text: a first token, say. Decoding
+skips them, and ids beyond the tokenizer's own (a larger --vocab-size leaves some), so that whatever a model writes can
+be shown.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import sentencepiece
+import tokenizers
+
+from megatronish.config.sections.data import MOCK_VOCAB_SIZE, DataConfig
+from megatronish.core import foreign
+from megatronish.core.contained import library_errors
+from megatronish.core.errors import UserError
+from megatronish.core.files import ordinary
+from megatronish.tokenizer import trial
+from megatronish.tokenizer.control_tokens import (
+    ByteControls,
+    ControlEncoder,
+    HuggingFaceControls,
+    SentencePieceControls,
+)
+from megatronish.tokenizer.names import TokenizerType, tokenizer_type
+from megatronish.tokenizer.tiktoken_file import read_tiktoken
+
+EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
+SPACE_MARK = "\u2581"
+LARGEST_VOCABULARY = 2**28
+NO_TOKENS = "the tokenizer cannot write it"
+
+
+class Tokenizer(ABC):
+    """Interface of every tokenizer: text to ids and back. Instances can be pickled, for worker processes."""
+
+    vocab_size: int
+    """The true vocabulary: every id is below it."""
+    eod: int
+    """Id of the token that ends a document."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without any special token. ValueError for a lone surrogate, which is no text."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, as `encode` gives them; ValueError if one of them is no text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of `text` with the special tokens that it spells, and those that the tokenizer itself puts around it."""
+        return self.encode(text)
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+
+    def control_encoder(self) -> ControlEncoder:
+        """Encoder of texts with control tokens, for chats. UserError if the tokenizer has none."""
+        raise UserError(
+            f"a tokenizer of the kind {type(self).__name__} has no control tokens for chats; take another "
+            "--tokenizer-type"
+        )
+
+
+class BytesTokenizer(Tokenizer):
+    """Bytes of UTF-8 as tokens; 256 ends a document."""
+
+    def __init__(self) -> None:
+        self.vocab_size = 257
+        self.eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def control_encoder(self) -> ControlEncoder:
+        return ByteControls(eod=self.eod)
+
+
+class NullTokenizer(Tokenizer):
+    """Tokenizer of text that is token ids already: "5 17 3". The last id of the vocabulary ends a document."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise UserError(
+                f"{text!r} is not numbers, which the null tokenizer needs; write ids, as in '5 17 3', or name "
+                "the text's own tokenizer with --tokenizer-model"
+            ) from None
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise UserError(f"token {token} is outside the vocabulary of {self.vocab_size} (--vocab-size)")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(token) for token in ids if token != self.eod)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Tokenizer of a SentencePiece .model file.
+
+    SentencePiece writes spaces as U+2581 and so reads a true U+2581 back as a space. Where the model spells unknown
+    characters as bytes and leaves text as it is, that one is spelled so too: then decode(encode(text)) == text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with library_errors("its library fails"):
+                self._model = sentencepiece.SentencePieceProcessor(model_file=str(ordinary(path)))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
+        self._own_size = self.vocab_size = self._model.get_piece_size()
+        self.eod = self._model.eos_id()
+        if self.eod < 0:
+            self.eod = _find_eod(self._id_of, path)
+        controls = [self._model.id_to_piece(token) for token in range(self._own_size) if self._model.is_control(token)]
+        longest_first = sorted(controls, key=len, reverse=True)
+        self._markup = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")  # (?!) is nowhere
+        self._space_mark = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        adds_prefix = self._model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
+        self._spells_space_mark = None not in self._space_mark and not adds_prefix
+
+    def _id_of(self, piece: str) -> int | None:
+        token = self._model.piece_to_id(piece)
+        return token if self._model.id_to_piece(token) == piece else None
+
+    def encode(self, text: str) -> list[int]:
+        _check_unicode(text)
+        if SPACE_MARK not in text or not self._spells_space_mark:
+            return list(self._model.encode(text))
+        first, *others = self._model.encode(text.split(SPACE_MARK))
+        return [*first, *(token for part in others for token in (*self._space_mark, *part))]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids with a first token (BOS) where the model has one; its file says nothing of other tokens around a text."""
+        first = self._model.bos_id()
+        ids = [] if first < 0 else [first]
+        for place, part in enumerate(self._markup.split(text)):  # in turn text and what marks it
+            ids += [self._model.piece_to_id(part)] if place % 2 else self.encode(part)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(token) for token in ids if token < self._own_size and token != self.eod]))
+
+    def control_encoder(self) -> ControlEncoder:
+        return SentencePieceControls(self._model)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Tokenizer of a tokenizer.json of Hugging Face's `tokenizers`, of GPT-2's two files, or of a tiktoken file."""
+
+    def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
+        self._model = model
+        self._take_text_as_it_is()
+        self.vocab_size = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise UserError(
+                f"the tokenizer has the id {self.vocab_size - 1:,}, and a model a row for each up to it; ids up to "
+                f"{LARGEST_VOCABULARY:,} are read, correct or fetch its file"
+            )
+        self.eod = eod
+
+    @classmethod
+    def from_path(cls, path: Path) -> "HuggingFaceTokenizer":
+        """Tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's two files."""
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if path.is_dir() and not file.is_file():
+            return cls.from_gpt2(path / "vocab.json", path / "merges.txt")
+        try:
+            with library_errors("its library fails"):
+                model = tokenizers.Tokenizer.from_file(str(ordinary(file)))
+        except ValueError as error:
+            raise UserError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
+        return cls(model, eod=_find_eod(model.token_to_id, file, first=_configured_eod(file.parent)))
+
+    @classmethod
+    def from_gpt2(cls, vocab: Path, merges: Path) -> "HuggingFaceTokenizer":
+        """Tokenizer of GPT-2's byte-level BPE, from its two files."""
+        for path in (vocab, merges):
+            if not path.is_file():
+                raise UserError(
+                    f"tokenizer file {path} does not exist; give --tokenizer-model a tokenizer.json, or its folder, "
+                    "or --vocab-file vocab.json with --merge-file merges.txt"
+                )
+        try:
+            with library_errors("its library fails"):
+                model = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+        except ValueError as error:
+            raise UserError(f"{vocab} and {merges} are not a GPT-2 tokenizer: {error}") from error
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        eod = _find_eod(model.token_to_id, vocab)
+        model.add_special_tokens([model.id_to_token(eod)])
+        return cls(model, eod=eod)
+
+    @classmethod
+    def from_tiktoken(cls, path: Path, data: DataConfig) -> "HuggingFaceTokenizer":
+        """Tokenizer of a tiktoken file, a JSON list or lines of base64."""
+        model = read_tiktoken(
+            path,
+            pattern=data.tiktoken_pattern,
+            special_tokens=data.tiktoken_special_tokens,
+            num_special_tokens=data.tiktoken_num_special_tokens,
+            vocab_size=data.vocab_size,
+        )
+        return cls(model, eod=_find_eod(model.token_to_id, path))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_text_as_it_is()
+
+    def _take_text_as_it_is(self) -> None:
+        """Turn off truncation, padding and reading special tokens from text. Pickling forgets a part of this."""
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
+
+    def encode(self, text: str) -> list[int]:
+        _check_unicode(text)
+        with library_errors(NO_TOKENS):
+            return list(self._model.encode(text, add_special_tokens=False).ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without the offsets that the library else keeps: a fifth less time for equal tokens."""
+        for text in texts:
+            _check_unicode(text)
+        with library_errors(NO_TOKENS):
+            return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_marked(self, text: str) -> list[int]:
+        _check_unicode(text)
+        self._model.encode_special_tokens = False
+        try:
+            with library_errors(NO_TOKENS):
+                return list(self._model.encode(text, add_special_tokens=True).ids)
+        finally:
+            self._model.encode_special_tokens = True
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with library_errors("the tokenizer cannot read tokens"):
+            return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def control_encoder(self) -> ControlEncoder:
+        return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
+
+
+def _check_unicode(text: str) -> None:
+    """UnicodeEncodeError, a ValueError, for half a surrogate pair: JSON can spell one, and the libraries fail on it."""
+    text.encode()
+
+
+def _configured_eod(folder: Path) -> tuple[str, ...]:
+    """Name of the eos_token in the tokenizer_config.json next to a tokenizer.json, if any."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return ()
+    try:
+        found = foreign.read_json(path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a JSON object; correct or remove it")
+    token = found.get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    return (name,) if isinstance(name, str) else ()
+
+
+def _find_eod(id_of: Callable[[str], int | None], path: Path, *, first: tuple[str, ...] = ()) -> int:
+    for name in (*first, *EOD_NAMES):
+        token = id_of(name)
+        if token is not None:
+            return token
+    raise UserError(
+        f"tokenizer {path} has no token that ends a document; give it one of {', '.join(EOD_NAMES)} "
+        "(a Hugging Face folder may name another as eos_token in tokenizer_config.json)"
+    )
+
+
+def build_tokenizer(data: DataConfig) -> Tokenizer:
+    """Tokenizer of a config; under --mock-data one that needs no file. A larger --vocab-size widens its vocabulary."""
+    if data.mock_data:
+        return NullTokenizer(data.vocab_size or MOCK_VOCAB_SIZE)
+    kind = tokenizer_type(data.tokenizer_type)
+    if files := _files_of(kind, data):
+        trial.try_once(kind, data, files)
+    tokenizer = TOKENIZERS[kind](data)
+    if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size}; leave --vocab-size out, or give at least {tokenizer.vocab_size}, or take the "
+            "tokenizer of the model that the run starts from"
+        )
+    tokenizer.vocab_size = data.vocab_size or tokenizer.vocab_size
+    return tokenizer
+
+
+def _files_of(kind: str, data: DataConfig) -> list[Path]:
+    """Files that a compiled library reads; empty if there are none, or not all of them."""
+    if kind not in ("sentencepiece", "huggingface", "tiktoken"):
+        return []
+    if data.tokenizer_model is None or (kind == "huggingface" and (data.vocab_file or data.merge_file)):
+        files = [Path(name) for name in (data.vocab_file, data.merge_file) if name is not None]
+    elif (path := Path(data.tokenizer_model)).is_dir():
+        one, two = [path / "tokenizer.json"], [path / "vocab.json", path / "merges.txt"]
+        files = one if one[0].is_file() else two
+    else:
+        files = [path]
+    return files if all(file.is_file() for file in files) else []
+
+
+def _build(kind: str, data: DataConfig) -> Tokenizer:
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "null":
+        if data.vocab_size is None:
+            raise UserError("--tokenizer-type null has no vocabulary of its own; give --vocab-size")
+        return NullTokenizer(data.vocab_size)
+    if kind == "huggingface" and (data.vocab_file or data.merge_file):
+        if not (data.vocab_file and data.merge_file):
+            raise UserError("a GPT-2 tokenizer is two files; give --vocab-file and --merge-file together")
+        return HuggingFaceTokenizer.from_gpt2(Path(data.vocab_file), Path(data.merge_file))
+    if data.tokenizer_model is None:
+        raise UserError(
+            f"--tokenizer-type {kind} needs the tokenizer's file; give --tokenizer-model, or use --tokenizer-type bytes"
+        )
+    path = Path(data.tokenizer_model)
+    if not path.exists():
+        raise UserError(f"--tokenizer-model {path} does not exist; check the path")
+    if kind == "tiktoken":
+        return HuggingFaceTokenizer.from_tiktoken(path, data)
+    return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)
+
+
+TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
+    kind: partial(_build, kind) for kind in get_args(TokenizerType)
+}
+"""The tokenizers of --tokenizer-type, under the names of `TOKENIZER_NAMES`."""
+
+
+def tokenizer_trial_of_child() -> Callable[[tuple[str, Any, list[str]]], str]:
+    """What the child of a trial calls (trial.py)."""
+    return trial.trial_of(TOKENIZERS)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Ids of a prompt; of an empty one the end-of-document token. UserError for what is no text."""
+    encode = tokenizer.encode_marked if add_special_tokens else tokenizer.encode
+    try:
+        return encode(prompt) or [tokenizer.eod]
+    except UserError as error:
+        raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}") from error
+    except ValueError as error:
+        raise UserError(f"the prompt {prompt!r} cannot be turned into tokens: {error}; change it") from error

@@ -1,0 +1,218 @@
+"""Training job: a config's data, engine and schedules on one rank, made in one place."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatronish.config.config import Config
+from megatronish.config.dump import resolved
+from megatronish.config.fields import one_of, with_fields
+from megatronish.config.portable import absolute
+from megatronish.core.errors import RunError, UserError
+from megatronish.core.names import OBJECTIVE_NAMES
+from megatronish.data.chat.dataset import ChatDataset
+from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.collate import Collator
+from megatronish.data.datasets import DatasetSplits, build_datasets
+from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.sample import Dataset, Sample, samples_of_epochs
+from megatronish.data.trim_padding import places_together, shortened
+from megatronish.engine.build import build_engine
+from megatronish.engine.engine import Engine
+from megatronish.estimate.costs.devices import peak_tflops
+from megatronish.estimate.costs.flops import model_flops_per_token
+from megatronish.model.batch import MicroBatch
+from megatronish.objectives.objective import LogitsObjective
+from megatronish.objectives.pairs import AnyObjective, PairObjective
+from megatronish.objectives.per_dataset import PerDataset
+from megatronish.objectives.table import objective_of
+from megatronish.optim.batch_size import BatchSizeSchedule, batch_sizes_of
+from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatronish.parallel.mesh import Mesh
+from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatronish.train.base_tokenizer import refuse_other_tokenizer
+from megatronish.train.hooks.log import Speed
+from megatronish.train.own_files import OwnFiles
+from megatronish.train.trainer import Progress
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Config of a run, the mesh it runs on, its tokenizer and its data sets."""
+
+    config: Config
+    mesh: Mesh
+    tokenizer: Tokenizer
+    vocab_size: int
+    datasets: DatasetSplits
+
+    @classmethod
+    def open(cls, config: Config, mesh: Mesh) -> "TrainingJob":
+        """Open the tokenizer and the data; UserError with a remedy for what cannot be read."""
+        tokenizer = build_tokenizer(config.data)
+        refuse_other_tokenizer(config, tokenizer)
+        vocab_size = config.data.vocab_size or tokenizer.vocab_size
+        datasets = build_datasets(
+            config.data,
+            seq_length=config.training.seq_length,
+            seed=config.training.seed,
+            vocab_size=vocab_size,
+            eod=tokenizer.eod,
+            chats=ChatSetup.of(config.chat, config.data, tokenizer),
+        )
+        _refuse_other_data(config, datasets.train)
+        if config.training.num_epochs is not None:  # from here on its length is known in samples
+            samples = samples_of_epochs(datasets.train, config.training.num_epochs)
+            config = with_fields(config, train_samples=samples)
+        return cls(config, mesh, tokenizer, vocab_size, datasets)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Description of the run that a checkpoint keeps, with which its continuation is compared."""
+        return {
+            "config": resolved(absolute(self.config)),
+            **self.own_files.facts,
+            "vocab_size": self.vocab_size,
+            "data": self.datasets.train.identity,
+            "eod": self.tokenizer.eod,
+        }
+
+    @cached_property
+    def own_files(self) -> OwnFiles:
+        """Files of which the run's folder has copies."""
+        return OwnFiles.of(self.config)
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device, as its vendor calls it."""
+        return torch.cuda.get_device_name(self.mesh.device) if self.mesh.device.type == "cuda" else "cpu"
+
+    @property
+    def batch_sizes(self) -> BatchSizeSchedule:
+        """Schedule of the global batch size."""
+        return batch_sizes_of(self.config.training, global_batch_size=self.config.global_batch_size)
+
+    def num_steps(self, progress: Progress) -> int:
+        """Number of the last step; of samples and epochs counted from `progress`: batch sizes may have changed."""
+        training = self.config.training
+        if training.train_iters:
+            return training.train_iters
+        sizes, samples = self.batch_sizes, training.train_samples or 0
+        count = sizes.num_steps_left if training.num_epochs is None else sizes.num_steps_to
+        return progress.step + count(progress.consumed_samples, samples)
+
+    @property
+    def length(self) -> str | None:
+        """The line about the steps that follow from --num-epochs; None if the length is given otherwise."""
+        training, data = self.config.training, self.datasets.train
+        if training.num_epochs is None:
+            return None
+        steps, samples = self.num_steps(Progress()), training.train_samples or 0
+        filled = self.batch_sizes.consumed_samples(steps) - samples
+        return (
+            f"num_epochs={training.num_epochs:g} of {data.num_samples or 0:,} samples: {samples:,} samples in "
+            f"{steps:,} steps" + (f", the last one filled up with {filled:,} of the next epoch" if filled else "")
+        )
+
+    @property
+    def schedule(self) -> LearningRateSchedule:
+        """Schedule of learning rate and weight decay."""
+        return build_learning_rate_schedule(
+            self.config.optimizer, self.config.training, global_batch_size=self.config.global_batch_size
+        )
+
+    @property
+    def speed(self) -> Speed:
+        """Numbers that turn the seconds of a step into tokens/s and FLOP/s."""
+        config = self.config
+        return Speed(
+            seq_length=config.training.seq_length,
+            model_flops_per_token=model_flops_per_token(
+                config.model,
+                vocab_size=self.vocab_size,
+                seq_length=config.training.seq_length,
+                is_frozen=config.adapter.is_used,
+            ),
+            num_devices=self.mesh.world.size,
+            peak_tflops=config.log.peak_tflops_per_device or peak_tflops(self.device_name, config.training.precision),
+        )
+
+    @property
+    def objective(self) -> AnyObjective:
+        """The objective of the config; of mixed chats it reports the loss of each file, too."""
+        objective, data = objective_of(self.config), self.datasets.train
+        if isinstance(objective, LogitsObjective | PairObjective):
+            return objective
+        if not isinstance(data, ChatDataset) or len(data.names) < 2:
+            return objective
+        return PerDataset(objective, data.names)
+
+    def build_engine(self) -> Engine:
+        """Engine with this rank's part of the model, initialised."""
+        try:
+            return build_engine(self.config, self.mesh, vocab_size=self.vocab_size, objective=self.objective)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            reason = str(error).partition("\n")[0].rpartition("] ")[2]
+            raise RunError(
+                f"the model's share of a rank does not fit into its memory ({reason}); spread it further with --tp and "
+                "--pp, or make it smaller"
+            ) from error
+
+    def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:
+        """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
+        dp = self.mesh.dp
+        share = BatchShare(dp.rank, dp.size, self.config.training.micro_batch_size)
+        of_rows, multiple = Collator.of(self.config.data, eod=self.tokenizer.eod), places_together(self.config)
+        pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
+
+        train = self.datasets.train
+        is_other = isinstance(dataset, ChatDataset) and isinstance(train, ChatDataset) and dataset.names != train.names
+
+        def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
+            rows = shortened(samples, multiple=multiple)
+            # Losses of each data set are reported under the names of the training files, which these have not.
+            return of_rows([replace(row, dataset_ids=None) for row in rows] if is_other else rows, sample_ids)
+
+        def prepare(consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+            return micro_batches(
+                dataset,
+                consumed_samples=consumed_samples,
+                global_batch_size=global_batch_size,
+                share=share,
+                collate=collate,
+                pin_memory=pin_memory,
+            )
+
+        return prepare
+
+    def evaluation_of(self, dataset: Dataset) -> Callable[[int], list[MicroBatch]]:
+        """Number of an evaluation batch -> this rank's micro-batches of it."""
+        prepare = self.batches_of(dataset)
+        size = self.config.training.eval_global_batch_size or self.config.global_batch_size
+        return lambda number: prepare(number * size, size)
+
+
+WHAT = {"text": "texts or chats", "pairs": "pairs of chosen and rejected", "labelled": "completions with a label"}
+
+
+def _refuse_other_data(config: Config, data: Dataset) -> None:
+    """UserError for chats of which the objective cannot learn."""
+    name = config.training.objective
+    wanted = OBJECTIVE_NAMES[name].learns_from
+    if not isinstance(data, ChatDataset) or data.learned_by == wanted:
+        return
+    if (wanted, data.learned_by) == ("labelled", "pairs"):
+        raise UserError(
+            f"{data.files[0].path} has {WHAT['pairs']}, and objective={name} learns from {WHAT[wanted]}; add "
+            "--chat-format labelled, which reads a pair as a wanted and an unwanted completion"
+        )
+    fitting = [other for other, choice in OBJECTIVE_NAMES.items() if choice.learns_from == data.learned_by]
+    raise UserError(
+        f"{data.files[0].path} has {WHAT[data.learned_by]}, and objective={name} learns from {WHAT[wanted]}; use "
+        f"--objective {one_of(fitting)}, or other data"
+    )

@@ -1,0 +1,192 @@
+"""Verdict on a run that makes no progress: which ranks hang, from the beats of all ranks. Pure functions.
+
+A rank that waits in a collective waits for the ranks of its line that have not entered it; one that waits for a receive
+waits for its peer. Followed to its end, that leads to ranks that wait for no other: they are silent, have ended, or are
+somewhere outside of any collective. These are the ranks that hang. Where it leads round in a circle, ranks do different
+things; where all ranks have entered a collective, it is the transfer that hangs.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatronish.watch.heartbeat import Beat, Collective, ThreadBeat
+from megatronish.watch.observer import MAIN
+
+CulpritKind = Literal["silent", "missing", "ended", "outside", "different", "circle", "transfer"]
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank that hangs, or that does something else than the others. `lacks` is the collective it has not entered."""
+
+    rank: int
+    kind: CulpritKind
+    thread: ThreadBeat | None = None
+    lacks: Collective | None = None
+    seconds: float = 0.0
+    other: Collective | None = None  # what most ranks do under the same number
+
+
+@dataclass(frozen=True)
+class RanksSeen:
+    """What is known of all ranks: the newest beat of each, and since when those that are silent have been it."""
+
+    size: int
+    beats: Mapping[int, Beat]
+    silent: Mapping[int, float] = field(default_factory=dict)
+
+    def state(self, rank: int, thread: str) -> ThreadBeat | None:
+        """The thread of a rank that stands for it: of a main thread that waits for a save, the saving one."""
+        beat = self.beats.get(rank)
+        if beat is None:
+            return None
+        found = beat.thread(thread)
+        saving = next((each for each in beat.threads if each.name != MAIN and each.waiting is not None), None)
+        if found is not None and found.name == MAIN and found.waiting is None and found.helper_stack and saving:
+            return saving
+        return found
+
+
+def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
+    """The ranks that hang; empty if every rank that is waited for is still at work within its limit."""
+    if odd := different(seen):
+        return odd
+    states = {rank: seen.state(rank, thread) for rank in range(seen.size)}
+    edges = {rank: list(_waits_for(seen, rank, state)) for rank, state in states.items() if _can_wait(seen, rank)}
+    if thread == MAIN and not any(edges.values()):  # what a main thread has entered says nothing of another thread
+        edges = {rank: list(_behind(seen, rank)) for rank in edges}
+    lacks = {rank: _lacking(rank, edges) for rank in range(seen.size)}
+    gone = [_gone(seen, rank, lacks[rank], states[rank]) for rank in range(seen.size)]
+    if any(gone):
+        return [each for each in gone if each is not None]
+    outside = [
+        Culprit(rank, "outside", state, lacks[rank], state.idle)
+        for rank, state in states.items()
+        if state is not None and not edges.get(rank) and state.waiting is None and not state.in_torch
+    ]
+    awaited = [each for each in outside if each.lacks is not None] or outside
+    if awaited:
+        # Ranks that are still at work are no reason to end a run, however long others wait for them.
+        return [each for each in awaited if each.thread is not None and each.thread.is_overdue]
+    stray = [
+        Culprit(rank, "outside", state, lacks[rank], state.idle)
+        for rank, state in states.items()
+        if state is not None and state.in_torch and state.is_overdue and lacks[rank] is not None
+    ]
+    if stray:  # in a collective of torch's own, while others wait for it in another
+        return stray
+    if circle := _circle(edges):
+        return [Culprit(rank, "circle", states[rank], entry, _idle(states[rank])) for rank, entry in circle]
+    return [
+        Culprit(rank, "transfer", state, state.waiting, state.idle)
+        for rank, state in states.items()
+        if state is not None and state.is_overdue and not edges.get(rank) and not _has_newcomer(state, states.values())
+    ]
+
+
+def _has_newcomer(state: ThreadBeat, others: Iterable[ThreadBeat | None]) -> bool:
+    """Whether a rank has entered the same collective not long ago: it may still end, or show what that rank does."""
+    if state.waiting is None or state.waiting.peer is not None:
+        return False
+    mine = state.waiting.line, state.waiting.number
+    inside = [each for each in others if each is not None and each.waiting is not None and not each.is_overdue]
+    return any((each.waiting.line, each.waiting.number) == mine for each in inside if each.waiting is not None)
+
+
+def _can_wait(seen: RanksSeen, rank: int) -> bool:
+    return rank in seen.beats and rank not in seen.silent and not seen.beats[rank].ended
+
+
+def _gone(seen: RanksSeen, rank: int, lacks: Collective | None, state: ThreadBeat | None) -> Culprit | None:
+    """The culprit if a rank is no longer there; one that has ended as it should is none unless others wait for it."""
+    if rank not in seen.beats:
+        return Culprit(rank, "missing", None, lacks)
+    if seen.beats[rank].ended:
+        return None if lacks is None else Culprit(rank, "ended", None, lacks, lacks.seconds)
+    if rank in seen.silent:
+        seconds = max(seen.silent[rank], 0.0 if lacks is None else lacks.seconds)
+        return Culprit(rank, "silent", state, lacks, seconds)
+    return None
+
+
+def _lacking(rank: int, edges: Mapping[int, Sequence[tuple[int, Collective]]]) -> Collective | None:
+    """The collective in which most ranks wait for this one."""
+    waits = [entry for several in edges.values() for other, entry in several if other == rank]
+    counts = Counter((entry.line, entry.number) for entry in waits)
+    return max(waits, key=lambda each: (counts[each.line, each.number], each.seconds), default=None)
+
+
+def _circle(edges: Mapping[int, Sequence[tuple[int, Collective]]]) -> list[tuple[int, Collective]]:
+    """Ranks that wait for each other in a circle, each with what it waits in; empty if there are none."""
+    for first in edges:
+        path, rank = dict[int, Collective](), first
+        while edges.get(rank) and rank not in path:
+            other, path[rank] = edges[rank][0]
+            rank = other
+        if rank in path:
+            ranks = list(path)
+            return [(each, path[each]) for each in ranks[ranks.index(rank) :]]
+    return []
+
+
+def different(seen: RanksSeen) -> list[Culprit]:
+    """Ranks whose collective of some number is another one than that of most ranks of the line: the earliest such."""
+    for ranks in _by_line(seen).values():
+        common = set.intersection(*(set(numbers) for numbers in ranks.values()))
+        for number in sorted(common):
+            kinds = Counter(entries[number].kind for entries in ranks.values())
+            if len(kinds) < 2:
+                continue
+            usual = kinds.most_common(1)[0][0]
+            example = next(each[number] for each in ranks.values() if each[number].kind == usual)
+            odd = [rank for rank, entries in ranks.items() if entries[number].kind != usual]
+            return [
+                Culprit(rank, "different", seen.state(rank, MAIN), mine := ranks[rank][number], mine.seconds, example)
+                for rank in odd
+            ]
+    return []
+
+
+def _by_line(seen: RanksSeen) -> dict[str, dict[int, dict[int, Collective]]]:
+    """{line: {rank: {number: entry}}} of lines that at least two ranks tell of."""
+    found: dict[str, dict[int, dict[int, Collective]]] = {}
+    for rank, beat in seen.beats.items():
+        for line, entries in beat.recent.items():
+            found.setdefault(line, {})[rank] = {each.number: each for each in entries}
+    return {line: ranks for line, ranks in found.items() if len(ranks) > 1}
+
+
+def _waits_for(seen: RanksSeen, rank: int, state: ThreadBeat | None) -> Iterator[tuple[int, Collective]]:
+    """The ranks that a rank waits for, with the collective that they have not entered."""
+    entry = None if state is None else state.waiting
+    if entry is None:
+        return
+    if entry.peer is not None:
+        yield entry.peer, entry
+        return
+    for other in seen.beats[rank].members.get(entry.line, ()):
+        beat = seen.beats.get(other)
+        if other != rank and (beat is None or beat.lines.get(entry.line, 0) < entry.number):
+            yield other, entry
+
+
+def _behind(seen: RanksSeen, rank: int) -> Iterator[tuple[int, Collective]]:
+    """The ranks that have not entered what this one has, by numbers alone.
+
+    On a GPU the host waits for the device and in no collective, and its record does not say for which entry.
+    """
+    beat = seen.beats[rank]
+    for line, ranks in beat.members.items():
+        for other in ranks:
+            known = seen.beats.get(other)
+            if known is None or line not in known.lines or known.lines[line] >= beat.lines.get(line, 0):
+                continue
+            entry = next((each for each in beat.recent.get(line, ()) if each.number == known.lines[line] + 1), None)
+            if entry is not None:
+                yield other, entry
+
+
+def _idle(state: ThreadBeat | None) -> float:
+    return 0.0 if state is None else state.idle
