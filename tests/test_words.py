@@ -154,5 +154,5 @@ def test_files_can_be_read_in_a_sitting() -> None:
 
 
 def test_the_engine_is_the_step_and_no_more() -> None:
-    length = len((PACKAGE / "train" / "engine.py").read_text().splitlines())
+    length = len((PACKAGE / "engine" / "engine.py").read_text().splitlines())
     assert length <= LONGEST_ENGINE, f"engine/engine.py has {length} lines; at most {LONGEST_ENGINE}"

@@ -127,7 +127,6 @@ def batch_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens.to(device), labels.to(device)
 
 
-@torch.no_grad()
 class DrawnOnDevice:
     """Initial values of whole parameters from one generator of the device, in place of fill_zeros.
 
@@ -137,6 +136,7 @@ class DrawnOnDevice:
     def __init__(self, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(0)
 
+    @torch.no_grad()
     def __call__(self, zeros: Tensor, sharding: Sharding, *_: Any, **__: Any) -> None:
         """Fill a whole parameter."""
         init = sharding.init

@@ -1,8 +1,8 @@
 """Text generation with a KV cache: prefill, then decode token by token, in one process or over ranks of tp and pp.
 
-Every token is one run of the pipeline executor (parallel/pipeline/executor.py) with a plan of forwards alone. A micro-batch
-is a batch of prompts, and as many batches are generated at a time as there are pipeline stages, so that stages work at the
-same time. decoding.py says what goes through the model.
+Every token is one run of the pipeline executor (parallel/pipeline/executor.py) with a plan of forwards alone. A
+micro-batch is a batch of prompts, and as many batches are generated at a time as there are pipeline stages, so that
+stages work at the same time. decoding.py says what goes through the model.
 
 The text of a prompt is a function of the seed and the prompt (and of which copy of an equal prompt it is): it depends
 neither on the batch nor on the layout. But layouts sum in different orders and so round logits differently. Where two

@@ -1,6 +1,7 @@
 """Table of what fine-tuning takes on a GPU.
 
-`python -m megatronish.estimate.costs.finetuning_table` prints that of the docs. Each row is the forecast that a run of this shape prints before it starts (memory.py), and which GPUs hold it.
+`python -m megatronish.estimate.costs.finetuning_table` prints that of the docs. Each row is the forecast that a run of
+this shape prints before it starts (memory.py), and which GPUs hold it.
 """
 
 from collections.abc import Iterator
