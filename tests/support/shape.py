@@ -79,6 +79,12 @@ def rows() -> dict[str, int]:
     raise AssertionError("tests/test_layering.py has no ROWS")
 
 
+def part_of(path: Path, rows: dict[str, int]) -> str:
+    """Part that a file belongs to: its folder, or the part of that which has a row of its own."""
+    names = module_of(path).split(".")[1:]
+    return next((part for n in (2, 1) if (part := ".".join(names[:n])) in rows), names[0])
+
+
 class Walk:
     """The way of a `Config` through the calls that are handed the whole of it."""
 
@@ -123,7 +129,7 @@ class Walk:
     def climbs(self) -> int:
         """Moves to a file of a higher row than the one before."""
         row = rows()
-        numbers = [row[module_of(path).split(".")[1]] for path in self.files]
+        numbers = [row[part_of(path, row)] for path in self.files]
         return sum(after > before for before, after in itertools.pairwise(numbers))
 
 
