@@ -43,7 +43,7 @@ from megatronish.engine.engine import StepResult as StepResult
 # Trained models
 from megatronish.formats.convert import convert as convert
 from megatronish.formats.hf.families import FAMILIES as FAMILIES
-from megatronish.inference.decoding import GeneratedToken as GeneratedToken
+from megatronish.inference.generate import GeneratedToken as GeneratedToken
 from megatronish.inference.generate import Sampling as Sampling
 from megatronish.inference.generate import generate as generate
 from megatronish.inference.load import load_model as load_model

@@ -9,10 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatronish.dry_run.devices import refuse_mixed_devices
-from megatronish.dry_run.products import formula_of, is_product
-from megatronish.dry_run.recorder import StepCounts, StepRecorder
-from megatronish.dry_run.tables import matrices_by_one_piece
+from megatronish.dry_run.rank import matrices_by_one_piece
+from megatronish.dry_run.recorder import StepCounts, StepRecorder, formula_of, is_product, refuse_mixed_devices
 from megatronish.layers.nf4 import CODES, NF4Form, NF4Weight
 from megatronish.ops.nf4 import BLOCK
 from megatronish.parallel.mesh import Axis

@@ -170,11 +170,11 @@ REMOVED = [
         "started at parallel/data_parallel/gradients.py",
     ),
     Removed(
-        "parallel/data_parallel/parameters.py",
+        "parallel/data_parallel/zero.py",
         ".pop(number).wait()",
         Layout(dp=2),
         {"zero": 1},
-        "started at parallel/data_parallel/parameters.py",
+        "started at parallel/data_parallel/zero.py",
     ),
     Removed(
         "parallel/data_parallel/fully_sharded.py",

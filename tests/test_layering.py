@@ -54,7 +54,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "estimate/links/",
     "parallel/data_parallel/fully_sharded.py",
-    "parallel/data_parallel/counted_transfers.py",
+    "parallel/data_parallel/fully_sharded.py",
     "dry_run/",
 )
 

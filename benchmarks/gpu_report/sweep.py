@@ -37,7 +37,7 @@ from megatronish.estimate.costs.devices import peak_tflops
 from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.model.batch import MicroBatch
-from megatronish.parallel.data_parallel import parameters
+from megatronish.parallel.data_parallel import zero
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Sharding
@@ -157,7 +157,7 @@ def one_token(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def our_step(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Step, list[Tensor]]:
     """A step of megatronish's engine, and its parameters."""
     mesh = Mesh.start(device=device)
-    with patch.object(parameters, "fill_zeros", DrawnOnDevice(device)):
+    with patch.object(zero, "fill_zeros", DrawnOnDevice(device)):
         engine = build.build_engine(config_of(shape, compiled=compiled), mesh, vocab_size=shape.vocab_size)
 
     def step(tokens: Tensor, labels: Tensor) -> float:

@@ -11,32 +11,128 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatronish.attention.alibi import slopes_on
+from megatronish.checkpoint.background import HostCopies
 from megatronish.config.config import Config
 from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
-from megatronish.dry_run.after_step import call_hooks
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
-from megatronish.dry_run.padded_rows import rows_padded_once
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
-from megatronish.dry_run.tables import matrices_by_one_piece, own_tables
 from megatronish.engine.build import build_engine
+from megatronish.engine.checkpoint_state import num_not_finite, tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.launch.place import Place
+from megatronish.layers.nf4 import MatrixPiece, NF4Weight
 from megatronish.model.batch import MicroBatch
 from megatronish.ops.library import NAMESPACE, load_kernels
+from megatronish.ops.nf4 import table_on
 from megatronish.ops.report import FAMILIES
+from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Mesh, leave
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import Action
+from megatronish.report.statistics import num_zeros, params_norm
+from megatronish.train.hooks.replicas import differences
+
+# NF4 and ALiBi in a dry run: small tables of its own, and the largest piece of a matrix in the place of all.
+#
+# A matrix in NF4 is dequantised piece by piece, thousands of operators a layer; pieces follow each other and none
+# outlives the next, so one piece takes the memory of all. Nothing of it is a product that has FLOPs.
+
+
+all_pieces = NF4Weight.pieces
+
+
+@contextmanager
+def own_tables() -> Iterator[None]:
+    """Meanwhile tables, which a run keeps on a device from their first use on, are tensors of this run alone."""
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+@contextmanager
+def matrices_by_one_piece() -> Iterator[None]:
+    """Meanwhile of each matrix in NF4 its largest piece is dequantised."""
+    with patch.object(NF4Weight, "pieces", _largest_piece):
+        yield
+
+
+def _largest_piece(self: NF4Weight) -> Iterator[MatrixPiece]:
+    yield max(all_pieces(self), key=lambda piece: piece.rows.stop - piece.rows.start)
+
+
+def _forget() -> None:
+    for table in (slopes_on, table_on):
+        table.cache_clear()
+
+
+# Rows of ZeRO-3 that FSDP has padded: at the first forward a rank with fewer rows than others keeps those it has.
+#
+# FSDP pads rows once, and knows padded rows again by the address of plain tensors. Those of a dry run are not plain: it
+# would copy them a second time, which no GPU does.
+
+
+@contextmanager
+def rows_padded_once() -> Iterator[None]:
+    """Meanwhile FSDP leaves alone the rows that it has padded."""
+    reset = FSDPParam.reset_sharded_param
+
+    def reset_once(self: FSDPParam) -> None:
+        rows = self._sharded_param_data
+        local = getattr(self._module_info.module, self._module_info.param_name)._local_tensor
+        is_same = isinstance(rows, FakeTensor) and rows.untyped_storage()._cdata == local.untyped_storage()._cdata
+        if not is_same or local.is_meta:
+            reset(self)
+
+    with patch.object(FSDPParam, "reset_sharded_param", reset_once):
+        yield
+
+
+# What follows a step in a dry run: all that hooks compute of an engine, called once on tensors without memory.
+#
+# A mistake there ends a run where it has the most to lose: at its first save. None of it counts as part of the step.
+
+
+def call_hooks(engine: Engine, recorder: StepRecorder) -> None:
+    """What is compared between copies, looked through before a save, saved, copied for a thread, and logged."""
+    computed: dict[str, Callable[[], object]] = {
+        "replicas": lambda: differences(engine),
+        "finite": lambda: num_not_finite(engine),
+        "checkpoint": lambda: HostCopies().of(tensors_of(engine, with_optimizer=True)),
+        "params norm": lambda: params_norm(engine),
+        "zeros": lambda: num_zeros(engine),
+    }
+    with objects_alike():
+        for name, compute in computed.items():
+            recorder.begin_part(name)
+            recorder.ledger.begin(name)
+            compute()
+
+
+@contextmanager
+def objects_alike() -> Iterator[None]:
+    """Meanwhile every rank has the objects that this one has: they are pickled, and bytes without memory are none."""
+
+    def gathered(value: object, axis: Axis) -> list[object]:
+        return [value] * axis.size
+
+    with patch.object(comm, "all_gather_object", gathered):
+        yield
+
 
 FIRST, OTHERS, END = "first micro-batch", "other micro-batches", "end of the step"
 PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}

@@ -4,11 +4,13 @@ It counts operators, FLOPs, the bytes that groups of ranks exchange, and what th
 tensors without values cannot, and tells the ledger of every storage.
 """
 
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +19,109 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from megatronish.dry_run.attention import Reference
-from megatronish.dry_run.devices import refuse_mixed_devices
 from megatronish.dry_run.ledger import StorageLedger
-from megatronish.dry_run.products import formula_of, is_product
 from megatronish.estimate.costs.step_traffic import TrafficKey
+
+aten, prim = torch.ops.aten, torch.ops.prim
+
+# FLOPs of the products in a dry run: torch's formulas, those that it lacks, and what is a product by its name.
+
+
+# A part of an operator's name that only matrix products, convolutions and attention have.
+PRODUCT = re.compile(
+    r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|mv|addmv|v?dot|matmul|linear|bilinear|einsum|gemm|\w*conv(olution)?(\d?d)?|\w*attention|lstm|gru|rnn)(_|$)"
+)
+
+
+def grouped_flops(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    """Of rows by their groups, [N, k] x [E, k, n]; of sums over groups of rows, [m, N] x [N, n]; of all pairs."""
+    rows = x.shape if weight.dim() == 3 else x.shape[-2:]  # [E, m, k] x [k, N]: each of the N columns has one group
+    return 2 * prod(rows) * weight.shape[-1]
+
+
+OWN_FORMULAS: dict[Any, Callable[..., Any]] = {aten._grouped_mm: grouped_flops}
+LIKE = {  # the same product under another name
+    "_addmm_activation": "addmm",
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+}
+
+
+def formula_of(packet: Any) -> Callable[..., Any] | None:
+    """What counts an operator's FLOPs from its arguments; in place or not, a product has the same."""
+    if (found := flop_registry.get(packet) or OWN_FORMULAS.get(packet)) is not None:
+        return found
+    name = packet.__name__.removesuffix("_")
+    other = LIKE.get(name, name if name != packet.__name__ else None)
+    if other is None or not is_product(name) or not hasattr(aten, other):
+        return None
+    return flop_registry.get(getattr(aten, other))
+
+
+def is_product(name: str) -> bool:
+    """Whether an operator multiplies matrices, by its name: without a formula it must be reported, not counted as 0."""
+    return PRODUCT.search(name) is not None
+
+
+# Devices of an operator's tensors in a dry run: what a GPU would refuse is refused.
+#
+# Tensors without memory meet more freely than those of a GPU: next to tensors on a device they take any tensor of no
+# dimension on the CPU, as torch takes a number. torch does that where a kernel computes element by element and is
+# handed such a tensor as a number. Elsewhere (stack, cat, foreach, norms, fused optimizers, our own operators) it
+# raises, or reads the CPU's memory by a pointer of the device.
+
+
+# Between devices; and those that move, or make a number of, a tensor without dimensions.
+MOVING = {aten.copy_, aten._to_copy, aten.copy, aten._foreach_copy_, aten.set_, aten._pin_memory, aten.is_pinned}
+TAKES_NUMBERS = {aten.where, aten.masked_fill, aten.masked_fill_, aten.fill, aten.fill_}
+WITH_INDICES_ON_CPU = {
+    aten.index,
+    aten.index_put,
+    aten.index_put_,
+    aten._index_put_impl_,
+}  # indices on the CPU are copied
+RANDOM_STATE = "attention"  # SDPA's seed and offset are numbers on the CPU, which its backward is given back
+
+
+def refuse_mixed_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """RuntimeError if an operator has tensors of several devices and torch's kernels would not take them."""
+    tensors = list(_tensors((args, kwargs)))
+    devices = {each.device for each in tensors}
+    packet = func._overloadpacket
+    if len(devices) < 2 or func.namespace in ("c10d", "prim") or packet in MOVING:
+        return
+    if packet in WITH_INDICES_ON_CPU and args[0].device.type != "cpu":
+        others = [args[0], *args[2:3]]
+        if len({each.device for each in others if isinstance(each, Tensor) and each.dim()}) == 1:
+            return
+    numbers = [each for each in tensors if each.dim() == 0 and each.device.type == "cpu"]
+    rest = {each.device for each in tensors if not any(each is number for number in numbers)}
+    if len(rest) == 1 and _takes_numbers(func, args, numbers):
+        return
+    shapes = ", ".join(f"{tuple(each.shape)} on {each.device}" for each in tensors)
+    raise RuntimeError(f"{func} of tensors on several devices, which a GPU refuses: {shapes}")
+
+
+def _takes_numbers(func: Any, args: tuple[Any, ...], numbers: list[Tensor]) -> bool:
+    """Whether these tensors without dimensions stand where a kernel takes a number."""
+    packet, name = func._overloadpacket, func._overloadpacket.__name__
+    if RANDOM_STATE in name and func.namespace == "aten":
+        return True
+    if name.startswith("_foreach_"):  # of two lists, each element with its own; a tensor that is in no list is a number
+        return func._overloadname == "Tensor" and all(any(each is arg for arg in args) for each in numbers)
+    is_written = name.endswith("_") and any(args[0] is each for each in numbers)
+    return (torch.Tag.pointwise in func.tags or packet in TAKES_NUMBERS) and not is_written
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (each for each in tree_leaves(values) if isinstance(each, Tensor))
+
 
 PACKAGE = str(Path(__file__).parents[1])
 OWN = str(Path(__file__).parent)
-aten, prim = torch.ops.aten, torch.ops.prim
 
 # What a GPU computes in two parts, between which the host reads a size or a value.
 WAITING = {aten.nonzero, aten.masked_select, aten._unique2, aten.bincount, aten._local_scalar_dense, aten.equal}

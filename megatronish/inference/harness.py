@@ -10,9 +10,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatronish.data.chat.conversation import Message
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.inference.generate import Sampling
-from megatronish.inference.scoring import Scoring, TokenPair
+from megatronish.inference.scoring import Scoring, TokenPair, Writing
 from megatronish.inference.session import Session
-from megatronish.inference.writing import Writing
 from megatronish.tokenizer.tokenizer import Tokenizer
 
 NEW_TOKENS = 256

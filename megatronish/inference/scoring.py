@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatronish.checkpoint.all_or_none import from_all
-from megatronish.inference.generate import executor_of
+from megatronish.inference.generate import Sampling, executor_of, generate
 from megatronish.inference.session import Session
+from megatronish.inference.text_stream import TextStream
 from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
@@ -18,6 +19,46 @@ from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
 from megatronish.parallel.schedules.plan import Action
+
+# Texts of many prompts, each until a stop string, over ranks of tp, pp and dp.
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Order of texts of at most `num_tokens` tokens, which one of `stops` or of `stop_strings` ends before."""
+
+    prompts: Sequence[Sequence[int]]
+    num_tokens: int
+    stops: frozenset[int]
+    stop_strings: Sequence[str]
+    sampling: Sampling
+
+    def __call__(self, session: Session) -> list[str]:
+        """Each replica of the model writes a part of the texts."""
+        return over_replicas(session.mesh, len(self.prompts), partial(self._write, session))
+
+    def _write(self, session: Session, numbers: Sequence[int]) -> dict[int, str]:
+        """Texts of these prompts, the longest first: a batch has prompts of about one length."""
+        order = sorted(numbers, key=lambda number: -len(self.prompts[number]))
+        streams = [TextStream(session.decode, stop_strings=self.stop_strings) for _ in order]
+        written = generate(
+            session.trained.model,
+            [self.prompts[number] for number in order],
+            num_tokens=self.num_tokens,
+            seq_length=session.seq_length,
+            stops=self.stops,
+            sampling=self.sampling,
+            batch_size=session.batch_size,
+            mesh=session.mesh,
+            ends=lambda place: streams[place].has_stopped,
+        )
+        for place, token in written:
+            if token is None:
+                streams[place].finish()
+            else:
+                streams[place].add(token)
+        return {number: stream.text for number, stream in zip(order, streams, strict=True)}
+
 
 Found = TypeVar("Found")
 

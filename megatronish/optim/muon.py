@@ -10,19 +10,208 @@ orthogonalised there, and the updates are copied back.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice, repeat
-from typing import Literal
+from itertools import chain, islice, product, repeat
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.estimate.costs.matrix_rounds import MOST_AT_ONCE, round_sizes
 from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters
-from megatronish.optim.matrix_distribution import MatrixDistribution, Round
-from megatronish.parallel.sharding import FlatPiece, Piece
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Domain
+from megatronish.parallel.sharding import FlatPiece, Piece, Sharding
+
+# Matrix distribution: whole matrices for an optimizer when every rank holds only pieces of them.
+#
+# tp cuts a weight by rows or by columns, ZeRO keeps any run of its elements, `fully_shard` some of its rows. A piece
+# knows where it lies in the global tensor, which is enough to assemble whole matrices, each on one rank, its owner:
+#
+#     collect   Each rank copies its pieces into a buffer of zeros [ranks, width], which has a row for every owner. A
+#               reduce-scatter over each axis that cuts parameters adds the buffers up and leaves each rank its own row.
+#               The result is exact: every element is one value plus zeros.
+#     compute   Each rank computes on the matrices that it owns; no two ranks compute the same.
+#     spread    All-gathers give every rank all rows again, and each rank reads the elements of its own pieces.
+#
+# Ranks that hold replicas own different matrices, too, and receive the same bits. With R ranks (tp, shard and replicate
+# axes of a stage) and M elements of matrices, a rank sends about 2 M (R - 1) / R elements and computes 1 / R of the
+# work. Matrices are processed in rounds, the largest first, so that matrices of a round are of nearly equal size. The
+# buffer of a round has MOST_AT_ONCE elements, or R times the largest matrix where that is more.
+
+
+class Matrix(NamedTuple):
+    """A parameter that is one matrix, one section of a fused parameter, or one of a stack (an expert's).
+
+    `offset` is that of its first element in the parameter, of all dims.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, int]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the matrix: rows times columns."""
+        return self.shape[0] * self.shape[1]
+
+    def part_of(self, piece: Piece | FlatPiece) -> tuple[Piece | FlatPiece, tuple[slice, slice]] | None:
+        """What a piece of the parameter has of this matrix, and its rows and columns; None if it has nothing."""
+        stack = len(self.offset) - 2
+        *index, row, column = (there - here for there, here in zip(self.offset, piece.global_offset, strict=True))
+        # 1. Of a stack of matrices a piece may hold several: the one at `index` of the piece.
+        if not all(0 <= place < size for place, size in zip(index, piece.sizes, strict=False)):
+            return None
+        # 2. Where the piece begins inside the matrix.
+        row, column = -row, -column
+        if not (0 <= row < self.shape[0] and 0 <= column < self.shape[1]):
+            return None
+        rows, columns = piece.sizes[stack:]
+        assert row + rows <= self.shape[0] and column + columns <= self.shape[1], f"{piece} reaches into two matrices"
+        return _at(piece, tuple(index)), (slice(row, row + rows), slice(column, column + columns))
+
+
+def _at(piece: Piece | FlatPiece, index: tuple[int, ...]) -> Piece | FlatPiece:
+    """The matrix at this index of a piece's first dims; the piece itself where it is no stack."""
+    if not index:
+        return piece
+    stack = len(index)
+    offset = (
+        *(start + place for start, place in zip(piece.global_offset, index, strict=False)),
+        *piece.global_offset[stack:],
+    )
+    sizes = (*(1 for _ in index), *piece.sizes[stack:])
+    if isinstance(piece, FlatPiece):
+        number = 0
+        for place, size in zip(index, piece.sizes, strict=False):
+            number = number * size + place
+        return FlatPiece(offset, piece.start + number * piece.sizes[-2] * piece.sizes[-1], sizes)
+    local = (
+        *(start + place for start, place in zip(piece.local_offset, index, strict=False)),
+        *piece.local_offset[stack:],
+    )
+    return Piece(offset, local, sizes)
+
+
+def matrices_of(name: str, sharding: Sharding) -> Iterator[Matrix]:
+    """The matrices of a parameter: one for each section of a fused one (q, k, v; gate, up), or each of a stack."""
+    *stack, rows, columns = sharding.shape
+    cut = next((cut for cut in sharding.cuts if cut.sections), None)
+    if cut is None:
+        for index in product(*(range(size) for size in stack)):
+            yield Matrix(name, (*index, 0, 0), (rows, columns))
+        return
+    start = 0
+    for section in cut.sections:
+        yield Matrix(
+            name,
+            (start, 0) if cut.dim == 0 else (0, start),
+            (section, columns) if cut.dim == 0 else (rows, section),
+        )
+        start += section
+
+
+class Slot(NamedTuple):
+    """Place of a matrix in the buffer of its round: the owner's row, and the first element in that row."""
+
+    matrix: Matrix
+    owner: int
+    start: int
+
+    def view(self, row: Tensor) -> Tensor:
+        """[width] -> the matrix [rows, columns], a view of the owner's row."""
+        return row.narrow(0, self.start, self.matrix.num_elements).view(self.matrix.shape)
+
+
+class Round(NamedTuple):
+    """Matrices that share one buffer [ranks, width]."""
+
+    slots: tuple[Slot, ...]
+    width: int
+
+
+def deal(matrices: Sequence[Matrix], *, num_ranks: int, most: int = MOST_AT_ONCE) -> Iterator[Round]:
+    """Rounds of at most `most` buffer elements (or one matrix a rank), the largest matrices first."""
+    largest_first = sorted(matrices, key=lambda matrix: -matrix.num_elements)
+    begin = 0
+    for number, width in round_sizes([each.num_elements for each in largest_first], num_ranks=num_ranks, most=most):
+        slots: list[Slot] = []
+        start = 0
+        for place, matrix in enumerate(largest_first[begin : begin + number]):
+            owner = place % num_ranks
+            slots.append(Slot(matrix, owner, start))
+            if owner == num_ranks - 1:  # the next ones lie behind the largest of these
+                start += slots[place - owner].matrix.num_elements
+        yield Round(tuple(slots), width)
+        begin += number
+
+
+class MatrixDistribution:
+    """The matrices of one reduction domain, each owned by one of the ranks that hold its pieces or replicas.
+
+    Every rank of the domain's axes calls `collect` and `spread` for the same rounds, in the same order.
+    """
+
+    def __init__(self, masters: Masters, domain: Domain, *, most: int = MOST_AT_ONCE) -> None:
+        self._device, self._replicate_axis = masters.device, domain.replicate
+        self._summed_over = domain.counting_axes
+        # A rank's index among the owners: the first axis varies slowest, as reduce-scatters over the axes in this order
+        # cut the rows of the buffer.
+        self._num_ranks, self._rank = 1, 0
+        for axis in (*self._summed_over, self._replicate_axis):
+            self._num_ranks, self._rank = self._num_ranks * axis.size, self._rank * axis.size + axis.rank
+        matrices = [each for name, sharding in masters.shardings.items() for each in matrices_of(name, sharding)]
+        self.rounds = list(deal(matrices, num_ranks=self._num_ranks, most=most))
+        self._pieces = {
+            matrix: [
+                part
+                for piece in (masters.shards[matrix.name].pieces if matrix.name in masters.parameters else ())
+                if (part := matrix.part_of(piece)) is not None
+            ]
+            for matrix in matrices
+        }
+        # A parameter that an axis does not cut is the same on all its ranks: only one contributes it to the sum.
+        self._contributes = {name: sharding.is_counted(domain) for name, sharding in masters.shardings.items()}
+
+    def pieces(self, slot: Slot, buffer: Tensor) -> Iterator[tuple[Piece | FlatPiece, Tensor]]:
+        """This rank's pieces of a matrix, each with the view [..., rows, columns] of its place in the buffer."""
+        matrix = slot.view(buffer[slot.owner])
+        for piece, place in self._pieces[slot.matrix]:
+            yield piece, matrix[place][(None,) * (len(piece.sizes) - 2)]
+
+    def contributes(self, slot: Slot) -> bool:
+        """Whether this rank's pieces of the matrix go into the sum, and not a copy on another rank."""
+        return self._contributes[slot.matrix.name]
+
+    def buffer(self, round_: Round) -> Tensor:
+        """[ranks, width] zeros, on the device that collectives work on."""
+        return torch.zeros(self._num_ranks, round_.width, device=self._device)
+
+    def collect(self, buffer: Tensor) -> Tensor:
+        """[ranks, width] of pieces -> [1, width]: the whole matrices that this rank owns."""
+        # 1. Each axis that cuts parameters adds the buffers of its ranks and leaves each the rows of its part:
+        #    [ranks, width] -> [ranks / axis.size, width] -> ... -> [replicas, width].
+        for axis in self._summed_over:
+            buffer = comm.start_reduce_scatter(buffer, axis).wait()
+        # 2. Replicas now have the same rows, and each keeps its own without communication.
+        return comm.piece_of(buffer, self._replicate_axis)
+
+    def owned(self, round_: Round, row: Tensor) -> Iterator[Tensor]:
+        """[1, width] -> the matrices that this rank owns, as views."""
+        for slot in round_.slots:
+            if slot.owner == self._rank:
+                yield slot.view(row[0])
+
+    def spread(self, row: Tensor) -> Tensor:
+        """[1, width] -> [ranks, width]: the matrices of all owners."""
+        # The axes of `collect` in reverse: the rows come back in the order in which they were cut.
+        for axis in (self._replicate_axis, *reversed(self._summed_over)):
+            row = comm.start_all_gather(row, axis).wait()
+        return row
+
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),

@@ -35,7 +35,6 @@ from megatronish.report.trackers.table import open_trackers
 from megatronish.report.trackers.tracker import RunDescription, Trackers
 from megatronish.tokenizer.tokenizer import encode_prompt
 from megatronish.train.base_model import Base
-from megatronish.train.chat_audit import report_chats
 from megatronish.train.folder import locked, make_writable
 from megatronish.train.hooks.health import failed, say_health, say_last
 from megatronish.train.hooks.nearby import open_copies
@@ -45,7 +44,7 @@ from megatronish.train.hooks.stop import Stopper
 from megatronish.train.reference import begin_reference
 from megatronish.train.resume import Begun, begin
 from megatronish.train.run_upload import RunMirror
-from megatronish.train.setup import TrainingJob
+from megatronish.train.setup import TrainingJob, report_chats
 from megatronish.train.trainer import Aside, Hook, Trainer, TrainingSchedule
 from megatronish.train.watch import lost_rank, share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord

@@ -1,8 +1,10 @@
 """Training job: a config's data, engine and schedules on one rank, made in one place."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,12 @@ import torch
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.config.fields import one_of, with_fields
+from megatronish.config.model_source import TOKENIZER_FIELDS
 from megatronish.config.portable import absolute
+from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.names import OBJECTIVE_NAMES
+from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.collate import Collator
@@ -24,6 +29,7 @@ from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.devices import peak_tflops
 from megatronish.estimate.costs.flops import model_flops_per_token
+from megatronish.formats.start import read_start
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
@@ -33,10 +39,57 @@ from megatronish.optim.batch_size import BatchSizeSchedule, batch_sizes_of
 from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.parallel.mesh import Mesh
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
-from megatronish.train.base_tokenizer import refuse_other_tokenizer
 from megatronish.train.hooks.log import Speed
 from megatronish.train.own_files import OwnFiles
 from megatronish.train.trainer import Progress
+
+# Comparison of a run's tokenizer with that of the model it starts from: chats in other tokens would teach nonsense.
+#
+# Vocabularies of one size, or one that is smaller, raise no error anywhere else: every token is a row of the embedding,
+# but another text's row. Tokens that a tokenizer has in addition (control tokens of chats, say) make no difference
+# here.
+
+
+PROBE = "The quick brown fox, 1234567 times: x = [i**2 for i in range(10)]\n\tÜber naïve 漢字 ½ don't STOP."
+"""Text of words, numbers, code and other scripts, which different vocabularies cut differently."""
+
+OF_TEXT = ("sentencepiece", "huggingface", "tiktoken")
+"""Kinds that a model was trained with on text; data of the others may have been made by any tokenizer."""
+
+
+def refuse_other_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """UserError if chats are read with another tokenizer than that of the model to start from.
+
+    A model without a tokenizer, or whose tokenizer's files have gone, has nothing to compare with.
+    """
+    if config.data.dataset_type != "chat":
+        return
+    start = read_start(config.checkpoint)
+    if start is None or not start.tokenizer:
+        return
+    fields = {name: getattr(DataConfig(), name) for name in TOKENIZER_FIELDS} | start.tokenizer
+    own = replace(config.data, **fields)
+    if own == config.data or own.tokenizer_type not in OF_TEXT:
+        return
+    try:
+        expected = build_tokenizer(own).encode(PROBE)
+    except (UserError, OSError):
+        return
+    if tokenizer.encode(PROBE) != expected:
+        named = config.data.tokenizer_model or config.data.vocab_file or config.data.tokenizer_type
+        theirs = own.tokenizer_model or own.vocab_file or own.tokenizer_type
+        raise UserError(
+            f"the tokenizer {named} writes text in other tokens than {theirs}, that of the model to start from "
+            f"({start.source}); leave --tokenizer-model and --tokenizer-type out"
+        )
+
+
+def without_template(path: Path) -> str:
+    """Note about a file of completions whose prompts are texts."""
+    return (
+        f"note: prompts and completions of {path} are texts, so no chat template is around them; for a model that "
+        'chats, write them as messages: "prompt": [{"role": "user", "content": ...}], and so on'
+    )
 
 
 @dataclass(frozen=True)
@@ -216,3 +269,21 @@ def _refuse_other_data(config: Config, data: Dataset) -> None:
         f"{data.files[0].path} has {WHAT[data.learned_by]}, and objective={name} learns from {WHAT[wanted]}; use "
         f"--objective {one_of(fitting)}, or other data"
     )
+
+
+# Audit of a run's chat data: printed before the first step, and kept in the run folder as text and as a page.
+
+
+def report_chats(job: TrainingJob, say: Callable[[str], object]) -> None:
+    """Print and keep the audit, on the main rank of a run that trains on chats; else nothing."""
+    config, data = job.config, job.datasets.train
+    if not job.mesh.is_main or not isinstance(data, ChatDataset):
+        return
+    audit = Audit.of(data, ChatSetup.of(config.chat, config.data, job.tokenizer))
+    for file in data.files:
+        if data.learned_by != "text" and not file.counts.template:
+            say(without_template(file.path))
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "audit.txt").write_text(audit.text() + "\n", encoding="utf-8")
+    (config.run_dir / "audit.html").write_text(audit.html(), encoding="utf-8")
+    say(audit.text(colour=sys.stdout.isatty(), whole=False))

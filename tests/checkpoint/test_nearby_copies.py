@@ -23,7 +23,7 @@ from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.remote import RemotePath
 from megatronish.checkpoint.replicated import local
-from megatronish.checkpoint.replicated.fetch import _moved, _remove, planned
+from megatronish.checkpoint.replicated.copies import _moved, _remove, planned
 from megatronish.checkpoint.replicated.folders import remove_folder
 from megatronish.checkpoint.replicated.hosts import Hosts
 from megatronish.checkpoint.replicated.identity import id_of

@@ -28,8 +28,7 @@ from saved_runs import read_whole, save_value, saved_value
 from megatronish.checkpoint.attempts import new_attempt, remove_incomplete, whole_attempts
 from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import remove_old, saved_at, steps_in
-from megatronish.checkpoint.listing import objects_below
-from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
+from megatronish.checkpoint.remote import RemotePath, location, objects_below, refuse_unwritable
 from megatronish.checkpoint.save import SaveError
 from megatronish.core.errors import RunError, UserError
 from megatronish.train.run_upload import RunMirror

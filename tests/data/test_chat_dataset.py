@@ -13,9 +13,8 @@ from chat_tokenizers import said, save_tokenizer, write_lines
 from megatronish.config.sections.chat import ChatConfig
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
-from megatronish.data.chat.dataset import ChatDataset
+from megatronish.data.chat.dataset import WINDOW, ChatDataset, packs_of
 from megatronish.data.chat.masked import counts_path, mask_path
-from megatronish.data.chat.packing import WINDOW, packs_of
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.datasets import build_datasets
 from megatronish.data.indexed import bin_path

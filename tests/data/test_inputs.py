@@ -12,9 +12,8 @@ from types import ModuleType
 import pytest
 
 from megatronish.core.errors import UserError
-from megatronish.data.inputs import input_files, optional_library, same_names
+from megatronish.data.inputs import FOREIGN, input_files, optional_library, same_names, text_format
 from megatronish.data.readers import read_batches
-from megatronish.data.unsupported_formats import FOREIGN, text_format
 
 TEXTS = [
     "ab",

@@ -9,7 +9,7 @@ import torch
 from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.peft.config import our_config
-from megatronish.formats.peft.modules import Module, our_parts
+from megatronish.formats.peft.folder import Module, our_parts
 
 PATH = Path("adapter_config.json")
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "init_lora_weights": True}

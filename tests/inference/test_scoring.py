@@ -14,9 +14,8 @@ from megatronish.core.layout import Layout
 from megatronish.inference.generate import Sampling
 from megatronish.inference.load import load_found, load_model
 from megatronish.inference.saved_model import find_trained
-from megatronish.inference.scoring import Likelihood, Scoring, TokenPair
+from megatronish.inference.scoring import Likelihood, Scoring, TokenPair, Writing
 from megatronish.inference.session import Session
-from megatronish.inference.writing import Writing
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT

@@ -21,8 +21,7 @@ from megatronish.estimate.links import measure as measuring
 from megatronish.estimate.links.bench import bench
 from megatronish.estimate.links.definitions import COLLECTIVES, DTYPES, bus_factor, num_elements, uneven
 from megatronish.estimate.links.fit import LinkFit, SizeTimes, fits_of
-from megatronish.estimate.links.measure import Runs, measure
-from megatronish.estimate.links.operations import operation
+from megatronish.estimate.links.measure import Runs, measure, operation
 from megatronish.estimate.links.settings import LinkArguments, groups_of
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Mesh

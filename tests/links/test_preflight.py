@@ -18,7 +18,7 @@ from ranks import run_ranks
 from megatronish.config.read import read_config
 from megatronish.core.errors import UserError
 from megatronish.core.layout import ExpertLayout, Layout
-from megatronish.estimate.links import preflight, probes
+from megatronish.estimate.links import preflight
 from megatronish.estimate.links.facts import Free, Needs, differing, lacking, ranks_text
 from megatronish.estimate.links.preflight import Subject
 from megatronish.formats.start import read_start
@@ -71,7 +71,7 @@ def a_variable(patch: Patch) -> None:
 
 
 def a_clock_that_is_ahead(patch: Patch) -> None:
-    patch.setattr(preflight, "clock_offsets", partial(probes.clock_offsets, clock=lambda: time.time() + 7))
+    patch.setattr(preflight, "clock_offsets", partial(preflight.clock_offsets, clock=lambda: time.time() + 7))
 
 
 def a_slow_device(patch: Patch) -> None:
@@ -86,13 +86,13 @@ def a_slow_device(patch: Patch) -> None:
 
 def a_slow_link(patch: Patch) -> None:
     """Of rank 1 to rank 2, and no other."""
-    send = probes._send
+    send = preflight._send
 
     def slow(message: torch.Tensor, axis: Any, *, to: int) -> None:
         time.sleep(0.1 if message.numel() > 1 and to == 2 else 0.0)
         send(message, axis, to=to)
 
-    patch.setattr(probes, "_send", slow)
+    patch.setattr(preflight, "_send", slow)
 
 
 def a_full_disk(patch: Patch) -> None:

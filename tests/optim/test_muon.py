@@ -12,8 +12,16 @@ from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.optim.masters import Masters
-from megatronish.optim.matrix_distribution import Matrix, MatrixDistribution, deal, matrices_of
-from megatronish.optim.muon import COEFFICIENTS, SCALES, Muon, orthogonalized
+from megatronish.optim.muon import (
+    COEFFICIENTS,
+    SCALES,
+    Matrix,
+    MatrixDistribution,
+    Muon,
+    deal,
+    matrices_of,
+    orthogonalized,
+)
 from megatronish.optim.optimizer import Optimizer, optimizer_line
 from megatronish.parallel.mesh import Axis, Domain, Mesh, dense_domain
 from megatronish.parallel.sharding import Cut, Piece, Shard, Sharding, flat_pieces

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatronish.dry_run.after_step import call_hooks, objects_alike
-from megatronish.dry_run.rank import take_step
+from megatronish.dry_run.rank import call_hooks, objects_alike, take_step
 from megatronish.dry_run.recorder import StepRecorder
 from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.engine.engine import Engine

@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 from megatronish.commands.configuration import read_config
 from megatronish.dry_run.attention import attention_of_a_gpu
 from megatronish.dry_run.cuda_calls import answered_for
-from megatronish.dry_run.rank import _mesh, references
+from megatronish.dry_run.rank import _mesh, own_tables, references
 from megatronish.dry_run.recorder import StepRecorder
-from megatronish.dry_run.tables import own_tables
 from megatronish.inference import generate
 from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.pipeline.stages import Stages

@@ -21,7 +21,7 @@ from dry_generation import GENERATIONS, generation_of  # noqa: E402
 
 from megatronish.commands.configuration import read_config  # noqa: E402
 from megatronish.dry_run.rank import PlannedRun, hooks_alone, run_rank  # noqa: E402
-from megatronish.dry_run.report import json_of, with_expected  # noqa: E402
+from megatronish.dry_run.run import json_of, with_expected  # noqa: E402
 
 
 def result_of(case: Case | SingleCase, *, whole: bool) -> dict[str, Any]:

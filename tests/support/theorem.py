@@ -28,7 +28,7 @@ from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.streams import numpy_stream
 from megatronish.report.statistics import params_norm
 from megatronish.train.base_model import draw_base
-from megatronish.verify.routing_trace import Choices, RoutingRecorder
+from megatronish.verify.layout_trace import Choices, RoutingRecorder
 
 
 class Held(NamedTuple):

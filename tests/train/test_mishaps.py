@@ -16,7 +16,7 @@ from megatronish.config.dump import section_of
 from megatronish.config.sections.data import DataConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError, WholeRunError
-from megatronish.data.chat.model_files import read_template
+from megatronish.data.chat.setup import read_template
 from megatronish.formats.hf.config_json import read_json
 from megatronish.formats.peft import config as peft
 from megatronish.formats.safetensors import read_file

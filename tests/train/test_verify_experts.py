@@ -11,8 +11,7 @@ from torch import Tensor
 from megatronish.commands import verify as verify_layout
 from megatronish.engine.balancing import Balancing, ExpertLoad
 from megatronish.layers.router import Router, RouterSettings
-from megatronish.verify.layout_trace import Trace
-from megatronish.verify.routing_trace import Choices, Rerouted
+from megatronish.verify.layout_trace import Choices, Rerouted, Trace
 from megatronish.verify.verify import compare, routing_report
 
 EXPERTS = (

@@ -1,19 +1,172 @@
 """Adapters in PEFT's format, LoRA and IA3, read and written: adapter_config.json and adapter_model.safetensors."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.core.errors import UserError
 from megatronish.core.files import new_folder
 from megatronish.estimate.costs.adapters import linear_sections
 from megatronish.formats.adapters import SavedAdapter
+from megatronish.formats.hf import tensors as hf
 from megatronish.formats.peft.config import CONFIG, our_config, read_config, their_config
-from megatronish.formats.peft.modules import ia3_tensors, lora_tensors, modules_of, our_parts
 from megatronish.formats.safetensors import read_file, write_file
+from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor
+
+# Linear modules of transformers as sections of our layers, and PEFT's tensors of a module as those of its sections.
+#
+# Where a module is one section of ours, its tensors are ours. Where several sections are one module (GPT-2's c_attn,
+# BLOOM's query_key_value, packed gates and up-projections of experts), n adapters of rank r are exactly one of rank n
+# r: A stacked, B block-diagonal. Experts are adapters of a parameter there, [E r, in] and [out, r E] for all of them.
+
+
+PREFIX = "base_model.model."
+
+
+class Module(NamedTuple):
+    """Linear module of transformers, and our layer and sections that it is. `experts` is how many it holds packed."""
+
+    name: str  # model.layers.0.self_attn.q_proj
+    layer: str  # layers.0.attention.qkv
+    sections: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rows: TensorRule | None = None  # of a module that is several sections: its rows as ours, and back
+    experts: int = 0
+    parameter: str = ""  # of packed experts: gate_up_proj
+
+    @property
+    def key(self) -> str:
+        """Where its tensors are: packed experts are wrapped one around the other, the first parameter inmost."""
+        inner = ".base_layer" if self.parameter == "gate_up_proj" else ""
+        return f"{PREFIX}{self.name}{inner}"
+
+
+def modules_of(description: Description) -> Iterator[Module]:
+    """Modules of transformers in which the sections of a model are."""
+    layers: dict[str, dict[str, tuple[int, int]]] = {}
+    for each in linear_sections(description.model):
+        layer, _, section = each.name.rpartition(".")
+        layers.setdefault(layer, {})[section] = (each.out_features, each.copies)
+    rules = list(hf.rules(description))
+    biases = {rule.ours.removesuffix(".bias"): rule for rule in rules if rule.ours.endswith(".bias")}
+    for rule in rules:
+        layer = rule.ours.removesuffix(".weight")
+        if layer not in layers or not rule.ours.endswith(".weight") or rule.row:
+            continue
+        names = tuple(layers.pop(layer).items())
+        sections, sizes = tuple(name for name, _ in names), tuple(size for _, (size, _) in names)
+        theirs = [name.removesuffix(".weight") for name in rule.theirs]
+        if rule.row == 0:
+            packed = theirs[0].rpartition(".0.")[0]  # ...mlp.experts, as transformers 5 keeps them for all families
+            packed = packed.replace("block_sparse_moe", "mlp")
+            parameter = "down_proj" if sections == ("down",) else "gate_up_proj"
+            yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter)
+        elif len(theirs) == len(sections):
+            for name, section, size in zip(theirs, sections, sizes, strict=True):
+                yield Module(name, layer, (section,), (size,))
+        else:
+            # The rule of the bias orders rows, and does not transpose.
+            yield Module(theirs[0], layer, sections, sizes, biases[layer])
+
+
+def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
+    """A and B of one module: several sections as one adapter, A stacked and B block-diagonal."""
+    dim = 1 if module.experts else 0
+    a = torch.cat([each["A"] for each in parts.values()], dim=dim)
+    sizes = dict(zip(module.sections, module.sizes, strict=True))
+    first = next(iter(parts.values()))["B"]
+    b = first.new_zeros(*first.shape[:-2], sum(module.sizes), rank * len(parts))
+    row = 0
+    for name, size in sizes.items():
+        if name in parts:
+            column = rank * list(parts).index(name)
+            b[..., row : row + size, column : column + rank] = parts[name]["B"]
+        row += size
+    if module.experts:  # [E, r, in] -> [E r, in]; [E, out, r] -> [out, r E]
+        a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2)
+    elif module.rows is not None:
+        b = module.rows.split(b)[0]
+    return {f"{module.key}.lora_A.weight": a.contiguous(), f"{module.key}.lora_B.weight": b.contiguous()}
+
+
+def ia3_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Scales of one module: of its outputs [out, 1], ones where a section has none, or of its inputs [1, in]."""
+    if module.experts:
+        raise UserError(f"PEFT has no IA3 of packed experts, and {module.layer} has; leave down out of the targets")
+    if module.sections == ("down",):
+        return {f"{module.key}.ia3_l": parts["down"]["l"].unsqueeze(0)}
+    sizes = zip(module.sections, module.sizes, strict=True)
+    scale = torch.cat([parts[name]["l"] if name in parts else torch.ones(size) for name, size in sizes])
+    if module.rows is not None:
+        scale = module.rows.split(scale)[0]
+    return {f"{module.key}.ia3_l": scale.unsqueeze(1)}
+
+
+def our_parts(
+    module: Module, tensors: list[Tensor], config: AdapterConfig, source: Path
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors of one module as those of its sections: {section: {"A": ..., "B": ...}} or {section: {"l": ...}}."""
+    if config.adapter_type == "ia3":
+        _refuse_other_side(module, tensors[0], source)
+        scale = tensors[0].flatten()
+        if module.rows is not None:
+            scale = module.rows.join([scale])
+        sizes = module.sizes if len(module.sections) > 1 else (len(scale),)
+        scales = dict(zip(module.sections, scale.split(sizes), strict=True))
+        # A section of a fused module that is multiplied by ones has no adapter.
+        return {name: {"l": part} for name, part in scales.items() if len(scales) == 1 or not (part == 1).all()}
+    a, b = tensors
+    if module.experts:
+        a = a.unflatten(0, (module.experts, -1))  # [E r, in] -> [E, r, in]
+        b = b.unflatten(1, (-1, module.experts)).permute(2, 0, 1)  # [out, r E] -> [E, out, r]
+    elif module.rows is not None:
+        b = module.rows.join([b])
+    if a.shape[-2] != b.shape[-1] or b.shape[-2] != sum(module.sizes):
+        raise UserError(
+            f"{source}: {module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model's layer has "
+            f"{sum(module.sizes)} outputs; the adapter is of another model"
+        )
+    parts = _apart(module, a, b, config.lora_rank)
+    if wrong := next((name for name, each in parts.items() if each["A"].shape[-2] != config.lora_rank), None):
+        raise UserError(
+            f"{source.parent}: {module.name} ({wrong}) has rank {parts[wrong]['A'].shape[-2]} and others "
+            f"{config.lora_rank}; adapters of one rank are read, train it so or merge it with PEFT"
+        )
+    return parts
+
+
+def _refuse_other_side(module: Module, scale: Tensor, source: Path) -> None:
+    """UserError for IA3 of the inputs [1, in] where ours is of the outputs [out, 1], or the other way round."""
+    of_inputs = module.sections == ("down",)
+    if (scale.shape[0] == 1) != of_inputs:
+        sides = ("inputs", "outputs") if of_inputs else ("outputs", "inputs")
+        raise UserError(
+            f"{source.parent}: IA3 multiplies the {sides[1]} of {module.name} (feedforward_modules), and here the "
+            f"{sides[0]}; merge the adapter with PEFT"
+        )
+
+
+def _apart(module: Module, a: Tensor, b: Tensor, rank: int) -> dict[str, dict[str, Tensor]]:
+    """Adapters of the sections of one module: blocks of a block-diagonal B, or one A for all of them."""
+    rows = dict(zip(module.sections, b.split(module.sizes, dim=-2), strict=True))
+    number = a.shape[-2] // rank
+    if number > 1 and a.shape[-2] == number * rank:
+        blocks, found = list(zip(a.split(rank, dim=-2), range(0, number * rank, rank), strict=True)), {}
+        names = list(module.sections) if number == len(rows) else [name for name, each in rows.items() if each.any()]
+        for name, (block, column) in zip(names, blocks, strict=False):
+            found[name] = {"A": block.contiguous(), "B": rows[name][..., column : column + rank].contiguous()}
+        others = sum(int(each.count_nonzero()) for each in rows.values())
+        if len(found) == number and others == sum(int(each["B"].count_nonzero()) for each in found.values()):
+            return found
+    return {name: {"A": a.clone(), "B": each.contiguous()} for name, each in rows.items()}
+
 
 FILE = "adapter_model.safetensors"
 PARTS = {"lora": ("lora_A.weight", "lora_B.weight"), "ia3": ("ia3_l",)}
