@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from machine_speed import seconds_of_a_million_entries
 from paths import ROOT
 
 from megatronish.config.read import read_config
@@ -42,14 +43,6 @@ def searched(name: str) -> tuple[Search, SearchResult, float]:
     start = time.process_time()
     tried = search.run()
     return search, tried, time.process_time() - start
-
-
-def seconds_of_a_million_entries() -> float:
-    """What this machine needs, now, for as many updates of a small dict: the unit of the bar below."""
-    start, counts = time.process_time(), dict[int, int]()
-    for number in range(1_000_000):
-        counts[number % 1000] = counts.get(number % 1000, 0) + number * number
-    return time.process_time() - start
 
 
 def test_fifty_thousand_layouts_take_seconds() -> None:

@@ -1,11 +1,11 @@
 """Tests of room for a run: a start that this machine has no memory for is refused in seconds, with what would fit."""
 
 import shlex
-import time
 from pathlib import Path
 
 import pytest
 from jobs import call_main, run_job, tiny
+from machine_speed import units_of
 from paths import ROOT
 
 from megatronish.config.config import Config
@@ -44,9 +44,9 @@ def gpu(gib: float) -> RankRoom:
     ],
 )
 def test_each_remedy_lets_the_run_fit(flags: str, gib: float) -> None:
-    begin = time.process_time()
-    said = said_of(flags, gpu(gib))
-    assert time.process_time() - begin < 5
+    found: list[str | None] = []
+    assert units_of(lambda: found.append(said_of(flags, gpu(gib)))) < 30  # 5 s of a busy slow core
+    (said,) = found
     assert said is not None and "the device of rank 0 (NVIDIA H100), which has " in said, said
     remedies = said.partition("it would fit with ")[2].split(" or with ")
     assert all(remedies), said
