@@ -18,7 +18,7 @@ from theorem import Record, train
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.layout import Layout
-from megatronish.engine import engine, reduction
+from megatronish.engine import engine, results
 from megatronish.engine.balancing import TOKENS
 from megatronish.engine.results import StepSums
 from megatronish.launch.place import Place
@@ -95,7 +95,7 @@ def bias_without_other_tp_ranks(patch: Patch) -> None:
     def planted(sums: dict[str, torch.Tensor], *args: Any, mesh: Mesh, **options: Any) -> StepSums:
         if TOKENS in sums and not mesh.tp.is_first:
             sums = sums | {TOKENS: torch.zeros_like(sums[TOKENS])}
-        return reduction.reduce_sums(sums, *args, mesh=mesh, **options)
+        return results.reduce_sums(sums, *args, mesh=mesh, **options)
 
     patch.setattr(engine, "reduce_sums", planted)
 
@@ -104,7 +104,7 @@ def bias_of_own_counts(patch: Patch) -> None:
     """Each rank moves the bias by the choices of its own tokens."""
 
     def planted(sums: dict[str, torch.Tensor], *args: Any, **options: Any) -> StepSums:
-        found = reduction.reduce_sums(sums, *args, **options)
+        found = results.reduce_sums(sums, *args, **options)
         return found._replace(model={**found.model, TOKENS: sums[TOKENS].double()}) if TOKENS in sums else found
 
     patch.setattr(engine, "reduce_sums", planted)

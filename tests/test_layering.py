@@ -89,6 +89,33 @@ WITHOUT_TORCH = (
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
+FRAGMENT = 80
+"""Lines below which a file that a single other one of its folder imports belongs into that."""
+LEAVES = {
+    "formats/hf/families.py": "a family of models is one file",
+    "objectives/table.py": "an objective is one file",
+    "optim/optimizer.py": "an optimizer is one file",
+    "parallel/schedules/table.py": "a schedule is one file",
+    "report/trackers/table.py": "a tracker is one file, whose library is imported only where it is used",
+    "train/hooks/of_run.py": "a hook is one file",
+    "attention/attend.py": "a way of context parallelism is one file",
+}
+"""Tables of which each leaf is a file, however short: what one copies to add another."""
+APART = {
+    "engine/unused_parameters.py": "the step itself stays a page of code",
+    "estimate/links/draw_png.py": "matplotlib is imported where a picture is drawn",
+    "commands/dry_run.py": "its flags and errors wait for no torch",
+    "commands/auditing.py": "--help of audit waits for no torch",
+    "commands/table.py": "what a new command adds a line to",
+    "estimate/costs/adapter_activations.py": "the memory model is under work",
+    "estimate/costs/padded_rows.py": "the memory model is under work",
+    "estimate/planner/adapter_time.py": "the memory model is under work",
+    "estimate/planner/chunk_buckets.py": "the memory model is under work",
+    "launch/orphans.py": "a process of its own, which imports little",
+}
+"""Short files with one reader that stay apart, and why."""
+
+
 class Import(NamedTuple):
     """A line that imports, or uses, a module."""
 
@@ -186,6 +213,21 @@ def test_no_module_imports_itself_round_a_corner() -> None:
     while free := {module for module, needed in left.items() if not needed & left.keys()}:
         left = {module: needed for module, needed in left.items() if module not in free}
     assert not left, f"a cycle of imports among {sorted(left)}"
+
+
+def test_files_hold_together() -> None:
+    importers: dict[str, set[Path]] = {}
+    for found in IMPORTS:
+        importers.setdefault(found.module, set()).add(found.path)
+    fragments = []
+    for path in FILES:
+        readers = importers.get(module_of(path), set()) - {path}
+        length, name = len(path.read_text().splitlines()), path.relative_to(PACKAGE).as_posix()
+        if 0 < length < FRAGMENT and len(readers) == 1 and name not in APART:
+            (reader,) = readers
+            if reader.parent == path.parent and reader.relative_to(PACKAGE).as_posix() not in LEAVES:
+                fragments.append(f"{name} ({length} lines) belongs into {reader.name}")
+    assert not fragments, "\n".join(fragments)
 
 
 def test_torch_distributed_stays_where_it_belongs() -> None:

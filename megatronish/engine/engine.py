@@ -12,9 +12,8 @@ import torch
 
 from megatronish.engine.balancing import Balancing
 from megatronish.engine.batches import on_rank, weight_of
-from megatronish.engine.reduction import meet_stages, reduce_sums
 from megatronish.engine.reference_logprobs import PairPreparation
-from megatronish.engine.results import StepResult, Totals, Votes, no_votes
+from megatronish.engine.results import StepResult, Totals, Votes, meet_stages, no_votes, reduce_sums
 from megatronish.engine.unused_parameters import GradientArrivals
 from megatronish.engine.update_rule import UpdateRule
 from megatronish.model.batch import MicroBatch

@@ -100,7 +100,7 @@ class Case(NamedTuple):
     def waits(self) -> dict[str, int]:
         """Waits of the host in a step, by file: for sums, for rows of experts, and for gradients that it steps by."""
         found = {
-            "engine/reduction.py": 1,
+            "engine/results.py": 1,
             "layers/dispatch.py": self.num_expert_layers * self.num_microbatches,
             "parallel/data_parallel/offload.py": int(self.chosen["state"] == "offloaded" and self.zero > 0),
         }
@@ -200,7 +200,7 @@ class SingleCase(NamedTuple):
     def waits(self) -> dict[str, int]:
         """Waits of the host in a step, by file."""
         of_experts = {"layers/dispatch.py": 2 * self.num_layers} if self.model == "experts" else {}
-        return {"engine/reduction.py": 1, **of_experts, **self.more_waits}
+        return {"engine/results.py": 1, **of_experts, **self.more_waits}
 
 
 QWEN3_MOE = (

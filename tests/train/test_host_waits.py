@@ -21,7 +21,7 @@ from megatronish.train.setup import TrainingJob
 # On a GPU each waits for the device. Of a tensor that is on the CPU they are free: what `cpu` has read is read as often
 # as wanted.
 READS = ("item", "tolist", "cpu", "numpy", "__int__", "__float__", "__bool__", "__index__", "nonzero")
-SUMS = {"reduction.reduce_sums": 4}  # `cpu` for all of them, and three reads of what is there then
+SUMS = {"results.reduce_sums": 4}  # `cpu` for all of them, and three reads of what is there then
 FREE = {
     "batches.weight_of": "counted on the CPU, before any forward",
     "balancing.largest_of_layers": "of the sums that reduce_sums has read",
