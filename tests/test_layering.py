@@ -1,6 +1,7 @@
 """Tests of the layering: which package may import which, read from the source without running it."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -189,6 +190,13 @@ def f():
 def test_every_part_of_the_package_has_a_row() -> None:
     missing = {part for module in MODULES if (part := part_of(module)) and part not in ROW_OF}
     assert not missing, f"{missing} stand in no row of ROWS: say whom they may import"
+
+
+def test_the_readme_names_every_folder() -> None:
+    section = (ROOT / "README.md").read_text().partition("## The code\n")[2].partition("\n## ")[0]
+    words = set(re.findall(r"\w+", section))
+    folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    assert folders <= words, f"the README has no line for {folders - words}"
 
 
 def test_imports_go_down_the_layers() -> None:
