@@ -9,11 +9,13 @@ from conversions import logits_of
 from jobs import tiny, train_on_ranks, write_tokens
 
 from megatronish.commands.convert import main as convert
-from megatronish.commands.evaluate import main as evaluate
-from megatronish.commands.generate import main as generate
+from megatronish.commands.table import COMMANDS
 from megatronish.formats import native
 from megatronish.formats.adapters import read_native
 from megatronish.formats.peft import folder as peft
+
+evaluate = COMMANDS["evaluate"].main()
+generate = COMMANDS["generate"].main()
 
 TOKENS = torch.arange(24).view(2, 12) % 100
 KINDS = {

@@ -17,8 +17,7 @@ from jobs import tiny, train_on_ranks
 from paths import ROOT
 from ranks import run_ranks
 
-from megatronish.commands.chat import main as chat
-from megatronish.commands.generate import main as generate
+from megatronish.commands.table import COMMANDS
 from megatronish.core.layout import Layout
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
@@ -28,6 +27,9 @@ from megatronish.inference.session import Continuation, Session
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Mesh
 from megatronish.tokenizer.tokenizer import build_tokenizer
+
+chat = COMMANDS["chat"].main()
+generate = COMMANDS["generate"].main()
 
 PROMPTS = ((5, 6, 7), (8, 9))
 END = 259

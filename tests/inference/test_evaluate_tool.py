@@ -16,9 +16,9 @@ from jobs import run_job, tiny, train_on_ranks, write_tokens
 from paths import GOLDEN
 from ranks import run_ranks
 
-from megatronish.commands import evaluate as command
-from megatronish.commands.evaluating import be_rank, prepare, run, start_mesh, tell_of_short_windows
 from megatronish.commands.inference_flags import EvaluateArguments as Arguments
+from megatronish.commands.perplexity import be_rank, prepare, run, start_mesh, tell_of_short_windows
+from megatronish.commands.table import COMMANDS
 from megatronish.core.errors import UserError
 from megatronish.data.indexed import IndexedWriter
 from megatronish.data.windows import Windows
@@ -285,11 +285,12 @@ def test_an_engine_that_only_evaluates_holds_the_parameters_alone(runs: dict, li
 
 def test_the_program_starts_its_own_ranks(runs: dict, lines: Path, tmp_path: Path) -> None:
     argv = ["--load", str(runs["gpt2"]), "--data-path", str(lines), "--device", "cpu"]
-    one, two = (run_job([*argv, *more], tmp_path, main=command.main) for more in ((), ("--tp", "2", "--dp", "2")))
+    evaluate = COMMANDS["evaluate"].main()
+    one, two = (run_job([*argv, *more], tmp_path, main=evaluate) for more in ((), ("--tp", "2", "--dp", "2")))
     assert (one.status, two.status) == (0, 0), (one, two)
     first, second = (done.output.splitlines()[1].rsplit("|", 2)[0] for done in (one, two))
     assert first == second
-    refused = run_job([*argv, "--cp", "3"], tmp_path, main=command.main)
+    refused = run_job([*argv, "--cp", "3"], tmp_path, main=evaluate)
     assert refused.status == 2
     assert refused.errors == (
         "seq_length=16 must be divisible by 2 x context_parallel_size=3 = 6; use --seq-length 18\n"

@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
-from megatronish.commands import generate as command
-from megatronish.commands.generating import prepare, run
+from megatronish.commands.generate import prepare, run
 from megatronish.commands.inference_flags import GenerateArguments as Arguments
+from megatronish.commands.table import COMMANDS
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.errors import UserError
 from megatronish.core.layout import Layout
@@ -328,13 +328,14 @@ def test_the_program_starts_its_own_ranks_and_they_write_the_same(
 ) -> None:
     expected = written(capsys, trained, num_tokens=6, temperature=0.0)
     argv = f"--load {trained} --num-tokens 6 --temperature 0 --tp 2 --pp 2 --device cpu".split()
-    done = run_job([*argv, "--prompt", PROMPT], tmp_path, main=command.main)
+    generate = COMMANDS["generate"].main()
+    done = run_job([*argv, "--prompt", PROMPT], tmp_path, main=generate)
     assert (done.status, done.output) == (0, expected), done
     assert "6 tokens in" in done.errors
-    refused = run_job([*argv, "--tp", "5"], tmp_path, main=command.main)
+    refused = run_job([*argv, "--tp", "5"], tmp_path, main=generate)
     assert refused.status == 2
     assert refused.errors.startswith("num_attention_heads=12 must be divisible by tensor_model_parallel_size=5; use ")
-    unwritable = run_job([*argv, "--output", str(tmp_path / "no" / "out.jsonl")], tmp_path, main=command.main)
+    unwritable = run_job([*argv, "--output", str(tmp_path / "no" / "out.jsonl")], tmp_path, main=generate)
     assert unwritable.status == 2
     assert "no/out.jsonl cannot be written: No such file or directory" in unwritable.errors
 

@@ -9,9 +9,9 @@ from jobs import tiny, train_on_ranks, write_tokens
 from ranks import run_ranks
 from test_generate import Seen, logits_without_cache, seen_of
 
-from megatronish.commands.evaluating import prepare as prepare_evaluation
-from megatronish.commands.generating import prepare
+from megatronish.commands.generate import prepare
 from megatronish.commands.inference_flags import EvaluateArguments, GenerateArguments
+from megatronish.commands.perplexity import prepare as prepare_evaluation
 from megatronish.core.errors import UserError
 from megatronish.data.collate import Collator
 from megatronish.inference.load import load_engine, load_model

@@ -8,7 +8,7 @@ import torch
 from chat_models import write_chat_model
 from ranks import run_ranks
 
-from megatronish.commands.scoring import without_network
+from megatronish.commands.evaluate import without_network
 from megatronish.core.errors import UserError
 from megatronish.core.layout import Layout
 from megatronish.inference.generate import Sampling

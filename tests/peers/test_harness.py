@@ -12,7 +12,9 @@ import yaml
 from chat_models import write_adapter, write_chat_model
 from paths import ROOT
 
-from megatronish.commands.evaluate import main as evaluate
+from megatronish.commands.table import COMMANDS
+
+evaluate = COMMANDS["evaluate"].main()
 
 pytestmark = pytest.mark.peers("lm_eval")
 lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed here; see `make test-peers`")

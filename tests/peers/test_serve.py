@@ -16,9 +16,11 @@ import pytest
 from chat_models import write_adapter, write_chat_model
 from paths import ROOT
 
-from megatronish.commands.serve import main as serve
+from megatronish.commands.table import COMMANDS
 from megatronish.inference.saved_model import find_trained
 from megatronish.tokenizer.tokenizer import build_tokenizer
+
+serve = COMMANDS["serve"].main()
 
 pytestmark = pytest.mark.peers("openai")
 openai: Any = pytest.importorskip("openai", reason="openai is not installed here; see `make test-peers`")

@@ -14,7 +14,8 @@ from plugged import EXAMPLES, forgotten, plug
 from saved_runs import read_whole
 from torch import Tensor
 
-from megatronish.commands import convert, draw, evaluate, generate, preprocess, verify
+from megatronish.commands import convert, draw, preprocess, verify
+from megatronish.commands.table import COMMANDS
 from megatronish.config.read import read_config
 from megatronish.formats.safetensors import read_folder
 from megatronish.launch.place import Place
@@ -74,14 +75,14 @@ def test_weights_of_a_plug_in_s_block_start_another_run(tmp_path: Path, run: Pat
 def test_generation_and_evaluation_need_the_plug_in_to_be_named(tmp_path: Path, run: Path) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": " ".join(str(n % 90) for n in range(40))}))
     calls = {
-        generate: ["--load", str(run), "--prompt", "1 2 3", "--num-tokens", "4", "--device", "cpu", "--tp", "2"],
-        evaluate: ["--load", str(run), "--data-path", str(tmp_path / "text.jsonl"), "--device", "cpu", "--dp", "2"],
+        "generate": ["--load", str(run), "--prompt", "1 2 3", "--num-tokens", "4", "--device", "cpu", "--tp", "2"],
+        "evaluate": ["--load", str(run), "--data-path", str(tmp_path / "text.jsonl"), "--device", "cpu", "--dp", "2"],
     }
     for tool, words in calls.items():
-        without = run_job(words, tmp_path, main=tool.main)
+        without = run_job(words, tmp_path, main=COMMANDS[tool].main())
         assert without.status == 2
         assert f"add --plugin {EXAMPLES / 'parallel_block.py'}, which runs that code" in without.errors
-        ended = run_job([*words, *plug("parallel_block").split()], tmp_path, main=tool.main)
+        ended = run_job([*words, *plug("parallel_block").split()], tmp_path, main=COMMANDS[tool].main())
         assert ended.status == 0, ended
 
 
@@ -100,7 +101,7 @@ def test_conversion_keeps_the_block_or_refuses_it(tmp_path: Path, run: Path) -> 
     }
     after = read_whole(tmp_path / "ours" / "step_00000000")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    asked = run_job(["--load", str(tmp_path / "ours"), "--device", "cpu"], tmp_path, main=generate.main)
+    asked = run_job(["--load", str(tmp_path / "ours"), "--device", "cpu"], tmp_path, main=COMMANDS["generate"].main())
     assert f"add --plugin {EXAMPLES / 'parallel_block.py'}, which runs that code" in asked.errors
 
 
@@ -155,11 +156,11 @@ def test_a_tokenizer_of_a_plug_in_goes_all_the_way(tmp_path: Path) -> None:
     assert trained.status == 0, trained
     assert "vocabulary 30 padded to" in trained.output
     asked = ["--load", str(tmp_path / "run"), "--prompt", "text", "--num-tokens", "5", "--device", "cpu"]
-    without = run_job(asked, tmp_path, main=generate.main)
+    without = run_job(asked, tmp_path, main=COMMANDS["generate"].main())
     assert without.status == 2
     assert "--tokenizer-type characters is not known; use one of" in without.errors
     assert "or name the plug-in that registers it with --plugin" in without.errors
-    written = run_job([*asked, *plug("characters").split()], tmp_path, main=generate.main)
+    written = run_job([*asked, *plug("characters").split()], tmp_path, main=COMMANDS["generate"].main())
     assert written.status == 0, written
     assert written.output.startswith("text")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jobs import call_main, run_job, tiny
 
-from megatronish.commands.generating import read_prompts
+from megatronish.commands.generate import read_prompts
 from megatronish.commands.import_config import import_config
 from megatronish.config.dump import section_of
 from megatronish.config.sections.data import DataConfig

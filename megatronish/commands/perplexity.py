@@ -1,4 +1,4 @@
-"""Evaluation behind `megatronish evaluate`: the text, its windows and the model on all ranks, and the results."""
+"""Perplexity behind `megatronish evaluate`: the text, its windows and the model on all ranks, and the results."""
 
 import json
 import math
